@@ -1,0 +1,99 @@
+"""`FrequencyPlanCallback`: trains under a frequency plan and measures what it costs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_pfo.callbacks.gpu_session import GpuChoice
+from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
+from lightning_pfo.callbacks.meters import IterationMeasurement
+from lightning_pfo.callbacks.planned_run import PlannedRun
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.planner import Frontier, load_frontier, select_plan
+
+TOP_CLOCKS = "top_clocks"
+
+
+class FrequencyPlanCallback(RunCallback[PlannedRun]):
+    """Sets the clock of every instruction as a plan says, and measures time and energy of each iteration.
+
+    Before the first step the plan is checked against the pipeline: stages, microbatches, order, supported clocks.
+
+    Logged metrics: `pfo/iteration_time_s` (s; from the first forward to the last backward) and
+    `pfo/iteration_energy_j` (J; all GPUs in that time).
+
+    Args:
+        plan: A frontier file (`frontier.json` or its folder), a `Frontier`, a `FrequencyPlan`, or `"top_clocks"` for
+            the highest clock everywhere, the baseline to compare with.
+        select: Which plan of a frontier: `no_slowdown`, `1.02x`, `2.84s`, `least_energy`, an index; see `select_plan`.
+        gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+
+    Raises:
+        PlanError: When constructed, if the file is malformed or the selection is impossible.
+        PlanMismatchError: Before the first step, on every rank, if the plan does not fit the pipeline.
+
+    Example::
+
+        callback = FrequencyPlanCallback("plans/frontier.json", select="no_slowdown")
+        Trainer(strategy="pfo_pipeline", devices=4, callbacks=[callback]).fit(model, train_loader)
+    """
+
+    def __init__(
+        self,
+        plan: str | os.PathLike[str] | Frontier | FrequencyPlan,
+        *,
+        select: str = "no_slowdown",
+        gpu: GpuChoice = "auto",
+    ) -> None:
+        self._plan: FrequencyPlan | None = None
+        if isinstance(plan, FrequencyPlan):
+            self._plan = plan
+        elif plan != TOP_CLOCKS:
+            frontier = plan if isinstance(plan, Frontier) else load_frontier(plan)  # type: ignore[arg-type]
+            self._plan = select_plan(frontier, select)
+        self._gpu = gpu
+
+    @property
+    def plan(self) -> FrequencyPlan | None:
+        """The plan in use; for `top_clocks` None until the pipeline is known."""
+        return self._run.plan if self._run is not None else self._plan
+
+    @property
+    def measurements(self) -> list[IterationMeasurement]:
+        """What the iterations of this run took so far."""
+        return self._run.measurements if self._run is not None else []
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._run = PlannedRun(
+            instruction_source_of(trainer, self),
+            self._plan,
+            gpu=self._gpu,
+            num_gpus=ranks_per_node(trainer),
+            user=self,
+            report=_report,
+        )
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        measurement = self._run.measure() if self._run is not None else None
+        if measurement is None:
+            return
+        for name, value in (("time_s", measurement.time_s), ("energy_j", measurement.energy_j)):
+            pl_module.log(f"pfo/iteration_{name}", value, on_step=True, on_epoch=False, batch_size=1)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None and self._run.is_open:
+            self._run.request_top_clock()
+
+
+def _report(message: str) -> None:
+    rank_zero_info(f"FrequencyPlanCallback: {message}")

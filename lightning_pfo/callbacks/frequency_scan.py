@@ -1,0 +1,187 @@
+"""The profiling state machine: lock a clock, let it settle, measure some iterations, go on to the next lower clock.
+
+::
+
+    clock    1410 ....................  1350 ....................  1290 ...
+    state    settle  measure  measure | settle  measure  measure | settle
+                                      ^ all ranks exchange what they measured; rank 0 writes the profile
+
+An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
+scan ends when that holds for every instruction of every stage, or there are no lower clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_pfo.callbacks.meters import InstructionMeter, Measured
+from lightning_pfo.core.events import InstructionListener, InstructionSource
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.device import ClockController
+
+_CLOCK_TIMEOUT_S = 5.0
+_CLOCK_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W."""
+
+    stage: int
+    instruction: str
+    frequency: int
+    time: float
+    energy: float
+    time_stderr: float
+    energy_stderr: float
+    samples: int
+    p2p_blocking_power_w: float
+    flags: str = ""
+
+
+class EnergyValley:
+    """Decides when an instruction has been scanned far enough."""
+
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._last_j = math.inf
+        self._num_rises = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether energy has risen `patience` times in a row."""
+        return self._num_rises >= self._patience
+
+    def add(self, energy_j: float) -> None:
+        """Take the energy at the next lower clock."""
+        self._num_rises = self._num_rises + 1 if energy_j > self._last_j else 0
+        self._last_j = energy_j
+
+
+def clocks_to_scan(supported_mhz: Sequence[int], step_mhz: int | None, min_clock_mhz: int | None) -> tuple[int, ...]:
+    """Choose clocks from the highest down, at least `step_mhz` apart and not below `min_clock_mhz`."""
+    chosen: list[int] = []
+    for clock in sorted(supported_mhz, reverse=True):
+        far_enough = not chosen or step_mhz is None or chosen[-1] - clock >= step_mhz
+        if far_enough and (min_clock_mhz is None or clock >= min_clock_mhz):
+            chosen.append(clock)
+    return tuple(chosen)
+
+
+class FrequencyScan(InstructionListener):
+    """Scans clocks during training; all ranks move to the next clock together.
+
+    Args:
+        source: The pipeline rank.
+        clocks: Sets this rank's clock.
+        clocks_mhz: Clocks to scan, highest first.
+        meter: Measures instructions; a listener of its own, registered after this one, so that it is nested inside.
+        iterations_per_clock: Iterations measured at each clock.
+        warmup_iterations: Iterations to let a clock settle.
+        patience: Rises of energy in a row that end the scan of an instruction.
+        on_clock_done: Called on every rank after each clock with all rows so far.
+        is_ready: Scanning waits until this returns true.
+    """
+
+    def __init__(
+        self,
+        source: InstructionSource,
+        clocks: ClockController,
+        clocks_mhz: Sequence[int],
+        meter: InstructionMeter,
+        *,
+        iterations_per_clock: int,
+        warmup_iterations: int,
+        patience: int,
+        on_clock_done: Callable[[list[ProfileRow]], None],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._source = source
+        self._clocks = clocks
+        self._clocks_mhz = tuple(clocks_mhz)
+        self._meter = meter
+        self._iterations_per_clock = iterations_per_clock
+        self._warmup_iterations = warmup_iterations
+        self._patience = patience
+        self._on_clock_done = on_clock_done
+        self._is_ready = is_ready
+        self._valleys: dict[tuple[int, InstructionType], EnergyValley] = {}
+        self._rows: list[ProfileRow] = []
+        self._num_iterations = 0
+        self._running = False
+        self.position = 0
+        self.done = False
+
+    @property
+    def clock_mhz(self) -> int:
+        """The clock being measured on this rank; the highest once this rank has scanned enough."""
+        return self._clocks_mhz[self.position] if not self._exhausted() else self._clocks_mhz[0]
+
+    @property
+    def num_clocks(self) -> int:
+        """How many clocks there are to scan at most."""
+        return len(self._clocks_mhz)
+
+    def _exhausted(self) -> bool:
+        all_passed = bool(self._valleys) and all(valley.passed for valley in self._valleys.values())
+        return all_passed or self.position >= len(self._clocks_mhz)
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        """Set the clock before its first iteration."""
+        self._running = not self.done and self._is_ready()
+        if self._running and self._num_iterations == 0:
+            self._clocks.request(self.clock_mhz)
+            self._clocks.wait(_CLOCK_TIMEOUT_S)
+        if self._running and self._num_iterations == self._warmup_iterations:
+            self._meter.reset()
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """Count iterations; after the last one of a clock, exchange and move on."""
+        if not self._running:
+            return
+        self._num_iterations += 1
+        if self._num_iterations < self._warmup_iterations + self._iterations_per_clock:
+            return
+        self._num_iterations = 0
+        mine = [] if self._exhausted() else self._measure()
+        self.position += 1
+        exchanged = self._source.all_gather((mine, self._exhausted()))
+        for rows, _ in exchanged:
+            self._rows.extend(rows)
+        self.done = all(exhausted for _, exhausted in exchanged)
+        self._on_clock_done(self._rows)
+
+    def _measure(self) -> list[ProfileRow]:
+        rows = []
+        clock_mhz = self.clock_mhz  # before the valleys learn of this measurement
+        blocked_power_w = self._meter.blocked_power_w()
+        for (stage, kind), measured in self._meter.measured().items():
+            valley = self._valleys.setdefault((stage, kind), EnergyValley(self._patience))
+            if valley.passed:
+                continue
+            valley.add(measured.energy_j)
+            rows.append(
+                ProfileRow(
+                    stage=stage,
+                    instruction=kind.profile_name,
+                    frequency=clock_mhz,
+                    time=measured.time_s,
+                    energy=measured.energy_j,
+                    time_stderr=measured.time_stderr_s,
+                    energy_stderr=measured.energy_stderr_j,
+                    samples=measured.samples,
+                    p2p_blocking_power_w=blocked_power_w,
+                    flags=_flags(measured, clock_mhz),
+                )
+            )
+        return rows
+
+
+def _flags(measured: Measured, clock_mhz: int) -> str:
+    """What a reader of the profile should know: limits, and `clock_not_reached`; separated by blanks."""
+    flags = set(measured.limits)
+    if measured.clock_mhz < (1 - _CLOCK_TOLERANCE) * clock_mhz:
+        flags.add("clock_not_reached")
+    return " ".join(sorted(flags))

@@ -1,0 +1,149 @@
+"""Training under a frequency plan in any loop: what `FrequencyPlanCallback` does, without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.callbacks.meters import IterationMeasurement, IterationMeter
+from lightning_pfo.callbacks.plan_cursor import PlanCursor
+from lightning_pfo.core.errors import PfoError, PlanMismatchError
+from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
+from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
+
+log = logging.getLogger(__name__)
+
+
+class PlannedRun(InstructionListener):
+    """Sets the clock of every instruction as a plan says, and measures iterations; `close` it, or use it in `with`.
+
+    Before the first instruction the plan is checked against the pipeline: stages, microbatches, order, supported
+    clocks.
+
+    Args:
+        source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
+        plan: The plan; None is the highest clock everywhere, the baseline to compare with.
+        gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
+        user: Who is named in messages; None is this object.
+        report: Told about progress.
+
+    Raises:
+        ConfigurationError: If something else sets this GPU's clocks.
+        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+        PlanMismatchError: At the first iteration, on every rank, if the plan does not fit the pipeline.
+
+    Example::
+
+        with PlannedRun(model.instruction_source, select_plan(load_frontier("plans"), "no_slowdown")) as run:
+            for x, y in loader:
+                train_one_batch(x, y)
+                run.measure()
+        print(run.measurements[-1].time_s)
+    """
+
+    def __init__(
+        self,
+        source: InstructionSource,
+        plan: FrequencyPlan | None,
+        *,
+        gpu: GpuChoice = "auto",
+        num_gpus: int | None = None,
+        user: object = None,
+        report: Callable[[str], None] = log.info,
+    ) -> None:
+        self.plan = plan
+        self.measurements: list[IterationMeasurement] = []
+        self._source = source
+        self._report = report
+        self._user = self if user is None else user
+        self._cursor: PlanCursor | None = None
+        num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self.is_open = True
+        self._meter = IterationMeter(session.gpu, source, is_ready=lambda: session.ready)
+        try:
+            session.own_clocks(self._user)
+        except BaseException:
+            session.release(self._user)
+            raise
+        source.add_listener(self._meter)
+        source.add_listener(self)
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        """Ask for the first instruction's clock."""
+        if self._cursor is None:
+            self.plan = self._checked_plan()
+            self._cursor = PlanCursor(self.plan, self._source.rank, self._session.clocks.request)
+        self._cursor.on_iteration_begin(iteration)
+
+    def on_instruction_end(self, event: InstructionEvent) -> None:
+        """Ask for the next instruction's clock."""
+        if self._cursor is not None:
+            self._cursor.on_instruction_end(event)
+
+    def _checked_plan(self) -> FrequencyPlan:
+        source, gpu = self._source, self._session.gpu
+        schedule = source.schedule
+        assert schedule is not None  # an iteration has begun
+        supported_mhz = gpu.supported_clocks_mhz()
+        tops_mhz = source.all_gather(max(supported_mhz))
+        plan = uniform_plan(schedule, tops_mhz) if self.plan is None else self.plan
+        problem: PfoError | None = None
+        try:
+            plan.check_fits(schedule)
+            _check_clocks(set(plan.clocks_mhz[source.rank]), supported_mhz, gpu.name)
+        except PfoError as error:
+            problem = error
+        # a rank that raised alone would leave the others waiting for it
+        problems = [p for p in source.all_gather(problem) if p is not None]
+        if problems:
+            raise problems[0]
+        self._report(
+            f"{len(schedule.instructions)} instructions on {gpu.name}, clocks {min(map(min, plan.clocks_mhz))} to "
+            f"{max(map(max, plan.clocks_mhz))} MHz."
+        )
+        return plan
+
+    def measure(self) -> IterationMeasurement | None:
+        """Return what the last iteration took, and append it to `measurements`; a collective call.
+
+        None if it was not measured: an emulated GPU spends the first iteration counting work.
+        """
+        measurement = self._meter.take()
+        if measurement is not None:
+            self.measurements.append(measurement)
+        return measurement
+
+    def request_top_clock(self) -> None:
+        """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""
+        self._session.clocks.request(max(self._session.gpu.supported_clocks_mhz()))
+
+    def close(self) -> None:
+        """Stop listening and restore the clocks; a second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._source.remove_listener(self)
+        self._source.remove_listener(self._meter)
+        self._session.release(self._user)
+
+    def __enter__(self) -> PlannedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_clocks(planned_mhz: set[int], supported_mhz: Sequence[int], name: str) -> None:
+    unsupported = sorted(planned_mhz - set(supported_mhz))
+    if unsupported:
+        raise PlanMismatchError(
+            f"A plan uses clocks its GPU supports; {name} does not support {unsupported} MHz (it supports "
+            f"{len(supported_mhz)} clocks from {min(supported_mhz)} to {max(supported_mhz)} MHz). Profile and plan on "
+            f"the GPU model you train on."
+        )

@@ -1,0 +1,182 @@
+"""A profiling run on any training loop: what `EnergyProfilerCallback` does, without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow, clocks_to_scan
+from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.callbacks.meters import InstructionMeter
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.planner import write_profile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ScanSettings:
+    """Which clocks are measured, and for how long.
+
+    Attributes:
+        clock_step_mhz: Scan clocks at least this far apart, MHz; None: as `scan_step_mhz` of the GPU's
+            configuration says, else every supported clock.
+        min_clock_mhz: Do not go below this clock, MHz; None: `scan_min_mhz` of the GPU's configuration, else as far as
+            needed.
+        iterations_per_clock: Iterations measured at each clock.
+        warmup_iterations: Iterations before that, in which the clock settles.
+        patience: Rises of energy in a row after which an instruction is measured no more.
+
+    Raises:
+        ConfigurationError: If a number is out of range.
+    """
+
+    clock_step_mhz: int | None = None
+    min_clock_mhz: int | None = None
+    iterations_per_clock: int = 3
+    warmup_iterations: int = 1
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("clock_step_mhz", self.clock_step_mhz, 1),
+            ("min_clock_mhz", self.min_clock_mhz, 1),
+            ("iterations_per_clock", self.iterations_per_clock, 1),
+            ("warmup_iterations", self.warmup_iterations, 0),
+            ("patience", self.patience, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigurationError(f"{name} must be at least {least}; got {value}.")
+
+
+class ProfilingRun:
+    """Scans clocks while a pipeline trains, and writes the profile; `close` it, or use it as a context manager.
+
+    Args:
+        source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
+        output: The CSV file to write; rank 0 replaces it, whole, after each clock.
+        settings: Which clocks are measured, and for how long.
+        gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
+        user: Who is named in messages; None is this object.
+        report: Told about progress.
+
+    Raises:
+        ConfigurationError: If no clock is left to scan, or something else sets this GPU's clocks.
+        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+
+    Example::
+
+        with ProfilingRun(model.instruction_source, "profile.csv") as profiling:
+            while not profiling.done:
+                train_one_batch()
+    """
+
+    def __init__(
+        self,
+        source: InstructionSource,
+        output: str | os.PathLike[str],
+        *,
+        settings: ScanSettings | None = None,
+        gpu: GpuChoice = "auto",
+        num_gpus: int | None = None,
+        user: object = None,
+        report: Callable[[str], None] = log.info,
+    ) -> None:
+        settings = settings or ScanSettings()
+        self.output = Path(output)
+        self._source = source
+        self._report = report
+        self._user = self if user is None else user
+        num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self.is_open = True
+        self._meter = InstructionMeter(session.gpu, source)
+        try:
+            session.own_clocks(self._user)
+            self._scan = self._make_scan(settings)
+        except BaseException:
+            session.release(self._user)
+            raise
+        source.add_listener(self._scan)
+        source.add_listener(self._meter)
+        per_clock = settings.warmup_iterations + settings.iterations_per_clock
+        report(
+            f"scanning up to {self._scan.num_clocks} clocks from {self._scan.clock_mhz} MHz down on "
+            f"{session.gpu.name}, {per_clock} iterations each."
+        )
+
+    def _make_scan(self, settings: ScanSettings) -> FrequencyScan:
+        session = self._session
+        scan_max_mhz = session.config.scan_max_mhz or max(session.gpu.supported_clocks_mhz())
+        clocks_mhz = clocks_to_scan(
+            [clock for clock in session.gpu.supported_clocks_mhz() if clock <= scan_max_mhz],
+            settings.clock_step_mhz or session.config.scan_step_mhz or None,
+            settings.min_clock_mhz or session.config.scan_min_mhz or None,
+        )
+        if not clocks_mhz:
+            raise ConfigurationError(
+                f"min_clock_mhz={settings.min_clock_mhz} leaves no clock to scan; {session.gpu.name} supports up to "
+                f"{max(session.gpu.supported_clocks_mhz())} MHz."
+            )
+        return FrequencyScan(
+            self._source,
+            session.clocks,
+            clocks_mhz,
+            self._meter,
+            iterations_per_clock=settings.iterations_per_clock,
+            warmup_iterations=settings.warmup_iterations,
+            patience=settings.patience,
+            on_clock_done=self._write,
+            is_ready=lambda: session.ready,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether the scan is finished; the same on every rank."""
+        return self._scan.done
+
+    @property
+    def scan(self) -> FrequencyScan:
+        """The listener that scans."""
+        return self._scan
+
+    def _write(self, rows: list[ProfileRow]) -> None:
+        if self._source.rank == 0:
+            by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
+            write_profile(self.output, _fill_blocked_power(by_stage))
+        latest = min(row.frequency for row in rows)
+        measured = [row for row in rows if row.frequency == latest]
+        mean_energy = math.fsum(row.energy for row in measured) / len(measured)
+        self._report(f"{latest} MHz measured: {len(measured)} instructions, mean {mean_energy:.3g} J.")
+
+    def close(self) -> None:
+        """Stop listening and restore the clocks; a second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        for listener in (self._meter, self._scan):
+            self._source.remove_listener(listener)
+        self._meter.close()
+        self._session.release(self._user)
+
+    def __enter__(self) -> ProfilingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _fill_blocked_power(rows: list[ProfileRow]) -> list[ProfileRow]:
+    """Where a stage never waited, take the mean of the others; in a pipeline of one stage nobody waits: 0 W."""
+    known = [row.p2p_blocking_power_w for row in rows if not math.isnan(row.p2p_blocking_power_w)]
+    mean = math.fsum(known) / len(known) if known else 0.0
+    return [replace(row, p2p_blocking_power_w=mean) if math.isnan(row.p2p_blocking_power_w) else row for row in rows]

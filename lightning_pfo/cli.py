@@ -1,0 +1,131 @@
+"""The command line: `lightning-pfo COMMAND key=value ...` (also `python -m lightning_pfo COMMAND ...`).
+
+A command is a module with a dataclass `Settings` and a function `run(settings) -> None`; it is imported only when it is
+called, so that the command line starts quickly. Settings are given in Hydra's override form and checked against
+the dataclass; a field's `metadata["help"]` is its line in `--help`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from lightning_pfo.core.errors import ConfigurationError, PfoError
+
+COMMANDS = {
+    "plan": "lightning_pfo.planner.command",
+    "gpu": "lightning_pfo.device.gpu_command",
+    "p2p-power": "lightning_pfo.p2p_command",
+    "restore-clocks": "lightning_pfo.device.restore_command",
+}
+"""Commands by name: the module that implements each."""
+
+_HELP_FLAGS = ("-h", "--help", "help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, or 2 after an error that the user can correct."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    try:
+        if not arguments or arguments[0] in _HELP_FLAGS:
+            print(_overview())
+            return 0 if arguments else 2
+        name, overrides = arguments[0], arguments[1:]
+        if name not in COMMANDS:
+            raise ConfigurationError(
+                f"Unknown command {name!r}{_closest(name, COMMANDS)}; commands: {_join(COMMANDS)}."
+            )
+        command = importlib.import_module(COMMANDS[name])
+        if any(flag in overrides for flag in _HELP_FLAGS):
+            print(_usage(name, command))
+        else:
+            command.run(read_settings(command.Settings, overrides))
+    except (PfoError, OSError) as error:
+        print(f"lightning-pfo: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
+    """Read `key=value` arguments into an instance of the dataclass `schema`.
+
+    Raises:
+        ConfigurationError: If an argument is not `key=value`, a key is unknown, a value has the wrong type, or a
+            field without default is not given.
+    """
+    known = [field.name for field in fields(schema)]
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            raise ConfigurationError(f"Settings read key=value, got {override!r}. Available: {_join(known)}.")
+        if key not in known:
+            raise ConfigurationError(f"There is no setting {key!r}{_closest(key, known)}; available: {_join(known)}.")
+    try:
+        settings = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(list(overrides)))
+        return OmegaConf.to_object(settings)
+    except MissingMandatoryValue:
+        required = [field.name for field in fields(schema) if _is_required(field)]
+        given = {override.partition("=")[0] for override in overrides}
+        missing = [name for name in required if name not in given]
+        raise ConfigurationError(f"Give {_join([f'{name}=...' for name in missing or required])}.") from None
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).strip().splitlines()[0].rstrip(".")
+        raise ConfigurationError(f"Setting {error.full_key or 'given'} cannot be used: {reason}.") from error
+    except YAMLError as error:
+        raise ConfigurationError(
+            f"Values are read as YAML, e.g. deadlines_s=[2.84,2.87]; not readable: {' '.join(overrides)}."
+        ) from error
+
+
+def _overview() -> str:
+    lines = ["usage: lightning-pfo COMMAND key=value ...", "", "commands:"]
+    for name, module in COMMANDS.items():
+        summary = (importlib.import_module(module).__doc__ or "").splitlines()[0]
+        lines.append(f"  {name:<14} {summary}")
+    return "\n".join([*lines, "", "`lightning-pfo COMMAND --help` lists the settings of a command."])
+
+
+def _usage(name: str, command: Any) -> str:
+    settings = fields(command.Settings)
+    required = " ".join(f"{field.name}=..." for field in settings if _is_required(field))
+    lines = [
+        f"usage: lightning-pfo {name} {required} [key=value ...]",
+        "",
+        (command.__doc__ or "").strip(),
+        "",
+        "settings:",
+    ]
+    for setting in settings:
+        lines.append(f"  {setting.name:<22} {setting.metadata.get('help', '')} ({_default(setting)})")
+    return "\n".join(lines)
+
+
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default_factory is not MISSING:
+        return f"default {field.default_factory()}"
+    if field.default is MISSING:
+        return "required"
+    return "default none" if field.default is None else f"default {field.default}"
+
+
+def _closest(word: str, known: Sequence[str] | dict[str, str]) -> str:
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def _join(words: Sequence[str] | dict[str, str]) -> str:
+    return ", ".join(words)

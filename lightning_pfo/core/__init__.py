@@ -1,0 +1,1 @@
+"""The vocabulary everybody shares; standard library only."""

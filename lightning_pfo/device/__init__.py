@@ -1,0 +1,21 @@
+"""GPUs: one protocol, real ones through NVML, a live emulated one, and safe control of their clocks."""
+
+from lightning_pfo.device.choose import open_gpu
+from lightning_pfo.device.clock_controller import ClockController
+from lightning_pfo.device.emulated import EmulatedGpu
+from lightning_pfo.device.emulated_work import WorkScale, fit_work_scale
+from lightning_pfo.device.gpu import Gpu
+from lightning_pfo.device.gpu_config import GpuConfig, gpu_config_from, known_gpu_configs, load_gpu_config
+
+__all__ = [
+    "ClockController",
+    "EmulatedGpu",
+    "Gpu",
+    "GpuConfig",
+    "WorkScale",
+    "fit_work_scale",
+    "gpu_config_from",
+    "known_gpu_configs",
+    "load_gpu_config",
+    "open_gpu",
+]

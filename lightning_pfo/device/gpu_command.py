@@ -1,0 +1,123 @@
+"""List GPUs: clocks, the range worth scanning, permission to set clocks, resolution of the energy counter.
+
+write=conf/gpu/NAME.yaml makes a configuration for the GPU model: afterwards gpu=NAME works everywhere. Examples:
+
+  lightning-pfo gpu
+  lightning-pfo gpu gpu=emulated_a40 json=true
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.device import nvml
+from lightning_pfo.device.choose import open_gpu
+from lightning_pfo.device.gpu_config import GpuConfig, load_gpu_config
+from lightning_pfo.device.gpu_report import GpuReport, report_gpu
+
+HOW_TO_GET_PERMISSION = (
+    "Permission to set clocks: run as root, or with the capability CAP_SYS_ADMIN, in a container too "
+    "(docker: --cap-add=SYS_ADMIN)."
+)
+
+
+@dataclass
+class Settings:
+    """What `lightning-pfo gpu` can be told."""
+
+    gpu: str = field(default="auto", metadata={"help": "auto, nvml, emulated_a40, ...: a file of conf/gpu"})
+    json: bool = field(default=False, metadata={"help": "print JSON, for programs"})
+    write: str = field(default="", metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml"})
+    index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
+    probe: bool = field(
+        default=True, metadata={"help": "test the permission to set clocks by setting and restoring the top clock"}
+    )
+    watch_s: float = field(default=1.0, metadata={"help": "how long to watch the energy counter, seconds"})
+
+
+def run(settings: Settings) -> None:
+    """Report every GPU, and write the configuration if asked to.
+
+    Raises:
+        ConfigurationError: If a setting is impossible.
+        DeviceError: If a GPU cannot be opened.
+    """
+    if settings.watch_s <= 0:
+        raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}.")
+    config = load_gpu_config(settings.gpu)
+    is_real = config.kind == "nvml" or (config.kind == "auto" and nvml.nvml_available())
+    num_gpus = nvml.visible_gpu_count() if is_real else 1
+    reports = []
+    for index in range(max(1, num_gpus)):
+        gpu = open_gpu(config, index)
+        try:
+            reports.append(report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s))
+        finally:
+            gpu.close()
+    if settings.write:
+        if not 0 <= settings.index < len(reports):
+            raise ConfigurationError(f"index counts the GPUs from 0 to {len(reports) - 1}; got {settings.index}.")
+        write_text_atomically(settings.write, config_text(reports[settings.index], config))
+    if settings.json:
+        sys.stdout.write(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
+        return
+    console = Console()
+    console.print(_table(reports))
+    for reason in sorted({report.permission for report in reports} - {""}):
+        console.print(reason, highlight=False, markup=False)
+    if any(report.may_set_clocks is False for report in reports):
+        console.print(HOW_TO_GET_PERMISSION, highlight=False)
+    if settings.write:
+        name = Path(settings.write).stem
+        console.print(f"written to {settings.write}; use it with gpu={name}", highlight=False, soft_wrap=True)
+
+
+def config_text(report: GpuReport, config: GpuConfig) -> str:
+    """The YAML of a configuration for this GPU: a real one through NVML, an emulated one with all its parameters."""
+    settings = {
+        "kind": "emulated" if report.is_emulated else "nvml",
+        "model": config.model if report.is_emulated else report.name,
+        "clock_step_mhz": report.clock_step_mhz,
+        "scan_max_mhz": report.scan_max_mhz,
+        "scan_min_mhz": report.scan_min_mhz,
+        "scan_step_mhz": report.scan_step_mhz,
+    }
+    if report.is_emulated:
+        settings = asdict(config) | settings
+    lines = [
+        f"# {report.name}: {report.num_clocks} clocks from {report.min_clock_mhz} to {report.top_clock_mhz} MHz.",
+        "# Written by `lightning-pfo gpu write=...`; scan_* is the range worth scanning, and may be edited.",
+        *(f"{key}: {json.dumps(value)}" for key, value in settings.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(reports: list[GpuReport]) -> Table:
+    table = Table(title="GPUs")
+    for heading in ("GPU", "clocks (MHz)", "worth scanning (MHz)", "may set clocks", "energy"):
+        table.add_column(heading)
+    for report in reports:
+        table.add_row(
+            f"{report.index}: {report.name}",
+            f"{report.min_clock_mhz} to {report.top_clock_mhz}, step {report.clock_step_mhz:g}",
+            f"{report.scan_min_mhz} to {report.scan_max_mhz}, step {report.scan_step_mhz}",
+            {True: "yes", False: "no", None: "unknown"}[report.may_set_clocks],
+            _energy(report),
+        )
+    return table
+
+
+def _energy(report: GpuReport) -> str:
+    if report.energy_source == "power":
+        return "no counter: power is integrated"
+    if report.counter_tick_s is None:
+        return "counter, did not advance"
+    return f"counter, every {1000 * report.counter_tick_s:.0f} ms" if report.counter_tick_s else "counter, continuous"

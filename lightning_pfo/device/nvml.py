@@ -1,0 +1,307 @@
+"""Real NVIDIA GPUs through NVML; the only module that imports pynvml, and only when a GPU is asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
+from lightning_pfo.device import clock_claim
+from lightning_pfo.device.gpu import check_clock_supported
+
+logger = logging.getLogger(__name__)
+
+_HOW_TO_GET_PERMISSION = (
+    "Locking GPU clocks needs root or the capability CAP_SYS_ADMIN, in a container too (docker: --cap-add=SYS_ADMIN). "
+    "Run with it, or try the clock control on an emulated GPU (gpu=emulated_a100)"
+)
+# NVML code (nvml.h, nvmlReturn_t) -> error class and what to do about it
+_ERRORS: dict[int, tuple[type[DeviceError], str]] = {
+    3: (
+        NotSupportedError,
+        "This GPU or driver cannot do it; Volta and newer data-centre and workstation GPUs can",
+    ),
+    4: (ClockPermissionError, _HOW_TO_GET_PERMISSION),
+    6: (DeviceError, "No such GPU; compare CUDA_VISIBLE_DEVICES with the output of nvidia-smi -L"),
+    9: (DeviceError, "The NVIDIA driver is not loaded; check that nvidia-smi works"),
+    12: (DeviceError, "libnvidia-ml.so.1 was not found; install the NVIDIA driver or use gpu=emulated_a100"),
+    13: (NotSupportedError, "The NVIDIA driver is too old to know this call; update it"),
+    15: (DeviceError, "The GPU has fallen off the bus; reset it or reboot the machine"),
+    16: (DeviceError, "The GPU must be reset before it can be used again (nvidia-smi --gpu-reset)"),
+    18: (DeviceError, "Driver and library have different versions; reboot the machine after a driver update"),
+}
+_ABSENT = {9, 12}  # codes of nvmlInit on a machine without an NVIDIA GPU
+# bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h); the others are requests, not limits
+_LIMITS = {0x4: "power_cap", 0x8: "hw_slowdown", 0x20: "thermal", 0x40: "thermal", 0x80: "hw_slowdown"}
+_REFUSED = {2, 3, 4, 13, 15}  # codes after which the driver has certainly not done what was asked
+
+
+def _pynvml() -> ModuleType:
+    import pynvml  # here, so that machines without NVIDIA software never need it
+
+    return pynvml  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _project_errors(action: str) -> Iterator[None]:
+    """Turn NVML's errors into the project's, saying what was attempted and what to do."""
+    pynvml = _pynvml()
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        code = int(error.value)
+        error_class, advice = _ERRORS.get(code, (DeviceError, "See the description of this code in NVML's manual"))
+        raise error_class(f"{action} failed: NVML says {str(error)!r} (code {code}). {advice}.") from error
+
+
+def _text(value: str | bytes) -> str:
+    """Older pynvml versions return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_gpu_count() -> int:
+    """Count the GPUs that this process may use: those NVML finds and CUDA_VISIBLE_DEVICES leaves. 0 without NVML."""
+    try:
+        pynvml = _pynvml()
+        pynvml.nvmlInit()
+    except ImportError:
+        return 0
+    except pynvml.NVMLError as error:
+        if int(error.value) not in _ABSENT:
+            logger.warning("NVML is installed but does not work: %s.", error)
+        return 0
+    try:
+        return len(_visible_handles(pynvml))
+    except pynvml.NVMLError as error:
+        logger.warning("NVML is installed but cannot list GPUs: %s.", error)
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def nvml_available() -> bool:
+    """Whether this process may use at least one NVIDIA GPU."""
+    return visible_gpu_count() > 0
+
+
+def _visible_handles(pynvml: ModuleType) -> list[Any]:
+    """Handles of the GPUs in the order of CUDA_VISIBLE_DEVICES.
+
+    As in CUDA, entries are indices or (prefixes of) UUIDs, and the first invalid one ends the list. For a MIG instance
+    it is the GPU that it is part of: clocks and energy are known of the whole GPU only. NVML counts in PCI
+    order; CUDA does so too on nodes of equal GPUs, or under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return handles
+    chosen: list[Any] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdecimal():
+            matches = handles[int(entry) : int(entry) + 1]
+        elif entry.startswith("GPU-"):
+            matches = [handle for handle in handles if _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+        elif entry.startswith("MIG-"):
+            matches = _gpu_of_mig(pynvml, entry)
+        else:
+            matches = []
+        if len(matches) != 1:
+            break
+        chosen += matches
+    return chosen
+
+
+def _gpu_of_mig(pynvml: ModuleType, mig_uuid: str) -> list[Any]:
+    try:
+        return [pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(pynvml.nvmlDeviceGetHandleByUUID(mig_uuid))]
+    except pynvml.NVMLError:
+        return []
+
+
+def unlock_graphics_clock(gpu_uuid: str) -> None:
+    """Undo a lock of the graphics clock that another process has left; see `clock_claim`.
+
+    Raises:
+        DeviceError: If there is no such GPU, or it refuses.
+    """
+    pynvml = _pynvml()
+    with _project_errors(f"Unlocking the clocks of GPU {gpu_uuid}"):
+        pynvml.nvmlInit()
+        try:
+            pynvml.nvmlDeviceResetGpuLockedClocks(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid))
+        finally:
+            pynvml.nvmlShutdown()
+
+
+class NvmlGpu:
+    """A real NVIDIA GPU, with all methods of `Gpu`."""
+
+    is_emulated = False
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU; its clocks are not touched, unless a crashed job left them locked: then they are restored.
+
+        Args:
+            index: Index among the GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA counts.
+
+        Raises:
+            DeviceError: If there is no such GPU, or NVML does not work.
+        """
+        try:
+            self._nvml = _pynvml()
+        except ImportError as error:
+            raise DeviceError("NVML needs the package nvidia-ml-py; install it or use gpu=emulated_a100.") from error
+        with _project_errors("Starting NVML"):
+            self._nvml.nvmlInit()
+        self._is_open = True
+        self._claim: clock_claim.ClockClaim | None = None
+        try:
+            with _project_errors(f"Opening GPU {index}"):
+                handles = _visible_handles(self._nvml)
+                if not 0 <= index < len(handles):
+                    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+                    raise DeviceError(
+                        f"GPU indices count the visible GPUs from 0; got {index}, but {len(handles)} are visible "
+                        f"(CUDA_VISIBLE_DEVICES: {visible!r}). Use fewer ranks, make more GPUs visible, or use "
+                        "gpu=emulated_a100."
+                    )
+                self._handle = handles[index]
+                self._name = _text(self._nvml.nvmlDeviceGetName(self._handle))
+                self._uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
+                memory_mhz = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
+                clocks_mhz = self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz)
+                self._clocks_mhz = tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True))
+        except BaseException:
+            self.close()
+            raise
+        clock_claim.repair_at_start(self._uuid)
+        if self._is_split():
+            logger.warning(
+                "%s is split into MIG instances: its clock and its energy are those of all instances together.",
+                self._name,
+            )
+
+    @property
+    def name(self) -> str:
+        """Model name as the driver gives it."""
+        return self._name
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Graphics clocks at the highest memory clock, highest first."""
+        return self._clocks_mhz
+
+    @property
+    def uuid(self) -> str:
+        """The driver's identifier of the GPU."""
+        return self._uuid
+
+    def claim_clocks(self) -> None:
+        """Claim the clocks for this process: lease and watchdog; see `clock_claim`. The GPU is not touched.
+
+        Raises:
+            DeviceError: If a living process holds them (the message names it).
+        """
+        if self._claim is None:
+            self._claim = clock_claim.acquire(self._uuid, self._name, "nvml", self._state())
+
+    def lock_graphics_clock(self, clock_mhz: int) -> None:
+        """Lock the graphics clock; NVML itself would silently round an unsupported one.
+
+        Raises:
+            DeviceError: If the clock is not supported, another job holds the clocks, or the GPU fails.
+            ClockPermissionError: If this process may not change clocks.
+        """
+        check_clock_supported(clock_mhz, self._clocks_mhz, self._name)
+        self.claim_clocks()
+        assert self._claim is not None
+        is_first = not self._claim.is_changed
+        self._claim.note_change()
+        try:
+            with _project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
+                self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
+        except DeviceError as error:
+            if is_first and getattr(error.__cause__, "value", None) in _REFUSED:
+                self._give_up_claim()  # nothing was changed, so nothing is to be reset
+            raise
+
+    def restore(self) -> None:
+        """Reset the graphics clock lock if we set one; memory clocks and power limits are never touched."""
+        if self._claim is None or not self._claim.is_ours:
+            return
+        if self._claim.is_changed:
+            with _project_errors(f"Unlocking the clocks of {self._name}"):
+                self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
+        self._give_up_claim()
+
+    def _give_up_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+
+    def _is_split(self) -> bool:
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
+        except self._nvml.NVMLError:
+            return False
+
+    def _state(self) -> dict[str, int | None]:
+        """What the driver tells of the settings that a lease is about; NVML cannot tell locked clocks."""
+        nvml, handle = self._nvml, self._handle
+        questions: dict[str, Callable[[], Any]] = {
+            "graphics_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_GRAPHICS),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_limit_mw": lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle),
+        }
+        state: dict[str, int | None] = {}
+        for name, ask in questions.items():
+            try:
+                state[name] = int(ask())
+            except nvml.NVMLError:
+                state[name] = None
+        return state
+
+    def total_energy_mj(self) -> int:
+        """Energy since the driver was loaded; the counter advances every 20 to 100 ms.
+
+        Raises:
+            DeviceError: If the GPU has no energy counter (older than Volta).
+        """
+        with _project_errors(f"Reading the energy counter of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+
+    def power_mw(self) -> int:
+        """Power drawn now (on some GPUs averaged over the last second)."""
+        with _project_errors(f"Reading the power of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+
+    def graphics_clock_mhz(self) -> int:
+        """The graphics clock at which the GPU runs now."""
+        with _project_errors(f"Reading the clock of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_GRAPHICS))
+
+    def clock_limits(self) -> frozenset[str]:
+        """What holds the clock down now; empty where the driver does not tell."""
+        try:
+            reasons = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
+        except self._nvml.NVMLError:
+            return frozenset()
+        return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
+
+    @property
+    def energy_is_continuous(self) -> bool:
+        """Never: real counters tick."""
+        return False
+
+    def close(self) -> None:
+        """Restore the clocks and leave NVML. May be called twice."""
+        if self._is_open:
+            try:
+                self.restore()
+            finally:
+                self._is_open = False
+                with _project_errors("Leaving NVML"):
+                    self._nvml.nvmlShutdown()

@@ -1,0 +1,59 @@
+"""Which process is meant, and whether it still runs; process numbers alone are used again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process of this machine, told from all others that ever had or will have its number.
+
+    Attributes:
+        pid: Its number.
+        start_ticks: When it started, in the kernel's ticks since booting; None where the system does not tell.
+        boot_id: Which booting of the machine; empty where the system does not tell.
+    """
+
+    pid: int
+    start_ticks: int | None
+    boot_id: str
+
+    def is_alive(self) -> bool:
+        """Whether it still runs; a process that has ended but was not waited for does not."""
+        if self.boot_id != boot_id():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # it belongs to somebody else
+        state, start_ticks = _state_and_start(self.pid)
+        if start_ticks is None or self.start_ticks is None:
+            return True
+        return start_ticks == self.start_ticks and state not in ("Z", "X")
+
+
+def this_process() -> ProcessId:
+    """The process that calls."""
+    return ProcessId(os.getpid(), _state_and_start(os.getpid())[1], boot_id())
+
+
+def boot_id() -> str:
+    """Identifies the present booting of the machine; empty where the system does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, int | None]:
+    """State letter and start time of a process (proc(5)); unknown where /proc is missing or hides others."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", None
+    return after_name[0], int(after_name[19])

@@ -1,0 +1,183 @@
+"""The phases of an experiment.
+
+::
+
+    1 profile             every stage's instructions at each clock     profile.csv
+    2 plan                on rank 0, given to all ranks                plans/frontier.json, ...
+    3 train, top clocks   what the plan is compared with               top_clocks/metrics.csv
+    4 train, plan         the same weights and batches                 plan/metrics.csv
+    report                on rank 0                                    report.json, pictures
+
+The processes that Lightning starts for the first phase run all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from rich.console import Console
+
+from lightning_pfo.config import ExperimentConfig
+from lightning_pfo.core.errors import ConfigurationError, PfoError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.pipeline_schedule import make_schedule
+from lightning_pfo.device import GpuConfig, open_gpu
+from lightning_pfo.experiment.pictures import draw_pictures
+from lightning_pfo.experiment.report import Report, TrainingResult
+from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
+from lightning_pfo.hydra_app import is_first_process
+from lightning_pfo.planner import Frontier, check_selection, plan_frontier, save_frontier, select_plan
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+TOP_CLOCKS = "top_clocks"
+"""Selects no plan: the top clocks."""
+
+
+def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
+    """Profile, plan, train at the top clocks and under the plan, and report what was saved.
+
+    Everything is written into `config.output_dir`.
+
+    Args:
+        config: The experiment.
+        make_module: Makes the LightningModule; called once for each training, after seeding.
+        make_data: Makes the LightningDataModule; called likewise.
+
+    Raises:
+        ConfigurationError: If a setting cannot work; before any training.
+        PlanError: If no plan meets `config.plan.select`.
+    """
+    check_settings(config)
+    config = dataclasses.replace(config, gpu=gpu_for(config))
+    quiet_lightning()
+    output_dir = Path(config.output_dir)
+    say = _Narrator()
+
+    say(f"1/4 Profiling {config.trainer.devices} stages x {config.schedule.num_microbatches} microbatches")
+    profile(config, make_module, make_data, output_dir / "profile.csv")
+
+    say("2/4 Planning")
+    frontier, chosen = on_rank_zero(lambda: _plan(config, output_dir))
+
+    say(f"3/4 Training {config.trainer.steps} steps at the top clocks")
+    baseline = train(config, make_module, make_data, TOP_CLOCKS, name=TOP_CLOCKS)
+
+    say(f"4/4 Training {config.trainer.steps} steps under the plan ({config.plan.select})")
+    planned = train(config, make_module, make_data, chosen, name="plan")
+
+    on_rank_zero(lambda: _report(config, frontier, chosen, baseline, planned, say))
+
+
+def check_settings(config: ExperimentConfig) -> None:
+    """Check what can be checked before any process is started.
+
+    Raises:
+        ConfigurationError: If no step remains to be measured, or the schedule is impossible.
+        PlanError: If `plan.select` is not understood.
+    """
+    if config.plan.select != TOP_CLOCKS:
+        check_selection(config.plan.select)
+    settings = config.trainer
+    if min(settings.devices, settings.num_nodes) < 1:
+        raise ConfigurationError(
+            f"trainer.devices and trainer.num_nodes must be at least 1; got {settings.devices} and "
+            f"{settings.num_nodes}. Use trainer.devices=4 trainer.num_nodes=1."
+        )
+    make_schedule(config.schedule.name, settings.devices * settings.num_nodes, config.schedule.num_microbatches)
+    if not 1 <= settings.warmup_steps < settings.steps:
+        raise ConfigurationError(
+            f"trainer.warmup_steps must be at least 1 and below trainer.steps, so that iterations remain to be "
+            f"measured; got {settings.warmup_steps} of {settings.steps} steps. Use trainer.warmup_steps=3 "
+            "trainer.steps=16."
+        )
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Run `action` on rank 0, and return its result or raise its PfoError on every rank. A collective call."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except PfoError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    result: T = outcome[0]
+    return result
+
+
+def gpu_for(config: ExperimentConfig) -> GpuConfig:
+    """The GPU to measure. Trained on the CPU, `gpu=auto` is emulated: a real one would stand idle."""
+    if config.gpu.kind == "auto" and accelerator_of(config) == "cpu":
+        return dataclasses.replace(config.gpu, kind="emulated")
+    return config.gpu
+
+
+def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
+    frontier = plan_frontier(
+        output_dir / "profile.csv",
+        num_microbatches=config.schedule.num_microbatches,
+        schedule=config.schedule.name,
+        p2p_blocking_power_w=config.plan.p2p_blocking_power_w,
+        num_plans=config.plan.num_plans,
+    )
+    select = config.plan.select
+    chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)
+    save_frontier(frontier, output_dir / "plans")
+    return frontier, chosen
+
+
+def _bounded_baseline(frontier: Frontier) -> FrequencyPlan:
+    """The top clocks as a plan. What bounds a slower plan bounds them too."""
+    baseline = frontier.baseline
+    slower = [plan for plan in frontier.plans if plan.iteration_time_s >= baseline.iteration_time_s]
+    bounds_j = [plan.lower_bound_j for plan in slower or [frontier.least_energy]]
+    return dataclasses.replace(baseline, lower_bound_j=max(bounds_j))
+
+
+def _report(
+    config: ExperimentConfig,
+    frontier: Frontier,
+    chosen: FrequencyPlan,
+    baseline: TrainingResult,
+    planned: TrainingResult,
+    say: _Narrator,
+) -> None:
+    gpu = open_gpu(config.gpu, 0)
+    try:
+        name, is_emulated = gpu.name, gpu.is_emulated
+    finally:
+        gpu.close()
+    report = Report(name, is_emulated, baseline, planned, frontier.baseline, chosen, dataclasses.asdict(config))
+    if report.max_loss_difference > 0:
+        _log.warning(
+            "The losses of both trainings differ by up to %.2g, although clocks change no arithmetic: a step of this "
+            "model is not deterministic.",
+            report.max_loss_difference,
+        )
+    output_dir = Path(config.output_dir)
+    report.write(output_dir / "report.json")
+    draw_pictures(frontier, chosen, report, output_dir)
+    say.console.print()
+    say.console.print(report.table())
+    say.console.print(f"Written to {output_dir}: report.json, profile.csv, plans, pictures.", soft_wrap=True)
+
+
+class _Narrator:
+    """Says on rank 0 what happens, with the time since the start."""
+
+    def __init__(self) -> None:
+        self.console = Console(quiet=not is_first_process(), highlight=False)
+        self._start_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        self.console.print(f"\\[{time.monotonic() - self._start_s:5.1f} s] {text}")

@@ -1,0 +1,183 @@
+"""One training of an experiment: the same weights and batches each time, whatever the clocks are."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning_utilities.core import rank_zero as rank_zero_module
+
+from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
+from lightning_pfo.config import ExperimentConfig
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.experiment.report import TrainingResult
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+MakeModule = Callable[[], pl.LightningModule]
+MakeData = Callable[[], pl.LightningDataModule]
+
+
+class LossHistory(Callback):
+    """Keeps the training loss of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss."""
+        self.losses.append(float(outputs["loss"]))
+
+
+def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
+    """Train while scanning the clocks, until the profile at `path` is complete."""
+    settings = config.profiler
+    profiler = EnergyProfilerCallback(
+        path,
+        gpu=config.gpu,
+        clock_step_mhz=settings.clock_step_mhz,
+        min_clock_mhz=settings.min_clock_mhz,
+        iterations_per_clock=settings.iterations_per_clock,
+        warmup_iterations=settings.warmup_iterations,
+        patience=settings.patience,
+        stop_when_done=True,
+    )
+    with progress_messages():
+        _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
+
+
+def train(
+    config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, plan: FrequencyPlan | str, name: str
+) -> TrainingResult:
+    """Train `config.trainer.steps` steps under a plan, or under `top_clocks`, and measure.
+
+    Args:
+        config: The experiment.
+        make_module: Makes the module, with new weights.
+        make_data: Makes the data.
+        plan: Clocks to train with.
+        name: Folder within `output_dir` for the log of metrics.
+    """
+    settings = config.trainer
+    history = LossHistory()
+    applied = FrequencyPlanCallback(plan, gpu=config.gpu)
+    trainer = _fit(
+        config,
+        make_module,
+        make_data,
+        [history, applied],
+        max_steps=settings.steps,
+        max_epochs=settings.steps,
+        limit_val_batches=settings.val_batches,
+        val_check_interval=settings.steps,
+        check_val_every_n_epoch=None,
+        logger=CSVLogger(config.output_dir, name=name, version=""),
+        log_every_n_steps=1,
+        enable_progress_bar=settings.progress_bar,
+    )
+    measured = [one for one in applied.measurements if one.iteration >= settings.warmup_steps]
+    val_loss = trainer.callback_metrics.get("val_loss")
+    return TrainingResult(
+        tuple(one.time_s for one in measured),
+        tuple(one.energy_j for one in measured),
+        tuple(history.losses),
+        None if val_loss is None else float(val_loss),
+    )
+
+
+def accelerator_of(config: ExperimentConfig) -> str:
+    """Resolve `auto`: GPUs if each rank of this machine gets one, else the CPU."""
+    if config.trainer.accelerator != "auto":
+        return config.trainer.accelerator
+    return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
+
+
+def quiet_lightning() -> None:
+    """Silence what Lightning says to each Trainer, and its advice that does not apply to short trainings in memory."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*directory .* exists and is not empty.*",
+        ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def progress_messages() -> Iterator[None]:
+    """Show what our strategy and callbacks say on rank 0. They speak through Lightning's logger, as it does itself."""
+    logger = rank_zero_module.log
+    logger.addFilter(_is_ours)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(logging.NOTSET)
+        logger.removeFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.INFO or "lightning_pfo" in Path(record.pathname).parts
+
+
+def check_trainer_options(options: Mapping[str, Any]) -> None:
+    """Check that Lightning's Trainer knows all `options`.
+
+    Raises:
+        ConfigurationError: Naming the first that it does not know, and the closest that it does.
+    """
+    known = inspect.signature(pl.Trainer).parameters
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            raise ConfigurationError(f"trainer.options are keyword arguments of lightning.Trainer; got {name!r}.{hint}")
+
+
+def _fit(
+    config: ExperimentConfig,
+    make_module: MakeModule,
+    make_data: MakeData,
+    callbacks: Sequence[Callback],
+    **options: Any,
+) -> pl.Trainer:
+    pl.seed_everything(config.seed, verbose=False)
+    trainer = _make_trainer(config, callbacks, options)
+    trainer.fit(make_module(), make_data())
+    return trainer
+
+
+def _make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], options: dict[str, Any]) -> pl.Trainer:
+    schedule, settings = config.schedule, config.trainer
+    check_trainer_options(settings.options)
+    defaults: dict[str, Any] = {
+        "accelerator": accelerator_of(config),
+        "devices": settings.devices,
+        "num_nodes": settings.num_nodes,
+        "precision": settings.precision,
+        "logger": False,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+    strategy = PfoPipelineStrategy(
+        num_microbatches=schedule.num_microbatches, partition=schedule.partition, schedule=schedule.name
+    )
+    try:
+        return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **defaults | options | settings.options)
+    except (MisconfigurationException, ValueError) as error:
+        raise ConfigurationError(f"Lightning's Trainer refuses the settings of trainer: {error}") from error

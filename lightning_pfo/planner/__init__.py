@@ -1,0 +1,31 @@
+"""From a profile to a frontier of frequency plans. Needs numpy and highspy only; never imports torch."""
+
+from lightning_pfo.planner.frontier import Frontier, plan_frontier
+from lightning_pfo.planner.frontier_io import load_frontier, save_frontier
+from lightning_pfo.planner.profile import InstructionProfile, Profile, read_profile, write_profile
+from lightning_pfo.planner.regularise import Regularised, regularise
+from lightning_pfo.planner.select import check_selection, select_plan
+from lightning_pfo.planner.time_cost_tradeoff import TimeCostPoint, solve_time_cost_tradeoff
+from lightning_pfo.planner.timeline import Timeline, simulate, simulate_plan
+from lightning_pfo.planner.zeus_files import read_zeus_plan
+
+__all__ = [
+    "Frontier",
+    "InstructionProfile",
+    "Profile",
+    "Regularised",
+    "TimeCostPoint",
+    "Timeline",
+    "check_selection",
+    "load_frontier",
+    "plan_frontier",
+    "read_profile",
+    "read_zeus_plan",
+    "regularise",
+    "save_frontier",
+    "select_plan",
+    "simulate",
+    "simulate_plan",
+    "solve_time_cost_tradeoff",
+    "write_profile",
+]

@@ -1,0 +1,123 @@
+"""Plan the clocks of a pipeline from a profile.
+
+Writes into output_dir: frontier.csv, frontier.json, freqs_pipeline_%05d.py for each plan, frontier.png, and timelines
+of the fastest and of the chosen plan. Example:
+
+  lightning-pfo plan profile=profile.csv num_microbatches=12 p2p_blocking_power_w=85 output_dir=plans
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.planner.frontier import Frontier, plan_frontier
+from lightning_pfo.planner.frontier_io import save_frontier
+from lightning_pfo.planner.profile import read_profile
+from lightning_pfo.planner.regularise import regularise
+from lightning_pfo.planner.select import select_plan
+
+_NOTES_SHOWN = 3
+
+
+@dataclass
+class Settings:
+    """What `lightning-pfo plan` can be told."""
+
+    profile: str = field(metadata={"help": "profile CSV to plan from"})
+    num_microbatches: int = field(metadata={"help": "microbatches per iteration"})
+    output_dir: str = field(metadata={"help": "directory to write to"})
+    p2p_blocking_power_w: Optional[float] = field(  # noqa: UP045 (OmegaConf reads the annotation)
+        default=None, metadata={"help": "power of a GPU while it waits, in watts; none takes the profile's own"}
+    )
+    schedule: str = field(
+        default="1f1b", metadata={"help": "order of instructions: 1f1b, gpipe, zbv, ..., or file:PATH for your own"}
+    )
+    stages_per_rank: Optional[int] = field(  # noqa: UP045
+        default=None, metadata={"help": "stages that share a GPU, where the schedule leaves it open"}
+    )
+    regularise: bool = field(
+        default=False, metadata={"help": "average out what only noise explains, instead of planning on the raw points"}
+    )
+    num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
+    deadlines_s: list[float] = field(
+        default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
+    )
+    select: str = field(
+        default="no_slowdown",
+        metadata={"help": "plan to show: 3, 1.02x, 2.84s, 350W, fastest, no_slowdown, least_energy or least_edp"},
+    )
+
+
+def run(settings: Settings) -> None:
+    """Plan, write everything, print a short table.
+
+    Raises:
+        PfoError: If the profile or a setting cannot be used; nothing is written then.
+    """
+    profile = read_profile(settings.profile)
+    findings = regularise(profile)
+    with Status("planning", console=Console(stderr=True)) as status:
+        frontier = plan_frontier(
+            findings.profile if settings.regularise else profile,
+            num_microbatches=settings.num_microbatches,
+            schedule=settings.schedule,
+            stages_per_rank=settings.stages_per_rank,
+            p2p_blocking_power_w=settings.p2p_blocking_power_w,
+            num_plans=settings.num_plans,
+            deadlines_s=settings.deadlines_s,
+            on_progress=lambda activity, done, total: status.update(f"planning: {activity}, {done} of {total}"),
+        )
+    chosen = select_plan(frontier, settings.select)
+    folder = Path(settings.output_dir)
+    save_frontier(frontier, folder)
+
+    from lightning_pfo.planner.frontier_picture import draw_frontier  # matplotlib is slow to import
+    from lightning_pfo.planner.timeline_picture import draw_timeline
+
+    draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
+    draw_timeline(frontier.timeline(frontier.fastest), folder / "timeline_fastest.png", title="Fastest plan")
+    draw_timeline(frontier.timeline(chosen), folder / "timeline_chosen.png", title=f"Chosen plan ({settings.select})")
+    _report(frontier, chosen, settings)
+    if findings.notes:
+        done = "averaged out" if settings.regularise else "planned on as it is; regularise=true averages it out"
+        print_line = Console(highlight=False, markup=False, soft_wrap=True).print
+        print_line(f"{len(findings.notes)} times the profile has a lower clock faster than a higher one ({done}):")
+        for note in findings.notes[:_NOTES_SHOWN]:
+            print_line(f"  {note}")
+
+
+def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> None:
+    schedule = frontier.schedule
+    table = Table(
+        title=f"{len(frontier.plans)} plans for {schedule.name}, {schedule.num_stages} stages x "
+        f"{schedule.num_microbatches} microbatches"
+    )
+    table.add_column("plan")
+    for heading in ("number", "time (s)", "change", "energy (J)", "saving", "at most"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    base = frontier.baseline
+    table.add_row("top clocks", "", f"{base.iteration_time_s:.4f}", "", f"{base.iteration_energy_j:.1f}", "", "")
+    for name, plan in {
+        "fastest": frontier.fastest,
+        settings.select: chosen,
+        "least_energy": frontier.least_energy,
+    }.items():
+        table.add_row(
+            name,
+            str(frontier.number_of(plan)),
+            f"{plan.iteration_time_s:.4f}",
+            f"{100 * (plan.iteration_time_s / base.iteration_time_s - 1):+.2f} %",
+            f"{plan.iteration_energy_j:.1f}",
+            f"{100 * (1 - plan.iteration_energy_j / base.iteration_energy_j):.2f} %",
+            f"{100 * (1 - plan.lower_bound_j / base.iteration_energy_j):.2f} %",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"written to {settings.output_dir}", highlight=False, soft_wrap=True)

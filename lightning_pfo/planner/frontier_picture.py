@@ -1,0 +1,110 @@
+"""The picture of a frontier: energy over iteration time, with what is possible and what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.planner.frontier import Frontier
+from lightning_pfo.planner.picture import (
+    BOUND,
+    CHOSEN,
+    GRID,
+    INK,
+    MUTED,
+    PLAN,
+    TOP_CLOCKS,
+    new_figure,
+    save_figure,
+    tidy,
+)
+
+
+def draw_frontier(
+    frontier: Frontier,
+    path: str | os.PathLike[str],
+    *,
+    chosen: FrequencyPlan | None = None,
+    measured: Sequence[tuple[float, float]] = (),
+    device: str = "",
+) -> None:
+    """Draw the frontier, the proven bound, the top clocks' point and the chosen plan.
+
+    Args:
+        frontier: What to draw.
+        path: Picture file to write.
+        chosen: Plan to mark; the cheapest without slowdown is the usual choice.
+        measured: Iteration times (s) and energies (J) measured in training, to compare with the predictions.
+        device: Name of the GPU for the title.
+    """
+    figure = new_figure(8.0, 5.0)
+    axes = figure.add_subplot()
+    times = [plan.iteration_time_s for plan in frontier.plans]
+    energies = [plan.iteration_energy_j for plan in frontier.plans]
+    bounds = [plan.lower_bound_j for plan in frontier.plans]
+    top = frontier.baseline
+
+    axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound")
+    floor = min(bounds) - 0.06 * (max(top.iteration_energy_j, *energies) - min(bounds))
+    axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
+    axes.plot(
+        times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=f"{len(times)} plans"
+    )
+    axes.plot(
+        [top.iteration_time_s], [top.iteration_energy_j],
+        color=TOP_CLOCKS, marker="X", markersize=10, linestyle="none", zorder=4, label="top clocks",
+    )  # fmt: skip
+    if chosen is not None:
+        axes.plot(
+            [chosen.iteration_time_s], [chosen.iteration_energy_j],
+            color=CHOSEN, marker="*", markersize=16, markeredgecolor=INK, markeredgewidth=0.6, linestyle="none",
+            zorder=5, label="chosen plan",
+        )  # fmt: skip
+        _annotate_saving(axes, top, chosen)
+
+    if measured:
+        axes.plot(
+            *zip(*measured, strict=True),
+            color=INK, marker="o", markersize=9, markerfacecolor="none", markeredgewidth=1.5, linestyle="none",
+            zorder=6, label="measured",
+        )  # fmt: skip
+    axes.set_ylim(bottom=floor)
+    axes.set_xlabel("iteration time (s)", color=INK)
+    axes.set_ylabel("iteration energy (J)", color=INK)
+    schedule = frontier.schedule
+    axes.set_title(
+        f"{device}{', ' if device else ''}{schedule.name}, {schedule.num_stages} stages x "
+        f"{schedule.num_microbatches} microbatches",
+        loc="left", color=INK, fontsize=11,
+    )  # fmt: skip
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    tidy(axes)
+    slowdown = axes.secondary_xaxis(
+        "top",
+        functions=(
+            lambda time_s: 100 * (np.asarray(time_s) / top.iteration_time_s - 1),
+            lambda percent: top.iteration_time_s * (1 + np.asarray(percent) / 100),
+        ),
+    )
+    slowdown.set_xlabel("against the top clocks", color=MUTED, fontsize=9)
+    slowdown.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g} %" if percent else "0 %"))
+    slowdown.tick_params(colors=MUTED, labelsize=8)
+    slowdown.spines["top"].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+    save_figure(figure, path)
+
+
+def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan) -> None:
+    saving = 100 * (1 - chosen.iteration_energy_j / top.iteration_energy_j)
+    slowdown = 100 * (chosen.iteration_time_s / top.iteration_time_s - 1)
+    axes.annotate(
+        f"{saving:.1f} % less energy\n{slowdown:+.1f} % time",
+        xy=(chosen.iteration_time_s, chosen.iteration_energy_j), xytext=(16, 24), textcoords="offset points",
+        fontsize=9, color=INK, zorder=6,
+    )  # fmt: skip

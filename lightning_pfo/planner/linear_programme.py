@@ -1,0 +1,206 @@
+r"""The relaxed time-cost tradeoff as a linear programme with the iteration time as parameter.
+
+Every node i of the DAG may take any duration on the lower convex hull of its options. With start times s, the
+iteration time T, and one segment variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
+
+    minimise    constant + sum_ik g_ik x_ik
+    subject to  s_j - s_i - sum_k x_ik >= t_i     for each precedence i -> j     (t_i: the fastest option of i)
+                T   - s_i - sum_k x_ik >= t_i     for each sink i
+                0 <= x_ik <= w_ik,  s >= 0
+
+Hull slopes increase, so segments fill in order without being told to (Kelley 1961; Fulkerson 1961). The optimum
+LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every real choice of options
+is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every plan of iteration time T'. The duals
+of the precedences form a flow of value -slope from the sources to the sinks (Phillips and Dessouky 1977).
+
+Only a column bound changes from one T to the next, so the previous basis stays dual feasible and the dual simplex
+continues from it.
+
+References:
+    J. E. Kelley, Critical-path planning and scheduling: mathematical basis, Operations Research 9(3), 1961.
+    D. R. Fulkerson, A network flow computation for project cost curves, Management Science 7(2), 1961.
+    S. Phillips and M. I. Dessouky, Solving the project time/cost tradeoff problem using the minimal cut concept,
+    Management Science 24(4), 1977.
+    Q. Huangfu and J. A. J. Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner.hull import OptionSet
+from lightning_pfo.planner.instruction_dag import InstructionDag
+
+Floats = npt.NDArray[np.float64]
+
+_SHORTEST_SEGMENT = 1e-6
+"""Hull segments shorter than this part of a typical time are not told apart from a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class RelaxedSolution:
+    """An optimum of the relaxation.
+
+    Attributes:
+        time: Iteration time T in seconds.
+        cost: LP(T) in joules.
+        slope: Derivative of LP at T in J/s (a subgradient at a corner), at most 0.
+        starts: Start time of each node in seconds, shape (n,).
+        durations: Duration of each node in seconds, shape (n,).
+        edge_flow: Duals of the precedences in J/s, aligned with `dag.edges`: what a second of slack there is worth.
+        sink_flow: Duals of the ends in J/s, aligned with `dag.sinks`.
+        flow: Flow through each node in J/s, shape (n,): what a second of its duration is worth.
+    """
+
+    time: float
+    cost: float
+    slope: float
+    starts: Floats
+    durations: Floats
+    edge_flow: Floats
+    sink_flow: Floats
+    flow: Floats
+
+    def bound_at(self, time: float) -> float:
+        """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
+        return self.cost + self.slope * (time - self.time)
+
+
+class RelaxedTradeoff:
+    """The parametric linear programme of one DAG; keeps its basis from one solve to the next.
+
+    Args:
+        dag: The precedences.
+        options: Options of each node; nodes of one kind should share one object.
+    """
+
+    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet]) -> None:
+        self._fastest = np.array([opts.times[0] for opts in options])
+        # Solver tolerances are absolute (1e-7), so instruction times and costs are brought to the order of one.
+        self._time_unit = float(np.mean([opts.times[-1] for opts in options])) or 1.0
+        corners = {opts: _corners(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in set(options)}
+        segments = {opts: _segments(points) for opts, points in corners.items()}
+        lengths = [length for opts in options for length, _ in segments[opts]]
+        slopes = [slope for opts in options for _, slope in segments[opts]]
+        self._cost_unit = max(map(abs, slopes), default=1.0) * self._time_unit
+        self._constant = float(sum([corners[opts][0][1] for opts in options]))
+        self._num_nodes = n = dag.num_nodes
+        self._time_column = n
+        self._num_edges = len(dag.edges)
+        self._owner = np.repeat(np.arange(n), [len(segments[opts]) for opts in options])
+
+        # A row per precedence, and one per sink, whose head is the column of T.
+        sinks = np.array(dag.sinks, dtype=np.int64)
+        self._tails = np.concatenate([dag.edges[:, 0], sinks])
+        heads = np.concatenate([dag.edges[:, 1], np.full(len(sinks), n)])
+        rows = np.arange(len(self._tails))
+        rows_of_tail = np.argsort(self._tails, kind="stable")
+        first = np.searchsorted(self._tails[rows_of_tail], np.arange(n + 1))
+        out_degree = np.diff(first)[self._owner]
+        segment_columns = n + 1 + np.repeat(np.arange(len(self._owner)), out_degree)
+        segment_rows = (
+            rows_of_tail[np.concatenate([np.arange(first[i], first[i + 1]) for i in self._owner])]
+            if len(self._owner)
+            else rows[:0]
+        )
+        columns = np.concatenate([self._tails, heads, segment_columns])
+        entries = np.concatenate([rows, rows, segment_rows])
+        values = np.concatenate([-np.ones(len(rows)), np.ones(len(rows)), -np.ones(len(segment_rows))])
+        by_column = np.argsort(columns, kind="stable")
+        num_columns = n + 1 + len(lengths)
+
+        programme = highspy.HighsLp()
+        programme.num_col_, programme.num_row_ = num_columns, len(rows)
+        programme.col_cost_ = np.concatenate([np.zeros(n + 1), np.array(slopes) * self._time_unit / self._cost_unit])
+        programme.col_lower_ = np.zeros(num_columns)
+        programme.col_upper_ = np.concatenate([np.full(n + 1, highspy.kHighsInf), np.array(lengths) / self._time_unit])
+        programme.row_lower_ = self._fastest[self._tails] / self._time_unit
+        programme.row_upper_ = np.full(len(rows), highspy.kHighsInf)
+        programme.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        programme.a_matrix_.start_ = np.searchsorted(columns[by_column], np.arange(num_columns + 1))
+        programme.a_matrix_.index_ = entries[by_column]
+        programme.a_matrix_.value_ = values[by_column]
+
+        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("presolve", "off")  # it would throw the basis away
+        self._highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
+        self._highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
+        self._highs.passModel(programme)
+
+    def solve(self, time: float) -> RelaxedSolution:
+        """Optimum for iteration time `time` in seconds, at least the longest path of the fastest options.
+
+        Raises:
+            PlanError: If the time is shorter than that.
+        """
+        # The fastest time itself, computed by another summation order, must not come out infeasible.
+        scaled = time / self._time_unit * (1 + 1e-12)
+        self._highs.changeColCost(self._time_column, 0.0)
+        self._highs.changeColBounds(self._time_column, scaled, scaled)
+        return self._run(time)
+
+    def solve_with_rate(self, rate: float) -> RelaxedSolution:
+        """Optimum over all iteration times when every second costs `rate` joules more.
+
+        The returned cost excludes that price, as for `solve`.
+        """
+        self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
+        self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
+        solution = self._run(float("nan"))
+        return self.solve(solution.time)
+
+    def _run(self, time: float) -> RelaxedSolution:
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise PlanError(
+                f"No plan takes {time:.6g} s ({self._highs.modelStatusToString(status)}). "
+                "Ask for an iteration time not shorter than that of the fastest options."
+            )
+        solution = self._highs.getSolution()
+        values = np.array(solution.col_value)
+        n = self._num_nodes
+        segments = values[n + 1 :] * self._time_unit
+        if time != time:  # the programme chose it
+            time = float(values[n]) * self._time_unit
+        duals_per_second = self._cost_unit / self._time_unit
+        row_flow = np.maximum(np.array(solution.row_dual), 0.0) * duals_per_second
+        return RelaxedSolution(
+            time=time,
+            cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit,
+            slope=min(float(solution.col_dual[n]) * duals_per_second, 0.0),
+            starts=values[:n] * self._time_unit,
+            durations=self._fastest + np.bincount(self._owner, segments, minlength=n),
+            edge_flow=row_flow[: self._num_edges],
+            sink_flow=row_flow[self._num_edges :],
+            flow=np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64),
+        )
+
+
+def _corners(options: OptionSet, shortest: float) -> list[tuple[float, float]]:
+    """The (time, cost) corners of the hull, fast to slow, none nearer than `shortest` to the one before.
+
+    Where two are, the slower one takes the time of the faster one: the relaxation gets a little looser, and the bound
+    stays a bound, while slopes stay within what a solver can compute with.
+    """
+    corners: list[tuple[float, float]] = []
+    for time, cost in options.hull_points:
+        if corners and time - corners[-1][0] < shortest:
+            corners[-1] = (corners[-1][0], cost)
+        else:
+            corners.append((time, cost))
+    return corners
+
+
+def _segments(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(length in s, slope in J/s) of each hull segment, fast to slow."""
+    return [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(corners)]

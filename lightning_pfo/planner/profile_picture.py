@@ -1,0 +1,50 @@
+"""The picture of a profile: the energy valley of each stage."""
+
+from __future__ import annotations
+
+import os
+
+from matplotlib import colormaps
+
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner.picture import GRID, INK, new_figure, save_figure, tidy
+from lightning_pfo.planner.profile import Profile
+
+
+def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title: str = "") -> None:
+    """Draw energy over clock for every stage, one panel per kind of instruction; a dot marks the least energy.
+
+    Args:
+        profile: Measurements.
+        path: Picture file to write.
+        title: Heading.
+    """
+    kinds = [kind for kind in InstructionType if any(k is kind for _, k in profile.instructions)]
+    figure = new_figure(4.4 * len(kinds), 3.8)
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
+    colours = colormaps["viridis"]
+    for axes, kind in zip(panels, kinds, strict=True):
+        for stage in range(profile.num_stages):
+            if (stage, kind) not in profile.instructions:
+                continue
+            measured = profile.of(stage, kind)
+            colour = colours(0.9 * stage / max(profile.num_stages - 1, 1))
+            axes.plot(
+                measured.clocks_mhz, measured.energies_j, color=colour, linewidth=1.4, marker=".", markersize=4,
+                label=f"stage {stage}",
+            )  # fmt: skip
+            lowest = min(range(len(measured.clocks_mhz)), key=measured.energies_j.__getitem__)
+            axes.plot(
+                [measured.clocks_mhz[lowest]], [measured.energies_j[lowest]],
+                color=colour, marker="o", markersize=8, markeredgecolor=INK, markeredgewidth=0.7, linestyle="none",
+            )  # fmt: skip
+        axes.set_title(kind.profile_name.replace("_", " "), loc="left", fontsize=11, color=INK)
+        axes.set_xlabel("locked graphics clock (MHz)", color=INK)
+        axes.grid(color=GRID, linewidth=0.8)
+        tidy(axes)
+    panels[0].set_ylabel("energy of a microbatch (J)", color=INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, labelcolor=INK)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+    save_figure(figure, path)

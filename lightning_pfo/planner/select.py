@@ -1,0 +1,105 @@
+"""Choosing a plan of a frontier by a short expression.
+
+===============  =========================================================================
+`3`              plan number 3 (as in frontier.csv: 0 is the slowest, larger is faster)
+`fastest`        the plan of least iteration time
+`no_slowdown`    the least energy at the top clocks' iteration time; the same as `1.0x`
+`1.02x`          the least energy at up to 1.02 times the top clocks' iteration time
+`2.84s`          the least energy at an iteration time of up to 2.84 s
+`least_energy`   the plan of least iteration energy
+`least_edp`      the plan of least energy-delay product (iteration energy x iteration time)
+`350W`           the fastest plan whose GPUs take at most 350 W each on average
+===============  =========================================================================
+
+With a straggler elsewhere in a data-parallel job, whose iteration takes T', the pipeline waits until T' anyway; the
+cheapest plan is then the slowest that is not slower than T', which is `T's`, e.g. `2.9s`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.planner.frontier import Frontier
+
+_INDEX = re.compile(r"[0-9]+")
+_MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])")
+_NAMES = ("fastest", "no_slowdown", "least_energy", "least_edp")
+_EQUAL_TIMES = 1e-9
+
+
+def check_selection(expression: str | int) -> None:
+    """Check that `select_plan` understands an expression, before there is a frontier.
+
+    Raises:
+        PlanError: If it does not.
+    """
+    text = str(expression).strip()
+    if text not in _NAMES and not _INDEX.fullmatch(text) and not _MEASURE.fullmatch(text):
+        raise PlanError(
+            f"Cannot select a plan by {text!r}. Use a plan number (3), a slowdown (1.02x), an iteration time (2.84s), "
+            f"an average power per GPU (350W), {', '.join(_NAMES[:-1])} or {_NAMES[-1]}."
+        )
+
+
+def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
+    """Choose a plan.
+
+    Args:
+        frontier: Where to choose from.
+        expression: One of the forms in the module docstring.
+
+    Raises:
+        PlanError: If the expression is not understood, or no plan of the frontier meets it.
+    """
+    check_selection(expression)
+    text = str(expression).strip()
+    if text == "fastest":
+        return frontier.fastest
+    if text == "least_energy":
+        return frontier.least_energy
+    if text == "least_edp":
+        return min(frontier.plans, key=lambda plan: plan.iteration_energy_j * plan.iteration_time_s)
+    if text == "no_slowdown":
+        text = "1.0x"
+    if _INDEX.fullmatch(text):
+        return _by_number(frontier, int(text))
+    match = _MEASURE.fullmatch(text)
+    assert match is not None  # the selection was checked
+    amount = float(match[1])
+    if match[2] == "W":
+        return _within_power(frontier, amount)
+    return _within(frontier, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+
+
+def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:
+    if number >= len(frontier.plans):
+        raise PlanError(f"There is no plan {number}; plans are numbered 0 (slowest) to {len(frontier.plans) - 1}.")
+    return frontier.plans[len(frontier.plans) - 1 - number]
+
+
+def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
+    """The cheapest plan of at most `deadline_s`: the slowest, as none is dominated."""
+    fitting = [plan for plan in frontier.plans if plan.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)]
+    if not fitting:
+        fastest_s, slowest_s = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
+        top_s = frontier.baseline.iteration_time_s
+        raise PlanError(
+            f"No plan meets {text}: iteration times range from {fastest_s:.6f} s ({fastest_s / top_s:.4f}x) to "
+            f"{slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' {top_s:.6f} s)."
+        )
+    return fitting[-1]
+
+
+def _within_power(frontier: Frontier, power_w: float) -> FrequencyPlan:
+    """The fastest plan of at most `power_w` per GPU; power falls along the frontier, as energy falls and time rises."""
+    num_gpus = frontier.schedule.num_ranks * frontier.profile.gpus_per_stage
+    powers_w = [plan.iteration_energy_j / plan.iteration_time_s / num_gpus for plan in frontier.plans]
+    for plan, plan_power_w in zip(frontier.plans, powers_w, strict=True):
+        if plan_power_w <= power_w * (1 + _EQUAL_TIMES):
+            return plan
+    raise PlanError(
+        f"No plan takes at most {power_w:g} W per GPU: average powers range from {powers_w[-1]:.2f} W to "
+        f"{powers_w[0]:.2f} W. Ask for {powers_w[-1]:.2f} W or more."
+    )

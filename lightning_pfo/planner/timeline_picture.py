@@ -1,0 +1,167 @@
+"""The picture of one iteration: every instruction of every rank, coloured by power or by clock."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner.picture import INK, MUTED, new_figure, save_figure, tidy
+from lightning_pfo.planner.timeline import Timeline
+
+_BAR = 0.82
+_BLOCKED, _CRITICAL = "#eef1f4", "#c8452f"
+_SMALLEST_TEXT = 3.5
+_POINTS_PER_CHARACTER = 0.62
+"""Width of a character relative to the font size."""
+
+
+def draw_timeline(
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    colour: Literal["power", "clock"] = "power",
+) -> None:
+    """Draw one iteration.
+
+    Forwards have a pale top edge; waiting is light grey; a red line runs along the critical path.
+    Clocks in MHz are written where they fit.
+
+    Args:
+        timeline: What to draw, see `Frontier.timeline`.
+        path: Picture file to write.
+        title: Heading; iteration time and energy are added.
+        colour: What colours tell: power in watts or clock in MHz.
+    """
+    draw_timelines({title: timeline}, path, colour=colour)
+
+
+def draw_timelines(
+    timelines: dict[str, Timeline],
+    path: str | os.PathLike[str],
+    *,
+    colour: Literal["power", "clock"] = "power",
+) -> None:
+    """Draw iterations one above the other, with one time axis and one colour scale: before and after.
+
+    Args:
+        timelines: What to draw, by heading.
+        path: Picture file to write.
+        colour: What colours tell: power in watts or clock in MHz.
+    """
+    num_ranks = max(len(timeline.schedule.orders) for timeline in timelines.values())
+    longest = max(len(order) for timeline in timelines.values() for order in timeline.schedule.orders)
+    width = min(max(8.0, 0.42 * longest), 18.0)
+    height = len(timelines) * (1.15 + min(0.42 * num_ranks, 9.0))
+    figure = new_figure(width, height)
+    rows = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    norm = _norm(timelines, colour)
+    for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
+        _draw(axes, timeline, title, colour, norm, width)
+    rows[-1].set_xlabel("time (s)", color=INK)
+    _add_scale(figure, rows.tolist(), norm, colour)
+    save_figure(figure, path)
+
+
+def _values(timeline: Timeline, colour: str) -> list[float]:
+    if colour == "clock":
+        return [float(clock) for clock in timeline.clocks_mhz]
+    return [energy / time for energy, time in zip(timeline.energies_j, timeline.durations_s, strict=True)]
+
+
+def _norm(timelines: dict[str, Timeline], colour: str) -> Normalize:
+    values = [value for timeline in timelines.values() for value in _values(timeline, colour)]
+    low, high = min(values), max(values)
+    return Normalize(low, high) if high > low else Normalize(low - 1, high + 1)
+
+
+def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normalize, width_in: float) -> None:
+    schedule, end = timeline.schedule, timeline.iteration_time_s
+    for rank in range(len(schedule.orders)):
+        axes.add_patch(Rectangle((0, rank - _BAR / 2), end, _BAR, color=_BLOCKED, linewidth=0, zorder=1))
+    rank_of = [rank for rank, order in enumerate(schedule.orders) for _ in order]
+    boxes = [
+        Rectangle((start, rank - _BAR / 2), duration, _BAR)
+        for start, duration, rank in zip(timeline.starts_s, timeline.durations_s, rank_of, strict=True)
+    ]
+    values = _values(timeline, colour)
+    crowded = len(boxes) / len(schedule.orders) > 60
+    edge = 0.15 if crowded else 0.5
+    filled = PatchCollection(boxes, cmap="viridis", norm=norm, edgecolor="white", linewidth=edge, zorder=2)
+    filled.set_array(values)
+    axes.add_collection(filled)
+    _mark_forwards(axes, timeline, rank_of, crowded)
+    _trace_critical_path(axes, timeline, rank_of, crowded)
+    _write_clocks(axes, timeline, rank_of, values, norm, width_in)
+
+    axes.set_xlim(0, end)
+    axes.set_ylim(len(schedule.orders) - 0.5, -0.5)
+    axes.set_yticks(range(len(schedule.orders)))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(len(schedule.orders))], fontsize=8)
+    heading = f"{title}: " if title else ""
+    axes.set_title(f"{heading}{end:.4g} s, {timeline.iteration_energy_j:.5g} J", loc="left", fontsize=11, color=INK)
+    axes.set_title(
+        "grey: waiting    red: critical path    pale top edge: forward", loc="right", fontsize=8, color=MUTED
+    )
+    tidy(axes)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _mark_forwards(axes: Axes, timeline: Timeline, rank_of: list[int], crowded: bool) -> None:
+    """A pale top edge tells forwards from backwards without another colour."""
+    if crowded:
+        return
+    edges = [
+        Rectangle((start, rank - _BAR / 2), duration, 0.10)
+        for inst, start, duration, rank in zip(
+            timeline.schedule.instructions, timeline.starts_s, timeline.durations_s, rank_of, strict=True
+        )
+        if inst.type is InstructionType.FORWARD
+    ]
+    axes.add_collection(PatchCollection(edges, facecolor="white", alpha=0.75, linewidth=0, zorder=3))
+
+
+def _trace_critical_path(axes: Axes, timeline: Timeline, rank_of: list[int], crowded: bool) -> None:
+    x: list[float] = []
+    y: list[float] = []
+    for node in timeline.critical_path:
+        start = timeline.starts_s[node]
+        x += [start, start + timeline.durations_s[node]]
+        y += [rank_of[node] + _BAR / 2 - 0.07] * 2
+    axes.plot(x, y, color=_CRITICAL, linewidth=0.9 if crowded else 1.6, solid_joinstyle="round", zorder=4)
+
+
+def _write_clocks(
+    axes: Axes, timeline: Timeline, rank_of: list[int], values: list[float], norm: Normalize, width_in: float
+) -> None:
+    """Write clocks at the largest size that fits short instructions; not at all where that is unreadable."""
+    points_per_second = 72 * 0.84 * width_in / timeline.iteration_time_s
+    short = sorted(timeline.durations_s)[len(timeline.durations_s) // 50]
+    size = min(8.0, 0.85 * short * points_per_second / (4 * _POINTS_PER_CHARACTER))
+    if size < _SMALLEST_TEXT:
+        return
+    for clock, start, duration, rank, value in zip(
+        timeline.clocks_mhz, timeline.starts_s, timeline.durations_s, rank_of, values, strict=True
+    ):
+        if duration * points_per_second >= len(str(clock)) * _POINTS_PER_CHARACTER * size:
+            ink = "white" if norm(value) < 0.6 else INK
+            axes.text(
+                start + duration / 2, rank, str(clock),
+                ha="center", va="center", fontsize=size, color=ink, zorder=5, clip_on=True,
+            )  # fmt: skip
+
+
+def _add_scale(figure: Figure, rows: list[Axes], norm: Normalize, colour: str) -> None:
+    scale = figure.colorbar(ScalarMappable(norm, cmap="viridis"), ax=rows, pad=0.01, aspect=30, fraction=0.03)
+    scale.set_label("power (W)" if colour == "power" else "clock (MHz)", color=INK, fontsize=9)
+    scale.ax.tick_params(colors=MUTED, labelsize=8)
+    scale.outline.set_visible(False)

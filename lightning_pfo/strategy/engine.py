@@ -1,0 +1,241 @@
+"""The pipeline engine of one rank: runs microbatches through torch's pipeline runtime and emits instruction events.
+
+It knows nothing of Lightning. A caller provides, on the rank of the first stage, the inputs of each microbatch, and on
+the rank of the last stage a function that turns the model's output into a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.core.events import EventEmitter, InstructionListener
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.strategy import random_state
+from lightning_pfo.strategy.pipelined_module import StageModule
+from lightning_pfo.strategy.shapes import StageShapes, infer_shapes
+from lightning_pfo.strategy.stage import CountedWork, EventStage
+from lightning_pfo.strategy.step_redirection import ModuleInputs
+from lightning_pfo.strategy.torch_runtime import TorchSchedule, evaluation_schedule, training_schedule
+
+LossFunction = Callable[[Any, int], torch.Tensor]
+"""Maps the model's output for a microbatch and the microbatch's index to a loss."""
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Stages and torch's schedule for them; both are bound to the shapes of a microbatch."""
+
+    stages: tuple[EventStage, ...]
+    schedule: TorchSchedule
+
+
+class PipelineEngine:
+    """Runs the stages of one rank; implements `lightning_pfo.core.events.InstructionSource`.
+
+    Args:
+        layers: The layers of each stage of this rank, on `device`.
+        placement: Rank of every stage.
+        make_schedule: Makes the schedule of training iterations for a number of microbatches.
+        device: Device of this rank.
+        group: Process group of the pipeline; None is the world.
+        local_device_index: Index of this rank's GPU on its node.
+        loss_parameters: Parameters outside all layers, which the loss function may use.
+        seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, Sequence[nn.Module]],
+        placement: Sequence[int],
+        make_schedule: Callable[[int], PipelineSchedule],
+        device: torch.device,
+        *,
+        group: dist.ProcessGroup | None = None,
+        local_device_index: int = 0,
+        loss_parameters: Sequence[nn.Parameter] = (),
+        seed: int = 0,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.num_stages = len(placement)
+        self.stages = tuple(sorted(layers))
+        self.last_rank = placement[-1]
+        self.local_device_index = local_device_index
+        self.device = device
+        self.group = group
+        self.schedule: PipelineSchedule | None = None
+        self.iteration = 0
+        self._placement = tuple(placement)
+        self._make_schedule = make_schedule
+        self._seed = seed
+        self._emitter = EventEmitter()
+        self._counted_work: CountedWork | None = None
+        last = self.num_stages - 1
+        self._modules = {
+            stage: StageModule(
+                own,
+                is_first=stage == 0,
+                is_last=stage == last,
+                loss_parameters=loss_parameters if stage == last else (),
+            )
+            for stage, own in layers.items()
+        }
+        self._runners: dict[Any, _Runner] = {}
+        self._last_stage: EventStage | None = None
+        self._loss_function: LossFunction | None = None
+        self._step_seed: tuple[int, ...] = ()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank feeds the pipeline."""
+        return 0 in self._modules
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.num_stages - 1 in self._modules
+
+    def add_listener(self, listener: InstructionListener, *, innermost: bool = False) -> None:
+        """See `InstructionSource.add_listener`."""
+        self._emitter.add(listener, innermost=innermost)
+
+    def remove_listener(self, listener: InstructionListener) -> None:
+        """See `InstructionSource.remove_listener`."""
+        self._emitter.remove(listener)
+
+    def count_work(self, enabled: bool) -> None:
+        """See `InstructionSource.count_work`."""
+        if not enabled:
+            self._counted_work = None
+        elif self._counted_work is None:
+            self._counted_work = {}
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Exchange a small picklable value with all pipeline ranks; a collective call."""
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def set_num_microbatches(self, num_microbatches: int) -> None:
+        """Fix the number of microbatches of training iterations, which makes `schedule` known.
+
+        Raises:
+            ConfigurationError: If the schedule cannot run that many.
+        """
+        if self.schedule is None or self.schedule.num_microbatches != num_microbatches:
+            self.schedule = self._make_schedule(num_microbatches)
+            self.schedule.validate()
+
+    def iteration_begin(self) -> None:
+        """Tell listeners that a training iteration begins."""
+        if self._emitter:
+            self._emitter.iteration_begin(self.iteration)
+
+    def iteration_end(self) -> None:
+        """Tell listeners that all ranks have finished the iteration."""
+        if self._emitter:
+            self._emitter.iteration_end(self.iteration)
+        self.iteration += 1
+
+    def run(
+        self,
+        num_microbatches: int,
+        signature: Any,
+        step_seed: tuple[int, ...],
+        inputs: Callable[[], Sequence[ModuleInputs]],
+        loss_function: LossFunction,
+        *,
+        train: bool,
+    ) -> None:
+        """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
+
+        Args:
+            num_microbatches: Number of microbatches.
+            signature: Hashable description of shapes and dtypes of a microbatch, equal on all ranks.
+            step_seed: Makes the random numbers of this step differ from those of others; equal on all ranks.
+            inputs: Called on the rank of the first stage only; returns the model's inputs for each microbatch.
+            loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
+                differentiated.
+            train: Whether to run backward.
+
+        Raises:
+            PfoError: If a stage fails on its first microbatch; raised on every rank.
+        """
+        self._step_seed = step_seed
+        self._loss_function = loss_function
+        key = (train, num_microbatches, signature)
+        try:
+            if key not in self._runners:
+                self._runners[key] = self._prepare(num_microbatches, inputs, train)
+            elif self.is_first:
+                self._modules[0].inputs = inputs()
+            self._execute(self._runners[key], num_microbatches, train)
+        finally:
+            for module in self._modules.values():
+                module.inputs = ()
+                module.output = None
+            self._loss_function = None
+
+    def _execute(self, runner: _Runner, num_microbatches: int, train: bool) -> None:
+        self._last_stage = runner.stages[-1]
+        for stage in runner.stages:
+            stage.iteration = self.iteration
+            stage.counted_work = self._counted_work
+        # the stages look inputs and targets up by the microbatch's index, so they may be of any form
+        indices = torch.arange(num_microbatches)
+        args = (indices,) if self.is_first else ()
+        run = runner.schedule.step if train else runner.schedule.eval
+        run(*args, target=indices if self.is_last else None, return_outputs=False)
+
+    def _prepare(self, num_microbatches: int, inputs: Callable[[], Sequence[ModuleInputs]], train: bool) -> _Runner:
+        def prepare_inputs() -> None:
+            self._modules[0].inputs = inputs()
+
+        shapes = infer_shapes(
+            self._modules,
+            self._placement,
+            self.device,
+            self.group,
+            prepare_inputs=prepare_inputs,
+            before_forward=self._before_forward,
+            train=train,
+        )
+        stages = tuple(self._make_stage(stage, shapes[stage], train) for stage in self.stages)
+        if train:
+            assert self.schedule is not None
+            return _Runner(stages, training_schedule(stages, self._placement, self.schedule, self._compute_loss))
+        return _Runner(stages, evaluation_schedule(stages, self._placement, num_microbatches, self._compute_loss))
+
+    def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> EventStage:
+        return EventStage(
+            self._modules[stage],
+            stage,
+            self.num_stages,
+            self.device,
+            input_args=shapes.inputs(self.device),
+            output_args=shapes.outputs(self.device),
+            group=self.group,
+            emitter=self._emitter if train else None,
+            before_forward=self._before_forward,
+            loss_follows=stage == self.num_stages - 1,
+        )
+
+    def _before_forward(self, stage: int, microbatch: int) -> None:
+        random_state.seed(self.device, self._seed, *self._step_seed, microbatch, 1 + stage)
+
+    def _compute_loss(self, _: Any, index: torch.Tensor) -> torch.Tensor:
+        assert self._loss_function is not None
+        assert self._last_stage is not None
+        loss = self._loss_function(self._modules[self.num_stages - 1].output, int(index))
+        self._last_stage.end_forward()
+        return loss

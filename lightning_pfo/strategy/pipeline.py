@@ -1,0 +1,126 @@
+"""Putting a pipeline together: this rank's part of a split model, and what runs steps on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.strategy.engine import PipelineEngine
+from lightning_pfo.strategy.ownership import (
+    find_shared_parameters,
+    local_parameters,
+    move_local_tensors,
+    release_other_layers,
+)
+from lightning_pfo.strategy.partition import describe_partition, partition_layers
+from lightning_pfo.strategy.pipelined_module import find_pipelined_module
+from lightning_pfo.strategy.step_redirection import StepRedirection
+from lightning_pfo.strategy.step_runner import StepRunner
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model split over ranks, as one rank holds it.
+
+    Attributes:
+        engine: Runs the stages of this rank; where listeners subscribe.
+        runner: Runs the user's steps on the engine.
+        redirection: What patches the pipelined module; `remove` it to give the module back.
+        shared: Parameters that every rank holds.
+        trainable: Parameters this rank holds that are trained.
+        description: The stages, for people.
+    """
+
+    engine: PipelineEngine
+    runner: StepRunner
+    redirection: StepRedirection
+    shared: list[nn.Parameter]
+    trainable: list[nn.Parameter]
+    description: str
+
+
+def build_pipeline(
+    model: nn.Module,
+    make_schedule: Callable[[int], PipelineSchedule],
+    device: torch.device,
+    *,
+    owner: nn.Module | None = None,
+    pipeline_module: str | None = None,
+    partition: str = "uniform",
+    num_microbatches: int | None = None,
+    local_device_index: int = 0,
+    group: dist.ProcessGroup | None = None,
+    replica_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+) -> Pipeline:
+    """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
+
+    A collective call of all processes.
+
+    The layers of other ranks become placeholders, so parameter objects change: make optimizers afterwards.
+
+    Args:
+        model: The user's module; changed in place.
+        make_schedule: Makes the schedule of training iterations for a number of microbatches.
+        device: Device of this rank.
+        owner: The module that logs; None is `model`.
+        pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
+        partition: Which layers go to which stage; see `partition_layers`.
+        num_microbatches: Microbatches per training batch, if they are known by now.
+        local_device_index: Index of this rank's GPU on its node.
+        group: The pipeline's processes; None is the world.
+        replica_group: The processes that hold the same stages in other replicas; None where there is one replica.
+        seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
+
+    Raises:
+        ConfigurationError: If there are no or several candidates to split, or the model was split otherwise before.
+        PartitionError: If the partition is impossible.
+    """
+    name, pipelined = find_pipelined_module(model, pipeline_module)
+    layers = list(pipelined)
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    # where stages are placed does not depend on the number of microbatches
+    sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
+    placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
+    stages = sample.stages_of(dist.get_rank(group))
+    boundaries = partition_layers(partition, weights, sample.num_stages)
+    shared = find_shared_parameters(model, pipelined, boundaries)
+    release_other_layers(pipelined, boundaries, stages, shared)
+    move_local_tensors(model, device)
+    _agree_on_initial_values(model, shared, replica_group)
+    engine = PipelineEngine(
+        {stage: layers[boundaries[stage] : boundaries[stage + 1]] for stage in stages},
+        placement,
+        make_schedule,
+        device,
+        group=group,
+        local_device_index=local_device_index,
+        loss_parameters=shared,
+        seed=seed,
+    )
+    if num_microbatches is not None:
+        engine.set_num_microbatches(num_microbatches)
+    owner = model if owner is None else owner
+    redirection = StepRedirection(owner, pipelined, name)
+    redirection.install()
+    trainable = [parameter for parameter in local_parameters(model) if parameter.requires_grad]
+    runner = StepRunner(engine, owner, redirection, trainable, shared, replica_group)
+    description = describe_partition(name, boundaries, weights, placement)
+    return Pipeline(engine, runner, redirection, shared, trainable, description)
+
+
+def _agree_on_initial_values(
+    model: nn.Module, shared: Sequence[nn.Parameter], replica_group: dist.ProcessGroup | None
+) -> None:
+    """Without a common seed every process has made its own initial values."""
+    for parameter in shared:
+        dist.broadcast(parameter.data, src=0)
+    if replica_group is not None:
+        source = dist.get_global_rank(replica_group, 0)
+        for tensor in (*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)):
+            dist.broadcast(tensor.data, src=source, group=replica_group)

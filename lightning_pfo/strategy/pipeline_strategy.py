@@ -1,0 +1,349 @@
+"""The Lightning strategy `pfo_pipeline`: pipeline parallelism for an unchanged LightningModule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_pfo.core.errors import BatchError, ConfigurationError
+from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.core.pipeline_schedule import (
+    PipelineSchedule,
+    check_schedule_name,
+    load_schedule,
+    make_schedule,
+)
+from lightning_pfo.core.schedules.families import file_of
+from lightning_pfo.strategy import checkpoint as checkpoints
+from lightning_pfo.strategy.batch_check import check_same_batch
+from lightning_pfo.strategy.gradients import clip_by_global_norm
+from lightning_pfo.strategy.mesh import average_gradients
+from lightning_pfo.strategy.microbatches import (
+    batch_size_of,
+    default_num_microbatches,
+    evaluation_num_microbatches,
+    not_divisible,
+    training_batch_sizes,
+)
+from lightning_pfo.strategy.ownership import move_local_tensors
+from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
+from lightning_pfo.strategy.processes import MeshStrategy, take_sigterm_without_collectives
+from lightning_pfo.strategy.step_runner import synchronize_random_state
+
+_CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
+_CHECK_EVERY = 50  # ... and then once in so many batches
+
+
+class PfoPipelineStrategy(MeshStrategy):
+    """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
+
+    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its layers are held
+    in an `nn.Sequential` that the steps call exactly once. Listeners follow every instruction through
+    `instruction_source`.
+
+    Args:
+        pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
+        partition: `uniform`, `parameters` or `custom:0,8,14,21,27`; see `partition_layers`.
+        num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`, or
+            what the schedule's file has.
+        schedule: `1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv`, `dualpipev`,
+            `envpipe`, or a file with an order of your own; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
+        stages_per_rank: Stages on each device; None is what the schedule is usually run with (2 or 1).
+        data_parallel_size: Number of replicas of the pipeline; each reads its own batches, gradients are averaged.
+        mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are).
+        process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
+        timeout: How long a rank waits for others in a collective.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes checkpoint files.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ConfigurationError: In `setup`, before any training: no or several candidates to split, fewer layers than
+            stages, an impossible partition, manual optimization, fp16 precision.
+        BatchError: Before training, if batches cannot be divided into microbatches.
+
+    Example::
+
+        import lightning as L
+        import lightning_pfo
+
+        trainer = L.Trainer(strategy="pfo_pipeline", accelerator="cpu", devices=4)
+        trainer.fit(model, train_loader)
+    """
+
+    def __init__(
+        self,
+        pipeline_module: str | None = None,
+        partition: str = "uniform",
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        data_parallel_size: int = 1,
+        mesh_order: str = "dp_pp",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            data_parallel_size,
+            mesh_order,
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        check_schedule_name(schedule)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        order_file = file_of(schedule)
+        if num_microbatches is None and order_file is not None:
+            num_microbatches = load_schedule(order_file).num_microbatches
+        self._pipeline_module = pipeline_module
+        self._partition = partition
+        self._num_microbatches = num_microbatches
+        self._schedule_name = schedule
+        self._stages_per_rank = stages_per_rank
+        self._accumulating = False
+        self._seed = 0
+        self._pipeline: Pipeline | None = None
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def instruction_source(self) -> InstructionSource:
+        """Where listeners subscribe to instruction events.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        return self._get_pipeline().engine
+
+    def _get_pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            raise RuntimeError("Accessing the pipeline before setup() is not possible; use it from on_fit_start on.")
+        return self._pipeline
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._module()._device_mesh = self.mesh.device_mesh
+        self._seed = synchronize_random_state(self.root_device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self._refuse_unsupported(trainer)
+        _silence_sync_dist_advice()
+        take_sigterm_without_collectives(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._split(self._module())
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _refuse_unsupported(self, trainer: pl.Trainer) -> None:
+        module = self._module()
+        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+            raise ConfigurationError(
+                "pfo_pipeline runs training_step once per microbatch, which would repeat the optimizer steps of manual "
+                f"optimization; {type(module).__name__} sets automatic_optimization=False. Use automatic optimization."
+            )
+        if str(self.precision_plugin.precision) in ("16-mixed", "16-true"):
+            raise ConfigurationError(
+                f"pfo_pipeline does not support precision={self.precision_plugin.precision!r}: stages would not agree "
+                "on the loss scale. Use precision='bf16-mixed', 'bf16-true' or '32-true'."
+            )
+
+    def _split(self, module: pl.LightningModule) -> None:
+        self._pipeline = pipeline = build_pipeline(
+            module,
+            self._make_schedule,
+            self.root_device,
+            pipeline_module=self._pipeline_module,
+            partition=self._partition,
+            num_microbatches=self._num_microbatches,
+            local_device_index=self.local_rank,
+            group=self.mesh.pipeline_group,
+            replica_group=self.mesh.replica_group,
+            seed=self._seed,
+        )
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(f"pfo_pipeline: {pipeline.description}")
+
+    def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
+        return make_schedule(self._schedule_name, self.mesh.num_ranks, num_microbatches, self._stages_per_rank)
+
+    @override
+    def model_to_device(self) -> None:
+        move_local_tensors(self._module(), self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        trainer = self._module().trainer
+        loaders = tree_leaves(trainer.train_dataloader, is_leaf=lambda node: hasattr(node, "batch_sampler"))
+        sizes = training_batch_sizes(loaders, trainer.num_training_batches)
+        if not sizes:
+            return
+        if self._num_microbatches is None:
+            self._choose_num_microbatches(sizes[0])
+        assert self._num_microbatches is not None
+        for size in sizes:
+            if size % self._num_microbatches:
+                what = f"A training batch of {size} samples"
+                what += " (the last, smaller one)" if size < max(sizes) else ""
+                raise BatchError(not_divisible(what, size, self._num_microbatches))
+
+    def _choose_num_microbatches(self, batch_size: int) -> None:
+        self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
+        self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
+        rank_zero_info(f"pfo_pipeline: batches of {batch_size} are split into {self._num_microbatches} microbatches.")
+
+    # ---- steps ----
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        if self._num_microbatches is None:
+            self._choose_num_microbatches(batch_size_of(batch))
+        assert self._num_microbatches is not None
+        self._check_batch(batch)
+        with self.precision_plugin.train_step_context():
+            return self._get_pipeline().runner.train(
+                self._module().training_step, self._num_microbatches, self._step_seed(0), batch, rest
+            )
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("validation", *args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation_step("test", *args)
+
+    def _evaluation_step(self, kind: str, batch: Any, *rest: Any) -> Any:
+        step = getattr(self._module(), f"{kind}_step")
+        precision = self.precision_plugin
+        with precision.val_step_context() if kind == "validation" else precision.test_step_context():
+            num_microbatches = self._evaluation_microbatches(batch)
+            return self._get_pipeline().runner.evaluate(kind, step, num_microbatches, self._step_seed(1), batch, rest)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = args
+        with self.precision_plugin.predict_step_context():
+            return self._get_pipeline().runner.predict(
+                self._module().predict_step, self._evaluation_microbatches(batch), self._step_seed(2), batch, rest
+            )
+
+    def _evaluation_microbatches(self, batch: Any) -> int:
+        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self.mesh.num_ranks)
+
+    def _step_seed(self, kind: int) -> tuple[int, ...]:
+        trainer = self._module().trainer
+        batch_idx = trainer.fit_loop.batch_idx if kind == 0 else 0
+        return (kind, self.mesh.replica, trainer.current_epoch, trainer.global_step, batch_idx)
+
+    def _check_batch(self, batch: Any) -> None:
+        index = self._module().trainer.fit_loop.batch_idx
+        if index < _CHECKED_BATCHES or index % _CHECK_EVERY == 0:
+            check_same_batch(batch, self.mesh.pipeline_group, self.root_device)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = list(self.precision_plugin.main_params(optimizer))
+        shared, group = self._get_pipeline().shared, self.mesh.pipeline_group
+        clip_by_global_norm(parameters, clip_val, shared=shared, device=self.root_device, group=group)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        if not self._accumulating:
+            average_gradients(self._get_pipeline().trainable, self.mesh.replica_group)
+
+    # ---- checkpoints ----
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.mesh.replica > 0:
+            return {}
+        last_rank = self._get_pipeline().engine.last_rank
+        return checkpoints.gather_module_state(self._module(), last_rank, self.mesh.pipeline_group)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.mesh.replica > 0:
+            return {}
+        return checkpoints.gather_optimizer_state(getattr(optimizer, "_optimizer", optimizer), self.mesh.pipeline_group)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        checkpoints.load_module_state(self._module(), checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            checkpoints.load_optimizer_state(optimizer, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.redirection.remove()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if self.lightning_module is not None:
+            move_local_tensors(self.lightning_module, torch.device("cpu"))
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _silence_sync_dist_advice() -> None:
+    # Lightning advises sync_dist=True because several processes log; ours all log the same values
+    warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*sync_dist=True.*")

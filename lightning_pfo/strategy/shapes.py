@@ -1,0 +1,121 @@
+"""What stages send each other: shapes and dtypes, found by passing one microbatch through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.pipelined_module import StageModule
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and whether gradients flow back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor."""
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Make such a tensor."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
+
+
+@dataclass(frozen=True)
+class StageShapes:
+    """What a stage receives (None: a microbatch index) and returns."""
+
+    received: tuple[TensorSpec, ...] | None
+    returned: tuple[TensorSpec, ...]
+
+    def inputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Example inputs."""
+        if self.received is None:
+            return (torch.zeros(1, dtype=torch.long),)
+        return tuple(spec.make(device) for spec in self.received)
+
+    def outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Example outputs."""
+        return tuple(spec.make(device) for spec in self.returned)
+
+
+def infer_shapes(
+    modules: Mapping[int, StageModule],
+    placement: Sequence[int],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    prepare_inputs: Callable[[], None],
+    before_forward: Callable[[int, int], None],
+    train: bool,
+) -> dict[int, StageShapes]:
+    """Pass microbatch 0 through the stages one after the other and note shapes and dtypes; a collective call.
+
+    torch can infer them itself, but by running forward and loss as if for real: it would update batch-norm statistics
+    and call the user's step once more. Here buffers are put back, and a failure is reported on every rank.
+
+    Args:
+        modules: The stages of this rank.
+        placement: Rank of every stage.
+        device: Device of this rank.
+        group: Process group of the pipeline.
+        prepare_inputs: Called before the first stage, on its rank.
+        before_forward: Called with stage and microbatch before each forward.
+        train: Whether gradients will flow back.
+
+    Returns:
+        The shapes of this rank's stages.
+
+    Raises:
+        PfoError: If a stage fails on another rank.
+    """
+    received: tuple[TensorSpec, ...] | None = None
+    is_tuple = False
+    shapes: dict[int, StageShapes] = {}
+    for stage, rank in enumerate(placement):
+        message: list[Any] = [None]
+        failure: Exception | None = None
+        if stage in modules:
+            try:
+                if stage == 0:
+                    prepare_inputs()
+                modules[stage].receives_tuple = is_tuple
+                before_forward(stage, 0)
+                output = _trial_forward(modules[stage], StageShapes(received, ()).inputs(device), train)
+                leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+                message = [(isinstance(output, tuple), tuple(TensorSpec.of(leaf) for leaf in leaves))]
+                shapes[stage] = StageShapes(received, message[0][1])
+            except Exception as error:
+                failure = error
+                message = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(
+            message, src=rank if group is None else dist.get_global_rank(group, rank), group=group
+        )
+        if failure is not None:
+            raise failure
+        if isinstance(message[0], str):
+            raise PfoError(f"Stage {stage} failed on its first microbatch. {message[0]}")
+        is_tuple, received = message[0]
+    return shapes
+
+
+def _trial_forward(module: StageModule, inputs: tuple[torch.Tensor, ...], train: bool) -> Any:
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with torch.set_grad_enabled(train):
+        output = module(*inputs)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    module.output = None
+    return output

@@ -1,0 +1,128 @@
+"""One Accelerate loop, with and without a pipeline; usage: equality.py single|pipeline FOLDER.
+
+With RESUME_FROM in the environment only the second epoch is run, from that checkpoint.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
+from net import Net, make_loaders
+from torch import nn
+
+from lightning_pfo.accelerate import prepare_pipeline
+
+PIPELINED = sys.argv[1] == "pipeline"
+FOLDER = Path(sys.argv[2])
+loss_fn = nn.functional.cross_entropy
+
+
+class Run:
+    """An accelerator with everything it trains."""
+
+    def __init__(self, mixed_precision="no", dropout=0.0, **options):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        set_seed(3)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
+        net = Net(dropout=dropout)
+        self.forward_dtypes = set()
+        for layer in net.layers:
+            layer[0].register_forward_hook(lambda *a: self.forward_dtypes.add(str(a[2].dtype)))
+        weights = [p for p in net.parameters() if p.dim() > 1]
+        others = [p for p in net.parameters() if p.dim() <= 1]
+        optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others}], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+        train, self.val = make_loaders()
+        if PIPELINED:
+            self.model, self.optimizer, self.train = prepare_pipeline(
+                self.accelerator, net, optimizer, train, loss_fn, pipeline_module="layers", **options
+            )
+        else:
+            self.model, self.optimizer, self.train = self.accelerator.prepare(net, optimizer, train)
+        self.val, self.scheduler = self.accelerator.prepare(self.val, scheduler)
+        self.history = {"loss": [], "norm": [], "lr": [], "val": [], "accuracy": []}
+
+    def loss(self, x, y):
+        return self.model(x, y) if PIPELINED else loss_fn(self.model(x), y)
+
+    def logits(self, x):
+        return self.model.predict(x) if PIPELINED else self.model(x)
+
+    def epoch(self):
+        self.model.train()
+        for x, y in self.train:
+            with self.accelerator.accumulate(self.model):
+                loss = self.loss(x, y)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.3)
+                    self.history["norm"].append(float(norm))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.history["loss"].append(loss.item())
+            self.history["lr"].append(self.scheduler.get_last_lr()[0])
+        self.model.eval()
+        correct, count = 0, 0
+        for x, y in self.val:
+            with torch.no_grad():
+                self.history["val"].append(self.loss(x, y).item())
+                predicted, labels = self.accelerator.gather_for_metrics((self.logits(x).argmax(1), y))
+            correct, count = correct + int((predicted == labels).sum()), count + len(labels)
+        self.history["accuracy"].append([correct, count])
+
+
+def resumed_run(resume_from, **options):
+    run = Run(**options)
+    torch.rand(3)  # what was drawn before must not matter
+    run.accelerator.load_state(resume_from)
+    return run
+
+
+def main():
+    if "RESUME_FROM" in os.environ:
+        run = resumed_run(resume_from=os.environ["RESUME_FROM"])
+        run.epoch()
+        (FOLDER / "resumed.json").write_text(json.dumps(run.history))
+        return
+    results = {}
+    run = Run(**({"num_microbatches": 4, "partition": "custom:0,2,5"} if PIPELINED else {}))
+    run.epoch()
+    run.accelerator.save_state(FOLDER / sys.argv[1])
+    run.epoch()
+    results["fp32"] = run.history
+    weights = run.accelerator.get_state_dict(run.model)
+    results["weights"] = {key: value.flatten().tolist() for key, value in weights.items()}
+    results["names"] = list(run.accelerator.unwrap_model(run.model).state_dict())
+    results["dtypes"] = sorted(run.forward_dtypes)
+
+    run = resumed_run(resume_from=FOLDER / "single")
+    run.epoch()
+    results["from_single"] = run.history
+
+    if PIPELINED:
+        with_dropout = Run(dropout=0.3, schedule="gpipe")
+        with_dropout.epoch()
+        with_dropout.accelerator.save_state(FOLDER / "dropout")
+        with_dropout.epoch()
+        resumed = resumed_run(dropout=0.3, schedule="gpipe", resume_from=FOLDER / "dropout")
+        resumed.epoch()
+        results["dropout"] = [with_dropout.history, resumed.history]
+
+    run = Run(mixed_precision="bf16")
+    run.epoch()
+    results["bf16"] = run.history
+    results["bf16_dtypes"] = sorted(run.forward_dtypes)
+    with torch.no_grad():
+        results["bf16_logits"] = str(run.logits(next(iter(run.val))[0]).dtype)
+    (FOLDER / f"{sys.argv[1]}_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(results))
+    run.accelerator.end_training()
+
+
+main()

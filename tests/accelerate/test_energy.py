@@ -1,0 +1,58 @@
+"""The plain listeners in an Accelerate loop: profiling, planning, and training under the plan."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.accelerate.launching import run_with_torchrun
+
+SCRIPT = Path(__file__).parent / "scripts" / "energy.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("energy")
+    run_with_torchrun(SCRIPT, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_listeners_do_not_change_training(ranks):
+    for seen in ranks:
+        plain = seen["plain"]
+        assert len(plain) == 6
+        assert seen["profiled"][:6] == seen["top"]["losses"] == seen["plan"]["losses"] == plain
+
+
+def test_the_profile_covers_all_instructions(folder):
+    rows = list(csv.DictReader((folder / "profile.csv").open()))
+    assert {(row["stage"], row["instruction"]) for row in rows} == {
+        (s, i) for s in "01" for i in ("forward", "backward")
+    }
+    assert {row["frequency"] for row in rows} == {"1410", "1110", "810", "510", "210"}
+    assert all(int(row["samples"]) == 2 * 4 for row in rows)
+
+
+def test_the_plan_needs_less_energy_than_the_top_clocks(ranks):
+    assert ranks[0]["plan"]["measured"] == ranks[1]["plan"]["measured"]
+    least = {name: min(m[2] for m in ranks[0][name]["measured"]) for name in ("plan", "top")}
+    assert least["plan"] < 0.9 * least["top"]
+    # the first iteration counts work
+    assert [m[0] for m in ranks[0]["top"]["measured"]] == [1, 2, 3, 4, 5]
+
+
+def test_clocks_are_restored(ranks):
+    assert all(seen[name]["restored"] for seen in ranks for name in ("plan", "top"))
+
+
+def test_a_plan_that_does_not_fit_is_refused_on_every_rank(ranks):
+    for seen in ranks:
+        kind, message = seen["unfit"]
+        assert kind == "PlanMismatchError"
+        assert "num_microbatches=4" in message

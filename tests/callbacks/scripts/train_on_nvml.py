@@ -1,0 +1,34 @@
+"""Trains under a plan on NVML GPUs until something ends it: `train_on_nvml.py ENDING`."""
+
+import sys
+import time
+
+import lightning as L
+from common import DEVICES, fit
+
+from lightning_pfo.callbacks import FrequencyPlanCallback
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.pipeline_schedule import one_f_one_b
+
+
+class Ending(L.Callback):
+    def __init__(self, ending):
+        self.ending = ending
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            if trainer.is_global_zero:
+                print("training", flush=True)
+            if self.ending == "exception":
+                raise ZeroDivisionError("the user's own mistake")
+        if self.ending == "signal":
+            time.sleep(0.02)
+
+
+schedule = one_f_one_b(DEVICES, 4)
+clocks = tuple(tuple(1410 - 15 * (index % 3) for index in range(len(order))) for order in schedule.orders)
+plan = FrequencyPlan(schedule, clocks, 1.0, 1.0)
+ending = sys.argv[1]
+callback = FrequencyPlanCallback(plan, gpu="nvml")
+fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000)
+print(f"finished {len(callback.measurements)}", flush=True)

@@ -1,0 +1,105 @@
+"""Whatever ends a training under a plan, no GPU stays locked; the real pynvml on a fake driver."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.device.fake_driver import fake_driver  # noqa: F401
+from tests.launch import kill_session, run_script, session_is_empty, start_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "train_on_nvml.py"
+DEVICES = 2
+
+
+def environment_of(driver, scenario="normal"):
+    names = ("LD_LIBRARY_PATH", "FAKE_NVML_SCENARIO", "FAKE_NVML_GPUS", "FAKE_NVML_LATENCY_MS", "FAKE_NVML_LOG")
+    names += ("LIGHTNING_PFO_RUNTIME_DIR",)
+    environment = driver.environment(scenario, num_gpus=DEVICES)
+    return {name: environment[name] for name in names}
+
+
+def test_clocks_follow_the_plan_and_are_restored_at_the_end(fake_driver):  # noqa: F811
+    output = run_script(SCRIPT, "return", **environment_of(fake_driver)).stdout
+    assert "finished 6" in output
+    changes = fake_driver.changes()
+    assert {change.gpu for change in changes} == {0, 1}
+    assert {change.clock_mhz for change in changes} <= {1410, 1395, 1380, None}
+    assert sum(change.clock_mhz is not None for change in changes) > 4
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_an_exception_restores_the_clocks(fake_driver):  # noqa: F811
+    result = run_script(SCRIPT, "exception", expect_success=False, **environment_of(fake_driver))
+    assert result.returncode != 0
+    assert "the user's own mistake" in result.stdout
+    assert fake_driver.changes()
+    assert fake_driver.locked_gpus() == {}
+
+
+@pytest.mark.parametrize(("signum", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
+def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, signum, to_all):  # noqa: F811
+    process = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    try:
+        for line in process.stdout:
+            if line.strip() == "training":
+                break
+        assert fake_driver.locked_gpus()
+        if to_all:  # as Ctrl-C in a terminal
+            os.killpg(process.pid, signum)
+        else:  # as a batch system, to the process it started
+            os.kill(process.pid, signum)
+        process.communicate(timeout=60)
+        deadline = time.monotonic() + 20
+        while not session_is_empty(process) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert session_is_empty(process)
+    finally:
+        kill_session(process)
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_without_permission_training_goes_on_with_one_warning(fake_driver):  # noqa: F811
+    output = run_script(SCRIPT, "return", **environment_of(fake_driver, "no_permission")).stdout
+    assert "finished 6" in output
+    assert output.count("Training goes on without clock control") == 1
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_a_killed_rank_leaves_no_gpu_locked(fake_driver):  # noqa: F811
+    process = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    try:
+        for line in process.stdout:
+            if line.strip() == "training":
+                break
+        locking = {change.gpu: change.pid for change in fake_driver.changes()}
+        assert set(locking) == {0, 1}
+        os.kill(locking[1], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while 1 in fake_driver.locked_gpus() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert 1 not in fake_driver.locked_gpus()  # while the other rank may still wait for it
+    finally:
+        kill_session(process)  # SIGKILL for all others; the watchdogs are in sessions of their own
+    deadline = time.monotonic() + 60
+    while fake_driver.leases() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert fake_driver.leases() == []
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_a_second_job_on_the_same_gpus_is_refused_before_training(fake_driver):  # noqa: F811
+    first = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    try:
+        for line in first.stdout:
+            if line.strip() == "training":
+                break
+        holder = next(change.pid for change in fake_driver.changes() if change.gpu == 0)
+        second = run_script(SCRIPT, "return", expect_success=False, **environment_of(fake_driver))
+        assert second.returncode != 0
+        assert f"are held by process {holder}, another job" in second.stdout
+        assert "finished" not in second.stdout
+    finally:
+        kill_session(first)

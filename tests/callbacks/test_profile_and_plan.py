@@ -1,0 +1,132 @@
+"""The callbacks in real training on emulated GPUs."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo.planner import load_frontier, read_profile
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "profile_and_plan.py"
+DEVICES = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile_and_plan")
+    (folder / "output.txt").write_text(run_script(SCRIPT, folder).stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(DEVICES)]
+
+
+def logged(folder, name):
+    with next(folder.glob("lightning_logs/version_*/metrics.csv")).open() as lines:
+        return [float(row[name]) for row in csv.DictReader(lines) if row[name]]
+
+
+def test_the_profile_covers_every_instruction_from_the_top_clock_down(folder, ranks):
+    rows = list(csv.DictReader((folder / "profile.csv").open()))
+    assert set(rows[0]) >= {"stage", "instruction", "frequency", "time", "energy", "p2p_blocking_power_w", "samples"}
+    for stage in "01":
+        for instruction in ("forward", "backward"):
+            mine = [row for row in rows if (row["stage"], row["instruction"]) == (stage, instruction)]
+            clocks = [int(row["frequency"]) for row in mine]
+            assert clocks == list(range(1410, 1410 - 120 * len(mine), -120))
+            assert all(int(row["samples"]) == 2 * 4 for row in mine)
+            numbers = [value for row in mine for name, value in list(row.items())[3:] if name != "flags"]
+            assert all(math.isfinite(float(number)) for number in numbers)
+            assert not any("power_cap" in row["flags"] for row in mine if int(row["frequency"]) < 1300)
+    assert any(row["flags"] == "clock_not_reached power_cap" for row in rows if row["frequency"] == "1410")
+    read_profile(folder / "profile.csv")
+
+
+def test_times_and_powers_are_those_of_the_emulated_gpu(folder):
+    # the machine may be busy, so only what cannot be: nothing is faster than modelled, and power is where it belongs
+    rows = list(csv.DictReader((folder / "profile.csv").open()))
+    top = {(r["stage"], r["instruction"]): float(r["time"]) for r in rows if r["frequency"] == "1410"}
+    assert max(top["0", "forward"], top["1", "forward"]) > 0.0059
+    low = min(rows, key=lambda row: int(row["frequency"]))
+    assert float(low["time"]) > 1.2 * top[low["stage"], low["instruction"]]
+    for row in rows:
+        assert 50 < float(row["energy"]) / float(row["time"]) < 505
+        assert 55 < float(row["p2p_blocking_power_w"]) < 100
+
+
+def test_the_scan_sets_clocks_in_order_and_restores_them(ranks):
+    for seen in ranks:
+        assert seen["profile_done"]
+        assert seen["profile_restored"]
+        scanned = list(dict.fromkeys(seen["profile_locks"]))
+        assert scanned == sorted(scanned, reverse=True)
+        assert scanned[0] == 1410
+    assert ranks[0]["profile_steps"] < 200
+    assert ranks[0]["profile_steps"] == ranks[1]["profile_steps"]
+
+
+def test_training_is_not_changed(ranks):
+    for seen in ranks:
+        assert len(seen["losses_plain"]) == 6
+        assert seen["losses_profiled"] == seen["losses_plain"]
+        assert seen["plan"]["losses"] == seen["top"]["losses"] == seen["losses_plain"]
+
+
+def test_progress_is_shown_and_metrics_are_logged(folder, ranks):
+    output = (folder / "output.txt").read_text()
+    assert "1410 MHz measured" in output
+    assert "(emulated)" in output
+    clocks = logged(folder / "profiler_log", "pfo/clock_mhz")
+    assert clocks[0] == 1410
+    measured_s = [m[1] for m in ranks[0]["plan"]["measurements"]]
+    assert logged(folder / "plan_log", "pfo/iteration_time_s") == pytest.approx(measured_s, rel=1e-5)
+
+
+def test_the_plan_is_applied_and_measured_the_same_on_every_rank(folder, ranks):
+    plan = load_frontier(folder / "plans").least_energy
+    assert len(set(plan.clocks_mhz[0])) > 1 or len(set(plan.clocks_mhz)) > 1
+    for rank, seen in enumerate(ranks):
+        assert seen["plan"]["clocks"] == [list(row) for row in plan.clocks_mhz]
+        assert set(seen["plan"]["locks"]) <= set(plan.clocks_mhz[rank])
+        assert seen["plan"]["locks"]
+        assert seen["plan"]["restored"]
+        assert set(seen["top"]["locks"]) == {1410}
+        assert seen["plan"]["measurements"] == ranks[0]["plan"]["measurements"]
+        assert [m[0] for m in seen["plan"]["measurements"]] == [1, 2, 3, 4, 5]
+
+
+def test_the_plan_needs_less_energy_than_the_top_clocks(ranks):
+    def least(name):
+        return min(m[2] for m in ranks[0][name]["measurements"])
+
+    assert least("plan") < 0.9 * least("top")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("microbatches", "PlanMismatchError", ["2 stages x 8 microbatches", "runs 2 x 4", "num_microbatches=4"]),
+        ("clock", "PlanMismatchError", ["does not support [1407] MHz", "Profile and plan on the GPU model"]),
+        ("gpu", "ConfigurationError", ["emulated_a1000", "emulated_a100"]),
+        ("both", "ConfigurationError", ["One callback sets the clocks", "profile first"]),
+        ("no_clock", "ConfigurationError", ["min_clock_mhz=9000 leaves no clock", "1410 MHz"]),
+        ("missing", "PlanError", ["nothing.json"]),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(ranks, case, kind, words):
+    for seen in ranks:
+        found, message = seen["errors"][case]
+        assert found == kind
+        for word in words:
+            assert word in message
+
+
+def test_an_incomplete_scan_says_so_and_leaves_no_half_profile(folder, ranks):
+    assert not ranks[0]["incomplete_file"]
+    assert "Training ended before the frequency scan: 0 of up to 11 clocks" in (folder / "output.txt").read_text()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]

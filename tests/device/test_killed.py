@@ -1,0 +1,303 @@
+"""Killed with SIGKILL, nothing can be restored from within: leases and the watchdog do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device import clock_claim, clock_lease, processes
+from lightning_pfo.device.clock_lease import Lease
+from lightning_pfo.device.processes import ProcessId, this_process
+from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.device.test_clock_guard import start
+
+__all__ = ["fake_driver"]
+
+NUM_KILLS = int(os.environ.get("LIGHTNING_PFO_TEST_KILLS", "48"))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def run(environment: dict[str, str], script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_nothing_stays_locked_after_kills_at_random_moments(fake_driver: FakeDriver) -> None:
+    environment = fake_driver.environment(num_gpus=8)
+    command = [sys.executable, "-m", "tests.device.killed_processes", str(NUM_KILLS), "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    changes = fake_driver.changes()
+    assert len({change.pid for change in changes if change.clock_mhz is not None}) > NUM_KILLS // 4
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+    print(done.stdout)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_the_watchdog_restores_and_says_so(signum: signal.Signals, fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    lease = json.loads(fake_driver.leases()[0].read_text())
+    assert lease["version"] == 1
+    assert lease["holder"]["pid"] == process.pid
+    assert lease["gpu_uuid"] == "GPU-00000000-fake"
+    assert lease["found"] == {"graphics_clock_mhz": 1410, "memory_clock_mhz": 1593, "power_limit_mw": 400000}
+    assert lease["changed"] == ["graphics_clock"]
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)  # until the watchdog ends: it holds stderr
+    assert f"process {process.pid} was killed; restored the clocks of Fake GPU 0" in stderr
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+    (reset,) = [change for change in fake_driver.changes() if change.clock_mhz is None]
+    assert reset.pid != process.pid
+
+
+def test_a_forked_child_does_not_keep_the_watchdog_waiting(fake_driver: FakeDriver) -> None:
+    script = """
+import os, signal, time
+from lightning_pfo.device import open_gpu
+gpu = open_gpu("nvml", 0)
+gpu.lock_graphics_clock(1200)
+if os.fork() == 0:
+    os.close(1), os.close(2)
+    gpu.close()  # not the child's to restore
+    time.sleep(30)
+    os._exit(0)
+time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    started_s = time.monotonic()
+    done = run(fake_driver.environment(), script)
+    assert done.returncode == -signal.SIGKILL
+    assert "restored the clocks" in done.stderr
+    assert time.monotonic() - started_s < 25
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_ctrl_c_and_term_to_everybody_leave_the_watchdog_alone(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    (watchdog,) = children_of(process.pid)
+    wait_until(lambda: Path(f"/proc/{watchdog}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+    time.sleep(0.3)  # until it ignores signals
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(watchdog, signum)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert fake_driver.locked_gpus() == {}
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def test_the_next_start_repairs_what_killed_trainer_and_watchdog_left(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.communicate(timeout=60)
+    assert fake_driver.locked_gpus()
+    done = run(fake_driver.environment(), "from lightning_pfo.device import open_gpu; open_gpu('nvml', 0)")
+    assert f"which the crashed process {process.pid} had left locked" in done.stderr
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+
+
+def test_a_second_job_on_the_same_gpu_is_refused_with_the_holder_s_pid(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    done = run(
+        fake_driver.environment(),
+        "from lightning_pfo.device import open_gpu; [open_gpu('nvml', index).claim_clocks() for index in (1, 0)]",
+    )
+    assert done.returncode == 1
+    assert f"(GPU-00000000-fake) are held by process {process.pid}, another job" in done.stderr
+    assert fake_driver.locked_gpus().keys() == {0}  # the refusal has not unlocked it
+    process.terminate()
+    process.communicate(timeout=60)
+    assert fake_driver.leases() == []
+
+
+def test_a_claim_alone_changes_nothing_even_if_killed(fake_driver: FakeDriver) -> None:
+    script = """
+import os, signal
+from lightning_pfo.device import open_gpu
+open_gpu("nvml", 0).claim_clocks()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run(fake_driver.environment(), script)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
+    assert fake_driver.changes() == []
+    assert fake_driver.leases() == []
+
+
+def test_without_permission_no_lease_is_left_and_nothing_is_reset(fake_driver: FakeDriver) -> None:
+    script = """
+from lightning_pfo.core.errors import ClockPermissionError
+from lightning_pfo.device import open_gpu
+gpu = open_gpu("nvml", 0)
+try:
+    gpu.lock_graphics_clock(1200)
+except ClockPermissionError:
+    print("refused")
+"""
+    done = run(fake_driver.environment("no_permission"), script)
+    assert done.stdout == "refused\n", done.stderr
+    assert fake_driver.changes() == []
+    assert fake_driver.leases() == []
+
+
+@pytest.fixture
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lease:
+    monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, str(tmp_path))
+    return Lease("GPU-1", "Some GPU", "nvml", this_process(), {"power_limit_mw": None}, ("graphics_clock",))
+
+
+@pytest.fixture
+def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr("lightning_pfo.device.nvml.unlock_graphics_clock", calls.append)
+    return calls
+
+
+def test_leases_survive_writing_and_reading(lease: Lease) -> None:
+    assert clock_lease.read_lease("GPU-1") is None
+    clock_lease.write_lease(lease)
+    assert clock_lease.read_lease("GPU-1") == lease
+    assert clock_lease.read_leases() == [lease]
+
+
+def test_a_lease_of_a_living_process_is_left_alone(lease: Lease, unlocked: list[str]) -> None:
+    clock_lease.write_lease(lease)
+    assert clock_claim.undo_stale("GPU-1") is None
+    assert clock_claim.undo_stale("GPU-1", even_alive=True) == lease
+    assert unlocked == ["GPU-1"]
+    assert clock_lease.read_lease("GPU-1") is None
+
+
+def test_a_reused_process_number_is_not_taken_for_the_holder(lease: Lease, unlocked: list[str]) -> None:
+    me = lease.holder
+    assert me.start_ticks is not None
+    clock_lease.write_lease(replace(lease, holder=replace(me, start_ticks=me.start_ticks - 1)))
+    assert clock_claim.undo_stale("GPU-1") is not None
+    assert unlocked == ["GPU-1"]
+
+
+def test_after_a_reboot_the_lease_goes_and_the_gpu_is_not_touched(lease: Lease, unlocked: list[str]) -> None:
+    clock_lease.write_lease(replace(lease, holder=replace(lease.holder, boot_id="an earlier one")))
+    assert clock_claim.undo_stale("GPU-1") is not None
+    assert unlocked == []
+    assert clock_lease.read_lease("GPU-1") is None
+
+
+def test_a_watchdog_leaves_the_lease_of_a_newer_holder_alone(lease: Lease, unlocked: list[str]) -> None:
+    dead = replace(lease.holder, start_ticks=1)
+    clock_lease.write_lease(replace(lease, holder=dead))
+    assert clock_claim.undo_stale("GPU-1", ProcessId(1, 2, dead.boot_id)) is None
+    assert unlocked == []
+
+
+def test_a_failing_repair_keeps_the_lease_and_warns(
+    lease: Lease, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(gpu_uuid: str) -> None:
+        raise DeviceError(f"You may not unlock {gpu_uuid}.")
+
+    monkeypatch.setattr("lightning_pfo.device.nvml.unlock_graphics_clock", refuse)
+    clock_lease.write_lease(replace(lease, holder=replace(lease.holder, start_ticks=1)))
+    clock_claim.repair_at_start("GPU-1")
+    assert "You may not unlock GPU-1." in caplog.text
+    assert clock_lease.read_lease("GPU-1") is not None
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', '{"version": 1, "holder": {}}', "{"])
+def test_damaged_leases_are_refused_with_advice(lease: Lease, content: str) -> None:
+    clock_lease.lease_path("GPU-1").write_text(content)
+    with pytest.raises(DeviceError, match=r"GPU-1\.json cannot be read: .*nvidia-smi --reset-gpu-clocks"):
+        clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+    assert clock_lease.read_leases() == []
+
+
+def test_an_unusable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, str(tmp_path / "file" / "folder"))
+    with pytest.raises(DeviceError, match=r"file/folder cannot be made: .* Set LIGHTNING_PFO_RUNTIME_DIR"):
+        clock_lease.runtime_dir()
+
+
+def test_a_zombie_is_not_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    _, start_ticks = processes._state_and_start(process.pid)
+    holder = ProcessId(process.pid, start_ticks, processes.boot_id())
+    wait_until(lambda: processes._state_and_start(process.pid)[0] == "Z")
+    assert not holder.is_alive()
+    process.wait()
+    assert not holder.is_alive()
+
+
+def test_the_watchdog_imports_nothing_heavy() -> None:
+    heavy = {"torch", "lightning", "omegaconf", "numpy", "pandas", "hydra", "pynvml"}
+    script = f"import sys, lightning_pfo.device.clock_watchdog; print(sorted({heavy} & set(sys.modules)))"
+    done = run(dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}, script)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def restore_clocks(environment: dict[str, str], *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_pfo", "restore-clocks", *settings]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_restore_clocks_by_hand(fake_driver: FakeDriver) -> None:
+    assert "Nothing to restore" in restore_clocks(fake_driver.environment()).stdout
+    process = start(fake_driver.environment(), "nvml", "slow")
+    refused = restore_clocks(fake_driver.environment())
+    assert refused.returncode == 2
+    assert f"in use: process {process.pid} sets its clocks" in refused.stderr
+    assert fake_driver.locked_gpus().keys() == {0}
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
+    process.kill()
+    process.communicate(timeout=60)
+    assert "no lease of a GPU GPU-1..." in restore_clocks(fake_driver.environment(), "gpu=GPU-1").stdout
+    assert fake_driver.locked_gpus().keys() == {0}
+    restored = restore_clocks(fake_driver.environment(), "gpu=GPU-0")
+    assert restored.returncode == 0, restored.stderr
+    assert f"its clocks are restored; process {process.pid} had claimed them" in restored.stdout
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+
+
+def test_restore_clocks_by_force_takes_a_living_process_s_lock(fake_driver: FakeDriver) -> None:
+    script = """
+import time
+from lightning_pfo.device import open_gpu
+gpu = open_gpu("nvml", 0)
+gpu.lock_graphics_clock(600)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], env=fake_driver.environment())
+    wait_until(lambda: bool(fake_driver.locked_gpus()))
+    assert restore_clocks(fake_driver.environment(), "force=true").returncode == 0
+    assert fake_driver.locked_gpus() == {}
+    process.kill()
+    process.wait()

@@ -1,0 +1,170 @@
+"""`NvmlGpu` through the real pynvml, on a driver compiled for the test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_pfo.device import nvml, open_gpu
+from tests.device.conformance import CHECKS
+from tests.device.fake_driver import FakeDriver, fake_driver
+
+__all__ = ["fake_driver"]
+
+
+def run(environment: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance_nvml(check: str, fake_driver: FakeDriver) -> None:
+    run(fake_driver.environment(), "-m", "tests.device.conformance", check)
+    assert fake_driver.locked_gpus() == {}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_conformance_emulated(check: str) -> None:
+    CHECKS[check](open_gpu("emulated_a40", 0))
+
+
+def test_nothing_is_touched_without_a_lock(fake_driver: FakeDriver) -> None:
+    run(fake_driver.environment(), "-m", "tests.device.conformance", "restore_without_a_lock_does_nothing")
+    run(fake_driver.environment(), "-m", "tests.device.conformance", "energy_and_power_agree")
+    assert fake_driver.changes() == []
+
+
+VISIBLE = {
+    "0,1,2": ["Fake GPU 0", "Fake GPU 1", "Fake GPU 2"],
+    "2,0": ["Fake GPU 2", "Fake GPU 0"],
+    "1": ["Fake GPU 1"],
+    "GPU-22222222-fake, GPU-0": ["Fake GPU 2", "Fake GPU 0"],
+    "": [],
+    "0,-1,1": ["Fake GPU 0"],
+    "7": [],
+    "MIG-2-0,MIG-1-3": ["Fake GPU 2", "Fake GPU 1"],  # the GPUs that they are part of
+    "MIG-7-0": [],
+    "GPU-": [],  # ambiguous
+}
+
+
+def test_cuda_visible_devices(fake_driver: FakeDriver) -> None:
+    script = f"""
+import os
+from lightning_pfo.device.nvml import NvmlGpu, nvml_available, visible_gpu_count
+assert visible_gpu_count() == 3
+for visible, names in {VISIBLE!r}.items():
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    assert visible_gpu_count() == len(names), visible
+    assert nvml_available() == bool(names)
+    assert [NvmlGpu(i).name for i in range(len(names))] == names, visible
+    for wrong in (len(names), -1):
+        try:
+            NvmlGpu(wrong)
+        except Exception as error:
+            assert f"got {{wrong}}, but {{len(names)}} are visible" in str(error), error
+            assert repr(visible) in str(error)
+        else:
+            raise AssertionError(visible)
+"""
+    run(fake_driver.environment(num_gpus=3), "-c", script)
+
+
+def test_a_gpu_in_instances_is_one_gpu_and_says_so(fake_driver: FakeDriver) -> None:
+    script = """
+import logging, os, sys
+logging.basicConfig(stream=sys.stdout)
+from lightning_pfo.device import open_gpu
+open_gpu("nvml", 0).claim_clocks()
+try:
+    open_gpu("nvml", 1).claim_clocks()
+except Exception as error:
+    print(error)
+"""
+    environment = fake_driver.environment() | {"FAKE_NVML_MIG": "1", "CUDA_VISIBLE_DEVICES": "MIG-1-0,MIG-1-1"}
+    output = run(environment, "-c", script)
+    assert "Fake GPU 1 is split into MIG instances" in output
+    assert "(GPU-11111111-fake) are held by process" in output
+
+
+FAILURES = {
+    "no_permission": ("gpu.lock_graphics_clock(1410)", "ClockPermissionError", "root or the capability CAP_SYS_ADMIN"),
+    "no_energy_counter": (
+        "gpu.total_energy_mj()",
+        "NotSupportedError",
+        "counter of Fake GPU 0 failed.*code 3.*Volta",
+    ),
+    "lost_gpu": ("gpu.lock_graphics_clock(1410)", "DeviceError", "fallen off the bus"),
+}
+
+
+@pytest.mark.parametrize("scenario", FAILURES)
+def test_failures_say_what_to_do(scenario: str, fake_driver: FakeDriver) -> None:
+    call, error, message = FAILURES[scenario]
+    script = f"""
+import re
+from lightning_pfo.core import errors
+from lightning_pfo.device import nvml, open_gpu
+gpu = open_gpu("nvml", 0)
+try:
+    {call}
+except errors.DeviceError as error:
+    assert type(error) is errors.{error}, error
+    assert re.search({message!r}, str(error)), error
+else:
+    raise AssertionError
+gpu.close()
+"""
+    run(fake_driver.environment(scenario), "-c", script)
+    assert fake_driver.changes() == []
+
+
+def test_without_a_driver_auto_is_emulated_and_nvml_says_why(fake_driver: FakeDriver) -> None:
+    script = """
+from lightning_pfo.device import nvml, open_gpu
+assert open_gpu("auto", 0).is_emulated
+try:
+    open_gpu("nvml", 0)
+except Exception as error:
+    print(error)
+"""
+    assert "Starting NVML failed" in run(fake_driver.environment("no_driver"), "-c", script)
+
+
+def test_without_permission_training_goes_on_with_one_warning(fake_driver: FakeDriver) -> None:
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+from lightning_pfo.device import ClockController, open_gpu
+from lightning_pfo.core.errors import ClockPermissionError
+gpu = open_gpu("auto", 0)
+with ClockController(gpu) as clocks:
+    for clock_mhz in gpu.supported_clocks_mhz():
+        clocks.request(clock_mhz)
+        assert not clocks.wait(30)
+    assert isinstance(clocks.error, ClockPermissionError)
+    assert clocks.num_changes == 0
+gpu.close()
+"""
+    output = run(fake_driver.environment("no_permission"), "-c", script)
+    assert output.count("WARNING") == 1
+    assert len(output.splitlines()) == 1
+    assert "Training goes on without clock control" in output
+    assert fake_driver.changes() == []
+
+
+def test_importing_the_device_layer_loads_neither_pynvml_nor_torch(fake_driver: FakeDriver) -> None:
+    script = """
+import sys
+import lightning_pfo.device
+lightning_pfo.device.open_gpu("emulated_a100", 0)
+print(sorted({"pynvml", "torch", "lightning", "pandas"} & set(sys.modules)))
+"""
+    assert run(fake_driver.environment(), "-c", script) == "[]\n"
+
+
+def test_older_pynvml_versions_return_bytes() -> None:
+    assert nvml._text(b"NVIDIA A40") == nvml._text("NVIDIA A40") == "NVIDIA A40"

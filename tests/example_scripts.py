@@ -1,0 +1,32 @@
+"""The examples' modules, imported side by side although their files have the same names."""
+
+import importlib
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def load_example(name):
+    """Return `model`, `data` and `train` of examples/NAME."""
+    folder = ROOT / "examples" / name
+    sys.path.insert(0, str(folder))
+    try:
+        modules = {stem: _load(folder / f"{stem}.py", stem, f"{name}_{stem}") for stem in ("model", "data", "train")}
+    finally:
+        sys.path.remove(str(folder))
+        for stem in ("model", "data", "train"):
+            sys.modules.pop(stem, None)
+    return SimpleNamespace(**modules)
+
+
+def _load(path, stem, name):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = sys.modules[stem] = module  # train.py imports `model` and `data`
+    spec.loader.exec_module(module)
+    return module

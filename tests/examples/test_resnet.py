@@ -1,0 +1,62 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from lightning_pfo.core.errors import ConfigurationError
+from tests.example_scripts import load_example
+
+resnet = load_example("resnet")
+TINY = resnet.model.ResNetConfig(blocks_per_group=1, base_width=8)
+
+
+def test_layers_are_stem_blocks_and_head_of_different_shapes():
+    shapes, x = [], torch.zeros(2, 1, 8, 8)
+    for layer in resnet.model.build_layers(resnet.model.ResNetConfig(blocks_per_group=2, base_width=4, widening=2)):
+        x = layer(x)
+        shapes.append(tuple(x.shape[1:]))
+    assert shapes == [(4, 8, 8), *[(8, 8, 8)] * 2, *[(16, 4, 4)] * 2, *[(32, 2, 2)] * 2, (10,)]
+
+
+def test_28_convolutions_deep():
+    layers = resnet.model.build_layers(resnet.model.ResNetConfig(blocks_per_group=4, base_width=16, widening=4))
+    convolutions = [m for m in layers.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(convolutions) == 25  # WideResNet-28 counts its three shortcut convolutions too
+    assert layers[-1][-1].in_features == 16 * 4 * 4
+
+
+def test_microbatches_change_nothing():
+    torch.manual_seed(0)
+    model, images = resnet.model.ResNet(TINY).model, torch.rand(8, 1, 8, 8)
+    torch.testing.assert_close(model(images), torch.cat([model(part) for part in images.split(2)]))
+
+
+def test_images_are_real_and_normalised():
+    data = resnet.data.Digits(resnet.data.DigitsConfig())
+    images, labels = data.train_set.tensors
+    assert (len(data.train_set), len(data.val_set)) == (1617, 180)
+    assert images.shape[1:] == (1, 8, 8)
+    assert (images.min(), images.max()) == (0, 1)
+    assert set(labels.tolist()) == set(range(10))
+
+
+def test_partial_batches_are_dropped():
+    data = resnet.data.Digits(resnet.data.DigitsConfig(batch_size=64))
+    assert {len(batch[0]) for batch in data.train_dataloader()} == {64}
+    assert {len(batch[0]) for batch in data.val_dataloader()} == {64}
+
+
+def test_too_few_images_are_refused():
+    with pytest.raises(ConfigurationError, match=r"there are 1617 and 180. Lower data.batch_size"):
+        resnet.data.Digits(resnet.data.DigitsConfig(batch_size=256))
+
+
+def test_it_learns_on_one_device():
+    torch.manual_seed(0)
+    module, data = resnet.model.ResNet(TINY), resnet.data.Digits(resnet.data.DigitsConfig())
+    optimizer = module.configure_optimizers()
+    for images, labels in data.train_dataloader():
+        loss = functional.cross_entropy(module.model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 1.5  # log(10) = 2.3 without learning

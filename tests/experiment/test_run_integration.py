@@ -1,0 +1,68 @@
+"""The examples from end to end, in real processes on emulated GPUs, as small as they get."""
+
+import csv
+import json
+import statistics
+
+import pytest
+
+from lightning_pfo.planner import load_frontier
+from tests.example_scripts import ROOT
+from tests.launch import run_script
+
+QUICK = ("trainer=quick", "profiler=quick", "gpu.forward_s=0.005", "trainer.progress_bar=false")
+
+
+def run_example(name, output_dir, *overrides, **options):
+    script = ROOT / "examples" / name / "train.py"
+    return run_script(script, *QUICK, f"output_dir={output_dir}", *overrides, timeout_s=120, **options)
+
+
+def test_gpt_profiles_plans_trains_and_reports(tmp_path):
+    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "plan=slowdown_2_percent").stdout
+    for text in ("1/4 Profiling 2 stages x 8 microbatches", "4/4 Training 4 steps", "EMULATED"):
+        assert output.count(text) == 1, output  # said once, by rank 0
+
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "emulated" in report["device"]
+    assert report["losses"]["identical"], report["losses"]
+    assert len(report["losses"]["plan"]) == 4
+    assert report["losses"]["plan"][-1] < report["losses"]["plan"][0]
+    for run in ("baseline", "plan"):
+        assert len(report[run]["iteration_times_s"]) == 3  # four steps, one of them warm-up
+        assert report[run]["iteration_time_s"] == statistics.median(report[run]["iteration_times_s"])
+        assert report[run]["iteration_energy_j"] > 0
+        assert report[run]["val_loss"] > 0
+
+    frontier = load_frontier(tmp_path / "plans")
+    assert (frontier.schedule.num_stages, frontier.schedule.num_microbatches) == (2, 8)
+    predicted = report["predicted"]
+    assert predicted["baseline"]["iteration_time_s"] == frontier.baseline.iteration_time_s
+    assert predicted["plan"]["iteration_time_s"] <= 1.02 * predicted["baseline"]["iteration_time_s"] * (1 + 1e-9)
+    assert report["lower_bound_saving_percent"] >= 100 * (
+        1 - predicted["plan"]["iteration_energy_j"] / predicted["baseline"]["iteration_energy_j"]
+    )
+    assert report["settings"]["plan"]["select"] == "1.02x"
+
+    for folder, run in (("top_clocks", "baseline"), ("plan", "plan")):
+        with (tmp_path / folder / "metrics.csv").open() as file:
+            logged = [float(row["pfo/iteration_time_s"]) for row in csv.DictReader(file) if row["pfo/iteration_time_s"]]
+        assert logged[-3:] == pytest.approx(report[run]["iteration_times_s"], rel=1e-4)
+    for picture in ("frontier", "timelines", "energy_valleys", "losses"):
+        assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resnet_at_the_top_clocks(tmp_path):
+    run_example("resnet", tmp_path, "plan=top_clocks")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"]["identical"]
+    assert report["predicted"]["plan"] == report["predicted"]["baseline"]
+    assert 0 <= report["lower_bound_saving_percent"] < 100
+
+
+def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
+    result = run_example("gpt", tmp_path, "schedule.num_microbatches=5", expect_success=False)
+    assert result.returncode == 1
+    assert result.stdout.count("Error: A training batch of 32 samples cannot be divided") == 1
+    assert "Traceback" not in result.stdout
+    assert not (tmp_path / "profile.csv").exists()

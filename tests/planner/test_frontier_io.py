@@ -1,0 +1,129 @@
+import ast
+import csv
+import json
+import math
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
+
+
+@pytest.fixture
+def folder(frontier, tmp_path):
+    save_frontier(frontier, tmp_path / "plans")
+    return tmp_path / "plans"
+
+
+def test_a_frontier_comes_back_equal_from_file_and_directory(frontier, folder):
+    assert load_frontier(folder) == frontier
+    assert load_frontier(folder / "frontier.json") == frontier
+
+
+def test_the_csv_numbers_plans_from_slow_to_fast(frontier, folder):
+    with (folder / "frontier.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["plan", "iteration_time_s", "iteration_energy_j", "lower_bound_j", "gap"]
+    assert [int(row["plan"]) for row in rows] == list(range(len(frontier.plans)))
+    for row, plan in zip(rows, reversed(frontier.plans), strict=True):
+        assert float(row["iteration_time_s"]) == plan.iteration_time_s
+        assert float(row["lower_bound_j"]) == plan.lower_bound_j
+        assert float(row["gap"]) == pytest.approx(plan.gap)
+        assert int(row["plan"]) == frontier.number_of(plan)
+
+
+def test_zeus_files_are_literals_in_execution_order(frontier, folder):
+    for plan in frontier.plans:
+        text = (folder / f"freqs_pipeline_{frontier.number_of(plan):05d}.py").read_text()
+        rows = ast.literal_eval(text)
+        assert [[mhz for _, mhz in row] for row in rows] == [list(row) for row in plan.clocks_mhz]
+        names = [[inst.type.profile_name for inst in order] for order in plan.schedule.orders]
+        assert [[name for name, _ in row] for row in rows] == names
+
+
+def test_plan_files_of_a_longer_frontier_are_removed(profile, folder):
+    (folder / "freqs_pipeline_00999.py").write_text("[]")
+    (folder / "freqs_pipeline_notes.py").write_text("mine")
+    short = plan_frontier(profile, num_microbatches=6, num_plans=3)
+    save_frontier(short, folder)
+    numbered = sorted(path.name for path in folder.glob("freqs_pipeline_0*.py"))
+    assert numbered == [f"freqs_pipeline_{i:05d}.py" for i in range(len(short.plans))]
+    assert (folder / "freqs_pipeline_notes.py").exists()
+
+
+def test_the_json_is_readable(folder):
+    text = (folder / "frontier.json").read_text()
+    assert '"0F0 0F1 0F2 0F3 0B0' in text
+    assert max(map(len, text.splitlines())) < 4000
+    assert len(text.splitlines()) < 400
+
+
+def edit(folder, change):
+    path = folder / "frontier.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(version=99), "version 99"),
+        (lambda d: d.update(format="other"), "not a frontier file"),
+        (lambda d: d.pop("plans"), "lacks 'plans'"),
+        (lambda d: d.update(plans=[]), "contains no plan"),
+        (lambda d: d["plans"].reverse(), "from the slowest to the fastest"),
+        (lambda d: d["plans"][0].update(iteration_time_s=math.nan), "finite number"),
+        (lambda d: d["plans"][0]["clocks_mhz"][0].pop(), "one clock per instruction"),
+        (lambda d: d["plans"][0]["clocks_mhz"][0].__setitem__(0, 1234), "1234 MHz is not among"),
+        (lambda d: d["plans"][0]["clocks_mhz"][0].__setitem__(0, "1400"), "whole number"),
+        (lambda d: d["schedule"]["orders"].__setitem__(0, "0F0 nonsense"), "nonsense"),
+        (lambda d: d["schedule"]["orders"].pop(), "lacks one at stage 3"),
+        (lambda d: d["p2p_blocking_powers_w"].pop(), "one value for each of 4 ranks"),
+        (lambda d: d.update(profile=7), "malformed"),
+        (lambda d: d["profile"][0]["times_s"].pop(), "needs one time and one energy"),
+        (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "must be positive"),
+        (lambda d: d["profile"][0]["clocks_mhz"].reverse(), "from the highest to the lowest"),
+        (lambda d: d["baseline"].update(iteration_time_s=0.0), "takes time"),
+    ],
+)
+def test_a_damaged_frontier_is_a_clear_error(folder, change, message):
+    with pytest.raises(PlanError, match=message):
+        load_frontier(edit(folder, change))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00"])
+def test_other_files_are_errors_too(tmp_path, text):
+    path = tmp_path / "frontier.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=r"frontier\.json"):
+        load_frontier(path)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_damage_is_a_clear_error_or_a_frontier(frontier, data):
+    def damage(node):
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = data.draw(st.sampled_from(keys))
+        if isinstance(node[key], (dict, list)) and node[key] and data.draw(st.integers(0, 3)):
+            damage(node[key])
+        else:
+            node[key] = data.draw(st.sampled_from([None, -1, 0, 1e308, math.nan, True, "x", [], {}, [[]]]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_frontier(frontier, folder)
+        path = edit(Path(folder), damage)
+        with suppress(PlanError):
+            assert len(load_frontier(path).plans) == len(frontier.plans)
+
+
+def test_a_missing_frontier_says_how_to_make_one(tmp_path):
+    with pytest.raises(PlanError, match="lightning-pfo plan"):
+        load_frontier(tmp_path)

@@ -1,0 +1,151 @@
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_pfo.core.errors import ProfileError
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner import read_profile, write_profile
+
+F, B = InstructionType.FORWARD, InstructionType.BACKWARD
+HEADER = "stage,instruction,frequency,time,energy"
+GOOD = ["0,forward,1410,0.05,20", "0,forward,1200,0.06,17", "0,backward,1410,0.1,40", "0,backward,1200,0.12,34"]
+
+
+def write(tmp_path, lines, header=HEADER):
+    path = tmp_path / "profile.csv"
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return path
+
+
+def test_reads_the_contract_columns(tmp_path):
+    profile = read_profile(write(tmp_path, GOOD))
+    assert profile.num_stages == 1
+    forward = profile.of(0, F)
+    assert (forward.clocks_mhz, forward.times_s, forward.energies_j) == ((1410, 1200), (0.05, 0.06), (20.0, 17.0))
+    assert profile.top_clock_mhz(0) == 1410
+    assert profile.p2p_blocking_power_w(0) is None
+
+
+def test_clocks_are_sorted_from_the_top_whatever_the_order_of_rows(tmp_path):
+    assert read_profile(write(tmp_path, GOOD[::-1])) == read_profile(write(tmp_path, GOOD))
+
+
+def test_further_columns_blank_lines_spaces_and_load_rows_are_allowed(tmp_path):
+    lines = [f"{line},7,ok" for line in GOOD] + ["", "0,load,0,0.01,1,7,ok"]
+    spaced = write(tmp_path, [line.replace(",", " , ") for line in lines], HEADER + ", samples ,flags")
+    assert read_profile(spaced) == read_profile(write(tmp_path, GOOD))
+
+
+def test_blocking_power_is_that_of_the_top_clock(tmp_path):
+    lines = [f"{line},{60 if '1410' in line else 50}" for line in GOOD]
+    profile = read_profile(write(tmp_path, lines, HEADER + ",p2p_blocking_power_w"))
+    assert profile.p2p_blocking_power_w(0) == 60
+
+
+def test_ranks_of_a_stage_are_merged_to_the_slowest_time_and_the_sum_of_energies(tmp_path):
+    lines = []
+    for rank, factor in ((0, 1.0), (1, 1.5)):
+        for line in GOOD:
+            stage, kind, clock, time, energy = line.split(",")
+            lines.append(f"{rank},{stage},{kind},{clock},{float(time) * factor},{float(energy) / factor}")
+    profile = read_profile(write(tmp_path, lines, "tp_rank," + HEADER))
+    assert profile.gpus_per_stage == 2
+    assert profile.of(0, F).times_s == pytest.approx((0.075, 0.09))
+    assert profile.of(0, F).energies_j == pytest.approx((20 + 20 / 1.5, 17 + 17 / 1.5))
+
+
+def test_clocks_not_measured_on_all_ranks_are_dropped(tmp_path):
+    lines = [f"{rank},{line}" for rank in (0, 1) for line in GOOD if not (rank == 1 and "forward,1410" in line)]
+    profile = read_profile(write(tmp_path, lines, "rank," + HEADER))
+    assert profile.of(0, F).clocks_mhz == (1200,)
+    assert profile.top_clock_mhz(0) == 1200
+
+
+@pytest.mark.parametrize(
+    ("lines", "header", "message"),
+    [
+        ([], HEADER, "no measurements"),
+        (GOOD, "stage,instruction,power limit,time,energy", "lacks frequency"),
+        ([*GOOD[1:], "0,forward,1410,nan,20"], HEADER, "column 'time' must be a positive number"),
+        ([*GOOD[1:], "0,forward,1410,-0.05,20"], HEADER, "got '-0.05'"),
+        ([*GOOD[1:], "0,forward,1410,0,20"], HEADER, "column 'time'"),
+        ([*GOOD[1:], "0,forward,1410,inf,20"], HEADER, "column 'time'"),
+        ([*GOOD[1:], "0,forward,1410,0.05,-1"], HEADER, "column 'energy'"),
+        ([*GOOD[1:], "0,forward,1410.5,0.05,20"], HEADER, "whole MHz"),
+        ([*GOOD[1:], "x,forward,1410,0.05,20"], HEADER, "column 'stage'"),
+        ([*GOOD[1:], "0,sideways,1410,0.05,20"], HEADER, "Unknown instruction name 'sideways'"),
+        ([*GOOD[1:], "0,forward,1410,0.05"], HEADER, "expected 5 cells"),
+        ([*GOOD, GOOD[0]], HEADER, "line 6 repeats line 2"),
+        ([line for line in GOOD if "backward" not in line], HEADER, "stage 0 has only forward"),
+        ([line.replace("0,", "1,", 1) for line in GOOD], HEADER, "no row of stage 0"),
+    ],
+)
+def test_bad_files_are_errors_that_name_the_place(tmp_path, lines, header, message):
+    with pytest.raises(ProfileError, match=message):
+        read_profile(write(tmp_path, lines, header))
+
+
+def test_an_empty_file_lacks_columns(tmp_path):
+    path = tmp_path / "profile.csv"
+    path.write_text("")
+    with pytest.raises(ProfileError, match="nothing at all"):
+        read_profile(path)
+
+
+def test_a_missing_file_and_a_binary_file_are_profile_errors(tmp_path):
+    with pytest.raises(ProfileError, match="no profile at"):
+        read_profile(tmp_path / "nowhere.csv")
+    binary = tmp_path / "profile.csv"
+    binary.write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ProfileError, match="cannot be read"):
+        read_profile(binary)
+
+
+def test_unequal_numbers_of_ranks_are_an_error(tmp_path):
+    second = [line.replace("0,", "1,", 1) for line in GOOD]
+    lines = [f"0,{line}" for line in GOOD + second] + [f"1,{line}" for line in GOOD]
+    with pytest.raises(ProfileError, match="same number of ranks"):
+        read_profile(write(tmp_path, lines, "tp_rank," + HEADER))
+
+
+def test_written_rows_come_back(tmp_path):
+    rows = [
+        {"instruction": kind, "stage": 0, "frequency": mhz, "time": 0.1 / mhz, "energy": 3.0, "samples": 5}
+        for kind in (F, B)
+        for mhz in (1410, 1200)
+    ]
+    path = tmp_path / "new" / "profile.csv"
+    write_profile(path, rows)
+    assert path.read_text().splitlines()[0] == HEADER + ",samples"
+    assert read_profile(path).of(0, B).times_s == (0.1 / 1410, 0.1 / 1200)
+
+
+def test_a_row_without_a_contract_column_leaves_the_old_file_alone(tmp_path):
+    path = write(tmp_path, GOOD)
+    before = path.read_text()
+    with pytest.raises(ProfileError, match="lacks time, energy"):
+        write_profile(path, [{"stage": 0, "instruction": "forward", "frequency": 1}])
+    with pytest.raises(ProfileError, match="at least one row"):
+        write_profile(path, [])
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_damage_is_a_clear_error_or_a_profile(data):
+    text = "\n".join([HEADER, *GOOD]).encode()
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(start + 20, len(text))))
+    text = (
+        text[:start] + data.draw(st.binary(max_size=6) | st.sampled_from([b"nan", b"1e999", b",,", b'"'])) + text[stop:]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.csv"
+        path.write_bytes(text)
+        with suppress(ProfileError):
+            assert read_profile(path).num_stages >= 1

@@ -1,0 +1,62 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, regularise, write_profile
+
+F, B = InstructionType.FORWARD, InstructionType.BACKWARD
+positive = st.floats(0.1, 10)
+
+
+def one_stage(measured):
+    return Profile({(0, F): measured, (0, B): measured})
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=10))
+def test_times_never_fall_and_powers_never_rise_with_falling_clock(points):
+    times, energies = zip(*points, strict=True)
+    clocks = tuple(range(1400, 1400 - len(points), -1))
+    fitted = regularise(one_stage(InstructionProfile(clocks, times, energies))).profile.of(0, F)
+    assert fitted.clocks_mhz == clocks
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(fitted.times_s))
+    powers = [e / t for e, t in zip(fitted.energies_j, fitted.times_s, strict=True)]
+    assert all(a >= b * (1 - 1e-12) for a, b in itertools.pairwise(powers))
+    assert sum(fitted.times_s) == pytest.approx(sum(times))  # least squares keeps the mean
+
+
+def test_a_profile_without_contradictions_is_left_alone(profile):
+    regular = regularise(profile)
+    assert regular.profile == profile
+    assert regular.notes == ()
+
+
+def test_a_power_cap_becomes_one_time_and_power_and_is_reported():
+    noisy = InstructionProfile((1700, 1600, 1500, 1400), (0.102, 0.098, 0.100, 0.120), (30.6, 29.4, 30.0, 31.0))
+    regular = regularise(one_stage(noisy))
+    fitted = regular.profile.of(0, F)
+    assert fitted.times_s == pytest.approx((0.1, 0.1, 0.1, 0.12))
+    assert fitted.energies_j == pytest.approx((30.0, 30.0, 30.0, 31.0))
+    assert regular.notes[0] == "stage 0 forward: no faster at 1700 than at 1600 MHz (2 clocks, 0.098-0.102 s)"
+    plan = plan_frontier(regular.profile, num_microbatches=2, p2p_blocking_power_w=50, num_plans=3).fastest
+    assert set(plan.clocks_mhz[0]) == {1500}  # the lowest clock that is as fast
+
+
+def test_flat_times_of_a_memory_bound_instruction_keep_their_falling_energy():
+    flat = InstructionProfile((1200, 1100, 1000), (0.101, 0.1, 0.102), (30.0, 27.0, 25.0))
+    energies = regularise(one_stage(flat)).profile.of(0, F).energies_j
+    assert energies[0] > energies[1] > energies[2]
+
+
+def test_exact_measurements_weigh_more_than_uncertain_ones(tmp_path):
+    rows = [
+        {"stage": 0, "instruction": kind, "frequency": mhz, "time": time, "energy": 10.0, "time_stderr": error}
+        for kind in (F, B)
+        for mhz, time, error in ((1400, 0.2, 0.03), (1300, 0.1, 0.01))
+    ]
+    write_profile(tmp_path / "profile.csv", rows)
+    measured = read_profile(tmp_path / "profile.csv")
+    assert measured.of(0, F).time_stderrs_s == (0.03, 0.01)
+    assert regularise(measured).profile.of(0, B).times_s == pytest.approx((0.11, 0.11))

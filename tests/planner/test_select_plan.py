@@ -1,0 +1,58 @@
+import pytest
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner import select_plan
+
+
+def test_words_and_numbers(frontier):
+    assert select_plan(frontier, "fastest") is frontier.plans[0]
+    assert select_plan(frontier, "least_energy") is frontier.plans[-1]
+    assert select_plan(frontier, "0") is frontier.plans[-1]
+    assert select_plan(frontier, 1) is frontier.plans[-2]
+    assert all(select_plan(frontier, frontier.number_of(plan)) is plan for plan in frontier.plans)
+
+
+def test_no_slowdown_is_the_cheapest_plan_as_fast_as_the_top_clocks(frontier):
+    chosen = select_plan(frontier, "no_slowdown")
+    assert chosen is select_plan(frontier, "1.0x")
+    assert chosen.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    slower = [plan for plan in frontier.plans if plan.iteration_energy_j < chosen.iteration_energy_j]
+    assert all(plan.iteration_time_s > frontier.baseline.iteration_time_s for plan in slower)
+
+
+def test_a_slowdown_and_a_time_choose_the_cheapest_plan_within(frontier):
+    for plan in frontier.plans:
+        assert select_plan(frontier, f"{plan.iteration_time_s!r}s") is plan
+        assert select_plan(frontier, f"{plan.iteration_time_s / frontier.baseline.iteration_time_s + 1e-9}x") is plan
+    assert select_plan(frontier, "1000 s") is frontier.least_energy
+    assert select_plan(frontier, "2e3x") is frontier.least_energy
+
+
+def test_least_energy_delay_product(frontier):
+    chosen = select_plan(frontier, "least_edp")
+    products = [plan.iteration_energy_j * plan.iteration_time_s for plan in frontier.plans]
+    assert chosen.iteration_energy_j * chosen.iteration_time_s == min(products)
+
+
+def test_a_power_cap_chooses_the_fastest_plan_below_it(frontier):
+    for plan in frontier.plans:
+        power = plan.iteration_energy_j / plan.iteration_time_s / 4
+        assert select_plan(frontier, f"{power:.9f}W") is plan
+    assert select_plan(frontier, "1e6 W") is frontier.fastest
+    with pytest.raises(PlanError, match="average powers range from"):
+        select_plan(frontier, "1W")
+
+
+def test_impossible_wishes_name_the_range(frontier):
+    with pytest.raises(PlanError, match=rf"0 \(slowest\) to {len(frontier.plans) - 1}"):
+        select_plan(frontier, "99")
+    fastest, slowest = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
+    for wish in ("0.5x", "0.001s"):
+        with pytest.raises(PlanError, match=rf"{fastest:.6f} s .* to {slowest:.6f} s"):
+            select_plan(frontier, wish)
+
+
+@pytest.mark.parametrize("wish", ["", "cheap", "-1", "1.02", "x", "1.0y", "nanx", "1.0.0x", "٣"])
+def test_what_is_not_understood_lists_the_forms(frontier, wish):
+    with pytest.raises(PlanError, match="Cannot select"):
+        select_plan(frontier, wish)

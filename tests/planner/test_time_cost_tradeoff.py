@@ -1,0 +1,72 @@
+import doctest
+import itertools
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_pfo.planner.time_cost_tradeoff as module
+from lightning_pfo.core.errors import ConfigurationError, PlanError
+from lightning_pfo.planner import solve_time_cost_tradeoff
+
+menus = st.lists(st.tuples(st.floats(0, 9), st.floats(-9, 9), st.text(max_size=3)), min_size=1, max_size=3)
+graphs = st.sets(st.sampled_from(list(itertools.combinations("abcde", 2)))).flatmap(
+    lambda edges: st.tuples(st.just(edges), st.fixed_dictionaries({node: menus for node in "abcde"}))
+)
+
+
+def build(edges, options):
+    graph = nx.DiGraph()
+    graph.add_nodes_from((node, {"options": menu}) for node, menu in options.items())
+    graph.add_edges_from(edges)
+    return graph
+
+
+def longest_path(graph, times):
+    finish = {}
+    for node in nx.topological_sort(graph):
+        finish[node] = times[node] + max((finish[before] for before in graph.predecessors(node)), default=0.0)
+    return max(finish.values())
+
+
+@settings(deadline=None, max_examples=60)
+@given(graphs)
+def test_knobs_of_every_point_give_its_time_and_nothing_beats_its_bound(problem):
+    graph = build(*problem)
+    menus_of = dict(graph.nodes(data="options"))
+    every = []
+    for picks in itertools.product(*menus_of.values()):
+        times = {node: pick[0] for node, pick in zip(menus_of, picks, strict=True)}
+        every.append((longest_path(graph, times), sum(pick[1] for pick in picks)))
+    points = solve_time_cost_tradeoff(graph, num_points=4)
+    for point in points:
+        assert set(point.knobs) == set(graph)
+        matching = {node: [(t, c) for t, c, knob in menus_of[node] if knob == point.knobs[node]] for node in graph}
+        reachable = [
+            (longest_path(graph, {n: t for n, (t, _) in zip(matching, picks, strict=True)}), sum(c for _, c in picks))
+            for picks in itertools.product(*matching.values())
+        ]
+        assert any(
+            point.time == pytest.approx(time) and point.cost == pytest.approx(cost, abs=1e-9)
+            for time, cost in reachable
+        )
+        assert point.lower_bound <= min(cost for time, cost in every if time <= point.time + 1e-9) + 1e-5
+    assert points[0].time == pytest.approx(min(time for time, _ in every), abs=1e-7)
+
+
+def test_the_example_in_the_documentation():
+    assert doctest.testmod(module).failed == 0
+
+
+def test_bad_problems_are_errors():
+    good = {"a": [(1, 2, "x"), (2, 1, "y")], "b": [(1, 2, "x")]}
+    with pytest.raises(ConfigurationError, match="cycle"):
+        solve_time_cost_tradeoff(build([("a", "b"), ("b", "a")], good))
+    with pytest.raises(ConfigurationError, match="at least one node"):
+        solve_time_cost_tradeoff(nx.DiGraph())
+    for menu in (None, [], [(1, 2)], [(-1, 2, "x")], [(1, float("nan"), "x")], 7, "abc"):
+        with pytest.raises(ConfigurationError, match="Node 'b' needs an attribute 'options'"):
+            solve_time_cost_tradeoff(build([("a", "b")], {**good, "b": menu}))
+    with pytest.raises(PlanError, match="must not be shorter than 2"):
+        solve_time_cost_tradeoff(build([("a", "b")], good), deadlines=[1.5])

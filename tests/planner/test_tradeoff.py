@@ -1,0 +1,124 @@
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.pipeline_schedule import make_schedule
+from lightning_pfo.planner.beam_search import search_beam
+from lightning_pfo.planner.hull import make_option_set
+from lightning_pfo.planner.instruction_dag import make_dag, schedule_dag
+from lightning_pfo.planner.linear_programme import RelaxedTradeoff
+from lightning_pfo.planner.rounding import chosen_times, spend_slack, total_cost
+from lightning_pfo.planner.splicing import splice
+from lightning_pfo.planner.tradeoff import trace_tradeoff
+
+NODES = 6
+option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(1, 60)), min_size=1, max_size=3).map(
+    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(1, len(points) + 1))
+)
+dags = st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))).map(lambda e: make_dag(NODES, e))
+problems = st.tuples(dags, st.lists(option_sets, min_size=NODES, max_size=NODES))
+
+
+def all_choices(dag, options):
+    for choice in itertools.product(*(range(len(opts.times)) for opts in options)):
+        yield dag.longest_path(chosen_times(options, choice)), total_cost(options, choice)
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems, st.floats(0, 20), st.floats(0, 1))
+def test_against_all_choices_of_small_problems(problem, rate, fraction):
+    dag, options = problem
+    every = [(time, cost + rate * time) for time, cost in all_choices(dag, options)]
+    fastest, slowest = min(every)[0], max(every)[0]
+    deadline = fastest + fraction * (slowest - fastest)
+    points = trace_tradeoff(dag, options, rate=rate, num_points=5, deadlines=[deadline])
+    assert points[0].time == pytest.approx(fastest)
+    for point in points:
+        durations = chosen_times(options, point.choice)
+        assert point.time == dag.longest_path(durations)
+        assert point.cost == pytest.approx(total_cost(options, point.choice) + rate * point.time)
+        best = min(cost for time, cost in every if time <= point.time * (1 + 1e-9))
+        assert point.bound <= best + 1e-4
+        assert best <= point.cost + 1e-9
+    for fast, slow in itertools.pairwise(points):
+        assert fast.time <= slow.time
+        assert fast.cost > slow.cost
+    assert min(point.time for point in points) <= deadline * (1 + 1e-9)
+
+
+def test_a_chain_is_solved_exactly():
+    # A knapsack: of five equal steps in a row, each may be slow (2 s, 1 J) or fast (1 s, 3 J).
+    dag = make_dag(5, itertools.pairwise(range(5)))
+    options = [make_option_set([1, 2], [3, 1], [2, 1])] * 5
+    points = trace_tradeoff(dag, options, num_points=6)
+    assert [(point.time, point.cost) for point in points] == [(t, 15 - 2 * (t - 5)) for t in range(5, 11)]
+    assert all(point.bound == pytest.approx(point.cost) for point in points)
+
+
+def test_a_deadline_nobody_can_meet_is_an_error():
+    dag = make_dag(1, [])
+    with pytest.raises(PlanError, match=r"must not be shorter than 1\.000000 s"):
+        trace_tradeoff(dag, [make_option_set([1, 2], [3, 1], [2, 1])], deadlines=[0.5])
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    schedule = make_schedule("1f1b", 3, 8)
+    kinds = {
+        (stage, kind): make_option_set(
+            [work * (1 + 0.13 * k) for k in range(5)], [20 * work / (1 + 0.3 * k) for k in range(5)], range(5, 0, -1)
+        )
+        for stage, speed in enumerate((1.0, 1.3, 1.1))
+        for kind, work in (("F", speed), ("B", 2 * speed))
+    }
+    return schedule_dag(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+
+
+def test_beam_search_loses_little_and_its_deadline_holds(pipeline):
+    dag, options = pipeline
+    relaxed_problem = RelaxedTradeoff(dag, options)
+    fastest = dag.longest_path([opts.times[0] for opts in options])
+    for factor in (1.02, 1.05, 1.1):
+        relaxed = relaxed_problem.solve(fastest * factor)
+        for deadline in (float("inf"), relaxed.time):
+            choice = search_beam(dag, options, relaxed, deadline)
+            time = dag.longest_path(chosen_times(options, choice))
+            assert time <= deadline * (1 + 1e-9)
+            assert time == pytest.approx(relaxed.time, rel=0.03)
+            loss = total_cost(options, choice) - relaxed.bound_at(time)
+            assert 0 <= loss + 1e-6 < 0.02 * relaxed.cost
+
+
+def test_splicing_keeps_the_deadline_and_uses_what_it_allows(pipeline):
+    dag, options = pipeline
+    fast, slow = [0] * dag.num_nodes, [len(opts.times) - 1 for opts in options]
+    times = [dag.longest_path(chosen_times(options, choice)) for choice in (fast, slow)]
+    costs = []
+    for share in (0.0, 0.3, 0.6, 1.0):
+        deadline = times[0] + share * (times[1] - times[0])
+        joined = splice(dag, options, slow, fast, deadline, dag.order)
+        assert dag.longest_path(chosen_times(options, joined)) <= deadline * (1 + 1e-8)
+        costs.append(total_cost(options, joined))
+    assert costs == sorted(costs, reverse=True)
+    assert joined == slow
+
+
+def test_spending_slack_never_makes_the_whole_slower(pipeline):
+    dag, options = pipeline
+    fast = [0] * dag.num_nodes
+    deadline = dag.longest_path(chosen_times(options, fast))
+    spent = spend_slack(dag, options, fast, deadline)
+    assert dag.longest_path(chosen_times(options, spent)) <= deadline * (1 + 1e-8)
+    assert total_cost(options, spent) < total_cost(options, fast)
+    assert spend_slack(dag, options, spent, deadline) == spent
+
+
+def test_progress_is_reported_up_to_the_end(pipeline):
+    dag, options = pipeline
+    reports = []
+    trace_tradeoff(dag, options, num_points=6, on_progress=lambda *report: reports.append(report))
+    assert [report for report in reports if report[0] == "relaxing"] == [("relaxing", n, 6) for n in range(1, 7)]
+    assert all(1 <= done <= total for _, done, total in reports)

@@ -1,0 +1,54 @@
+"""Trains with Lightning's DDP or with replicas of a pipeline; usage: data_parallel.py ddp|dp_pp|pp_dp FOLDER."""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from plain_module import PlainModule, make_loaders
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+
+class Synchronised(PlainModule):
+    def log(self, name, value, **kwargs):
+        super().log(name, value, **{**kwargs, "sync_dist": True})
+
+
+def main(kind, folder):
+    folder = Path(folder)
+    if kind == "ddp":
+        options = {"strategy": "ddp", "devices": 2}
+    else:
+        strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4)
+        options = {"strategy": strategy, "devices": 4}
+    L.seed_everything(3)
+    module = Synchronised()
+    train, val = make_loaders(num_samples=96, batch_size=16)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        gradient_clip_val=0.3,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, train, val)
+    trainer.save_checkpoint(folder / f"{kind}.ckpt")
+    result = {**module.history, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+    replica = trainer.global_rank if kind == "ddp" else strategy.mesh.replica
+    stage = 0 if kind == "ddp" else strategy.mesh.rank
+    result["place"] = [trainer.global_rank, replica, stage]
+    (folder / f"{kind}_{replica}_{stage}.json").write_text(json.dumps(result))
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        state = torch.load(folder / f"{kind}.ckpt", weights_only=False)
+        weights = {key: value.flatten().tolist() for key, value in state["state_dict"].items()}
+        (folder / f"{kind}_weights.json").write_text(json.dumps(weights))
+
+
+main(*sys.argv[1:])

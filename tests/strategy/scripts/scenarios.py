@@ -1,0 +1,278 @@
+"""Many small runs in one launch of 3 processes; every rank writes what it saw to OUTPUT/rank_N.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from plain_module import PlainModule, make_loaders
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.core.events import InstructionListener
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+DEVICES = 3
+results = {}
+
+
+def fit(module, loader=None, max_steps=2, strategy=None, validate=False, seed=3, **options):
+    L.seed_everything(seed)
+    train, val = make_loaders(num_samples=48, batch_size=12)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=DEVICES,
+        strategy=strategy or PfoPipelineStrategy(num_microbatches=4),
+        max_steps=max_steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, loader or train, val if validate else None)
+    return trainer
+
+
+class Recorder(L.Callback, InstructionListener):
+    """Writes down what happens, in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_start(self, trainer, pl_module):
+        self.source = trainer.strategy.instruction_source
+        self.source.add_listener(self)
+
+    def on_iteration_begin(self, iteration):
+        self.seen.append(f"iteration {iteration}")
+
+    def on_instruction_begin(self, event):
+        self.seen.append(f"begin {event.instruction} {event.iteration}")
+
+    def on_instruction_end(self, event):
+        self.seen.append(f"end {event.instruction} {event.iteration}")
+
+    def on_iteration_end(self, iteration):
+        self.seen.append(f"iteration {iteration} over")
+
+
+class SaysWhenItComputesTheLoss(PlainModule):
+    recorder = None
+
+    def loss(self, batch):
+        result = super().loss(batch)
+        if self.recorder is not None:
+            self.recorder.seen.append("loss")
+        return result
+
+
+def events():
+    recorder = Recorder()
+    module = SaysWhenItComputesTheLoss()
+    module.recorder = recorder
+    trainer = fit(module, callbacks=[recorder], validate=True)
+    results["events"] = recorder.seen
+    schedule = recorder.source.schedule
+    results["schedule"] = [[str(inst) for inst in order] for order in schedule.orders]
+    results["global_step"] = trainer.global_step
+
+
+class KeepsBatches(PlainModule):
+    """Draws random numbers everywhere a user might."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = torch.rand_like(x)
+        self.noise_sums.append(float(noise.sum()))
+        return super().training_step((x + 0.1 * noise, y), batch_idx)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batch_sums.append(float(batch[0].sum()))
+
+
+def randomness():
+    for run in ("first", "second"):
+        L.seed_everything(3)
+        module = KeepsBatches(dropout=0.3)
+        module.noise_sums, module.batch_sums = [], []
+        fit(module, max_steps=-1, max_epochs=3)
+        results[f"randomness_{run}"] = {
+            "batches": module.batch_sums,
+            "noise": module.noise_sums,
+            "losses": module.history["train"],
+        }
+
+
+class BatchNormModule(PlainModule):
+    def __init__(self):
+        super().__init__(num_layers=3)
+        self.model = nn.Sequential(
+            nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Unflatten(1, (4, 2)), nn.Flatten(), nn.Linear(8, 16), nn.ReLU()
+        )
+
+
+def batch_norm():
+    module = BatchNormModule()
+    fit(module, max_steps=3)
+    results["batches_tracked"] = [
+        int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d) and not m.weight.is_meta
+    ]
+
+
+class TupleModule(PlainModule):
+    """Passes a pair between layers, and takes keyword arguments."""
+
+    class Split(nn.Module):
+        def forward(self, x):
+            return x, x.detach().argmax(1)
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, pair):
+            return self.linear(pair[0]).tanh(), pair[1]
+
+    class Join(nn.Module):
+        def forward(self, pair):
+            return {"logits": pair[0] + pair[1][:, None] * 0.1}
+
+    def __init__(self):
+        super().__init__()
+        self.training_metrics = lambda logits, y: None
+        self.model = nn.Sequential(self.Split(), self.Pair(), self.Pair(), self.Join())
+
+    def loss(self, batch):
+        x, y = batch
+        self.logits = logits = self.head(self.model(self.stem(x))["logits"])
+        return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
+
+
+def tuples_and_dicts():
+    L.seed_everything(3)
+    module = TupleModule()
+    fit(module, max_steps=3)
+    results["tuple_losses"] = module.history["train"]
+    L.seed_everything(3)
+    single = TupleModule()
+    L.seed_everything(3)  # as `fit` does, for the order of batches
+    train, _ = make_loaders(num_samples=48, batch_size=12)
+    optimizer, _ = single.configure_optimizers()
+    single.log = single.log_dict = lambda *args, **kwargs: None
+    expected = []
+    for batch in list(train)[:3]:
+        loss = single.training_step(batch, 0)
+        optimizer[0].zero_grad()
+        loss.backward()
+        optimizer[0].step()
+        expected.append(float(loss))
+    results["tuple_expected"] = expected
+
+
+class Manual(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class CallsTwice(PlainModule):
+    def loss(self, batch):
+        self.model(self.stem(batch[0]))
+        return super().loss(batch)
+
+
+class NeverCalls(PlainModule):
+    def loss(self, batch):
+        self.logits = self.head(self.stem(batch[0])).detach()
+        return self.head(self.stem(batch[0])).sum(), torch.tensor(0.0)
+
+
+class ReturnsNothing(PlainModule):
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+
+
+class FailsInTheLoss(PlainModule):
+    def loss(self, batch):
+        loss, accuracy = super().loss(batch)
+        if self.trainer.global_step == 1:
+            raise ZeroDivisionError("the user's own mistake")
+        return loss, accuracy
+
+
+class FailsInALayer(PlainModule):
+    def __init__(self):
+        super().__init__()
+        self.model[3] = nn.Linear(5, 5)
+
+
+class LogsAnObject(PlainModule):
+    def training_step(self, batch, batch_idx):
+        self.log("object", object())
+        return super().training_step(batch, batch_idx)
+
+
+def loader_of_rank():
+    x = torch.full((12, 6), float(trainer_rank()))
+    return DataLoader(TensorDataset(x, torch.zeros(12, dtype=torch.long)), batch_size=12)
+
+
+def trainer_rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def loader(num_samples, batch_size, **options):
+    data = TensorDataset(torch.randn(num_samples, 6), torch.zeros(num_samples, dtype=torch.long))
+    return DataLoader(data, batch_size=batch_size, **options)
+
+
+def two_towers():
+    module = PlainModule()
+    module.other = nn.Sequential(nn.Linear(1, 1))
+    return module
+
+
+def refusals():
+    used = PlainModule()
+    fit(used)
+    cases = {
+        "manual": lambda: fit(Manual()),
+        "calls_twice": lambda: fit(CallsTwice()),
+        "never_calls": lambda: fit(NeverCalls()),
+        "returns_nothing": lambda: fit(ReturnsNothing()),
+        "fails_in_the_loss": lambda: fit(FailsInTheLoss()),
+        "fails_in_a_layer": lambda: fit(FailsInALayer()),
+        "logs_an_object": lambda: fit(LogsAnObject()),
+        "few_layers": lambda: fit(PlainModule(num_layers=2)),
+        "ambiguous": lambda: fit(two_towers()),
+        "indivisible": lambda: fit(PlainModule(), loader(50, 10)),
+        "last_batch": lambda: fit(PlainModule(), loader(30, 12), max_steps=-1, max_epochs=1),
+        "other_batches": lambda: fit(PlainModule(), loader_of_rank()),
+        "split_before": lambda: fit(used, strategy=PfoPipelineStrategy(partition="custom:0,1,2,7", num_microbatches=4)),
+        "few_microbatches": lambda: fit(PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=2)),
+        "half_precision": lambda: fit(PlainModule(), precision="16-true"),
+    }
+    results["errors"] = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except Exception as error:
+            results["errors"][name] = [type(error).__name__, str(error)]
+        else:
+            results["errors"][name] = ["nothing", ""]
+    fit(PlainModule(), loader(30, 12, drop_last=True), max_steps=-1, max_epochs=1)
+
+
+def main(output):
+    events()
+    randomness()
+    batch_norm()
+    tuples_and_dicts()
+    refusals()
+    Path(output, f"rank_{trainer_rank()}.json").write_text(json.dumps(results))
+
+
+main(sys.argv[1])

@@ -1,0 +1,77 @@
+import subprocess
+import sys
+
+import pytest
+
+from lightning_pfo.cli import main
+from lightning_pfo.planner import load_frontier, write_profile
+
+
+@pytest.fixture
+def profile_csv(tmp_path):
+    rows = [
+        {"stage": stage, "instruction": kind, "frequency": mhz, "time": work * 1400 / mhz, "energy": work * mhz / 7}
+        for stage, speed in enumerate((1.0, 1.2))
+        for kind, work in (("forward", 0.02 * speed), ("backward", 0.04 * speed))
+        for mhz in (1400, 1200, 1000, 800)
+    ]
+    write_profile(tmp_path / "profile.csv", rows)
+    return tmp_path / "profile.csv"
+
+
+def test_plan_writes_everything_as_a_program(profile_csv, tmp_path):
+    out = tmp_path / "out"
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_pfo", "plan", f"profile={profile_csv}", "num_microbatches=4",
+         "p2p_blocking_power_w=50", f"output_dir={out}", "num_plans=7", "deadlines_s=[0.4,0.5]", "select=1.1x"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "top clocks" in result.stdout
+    assert "1.1x" in result.stdout
+    frontier = load_frontier(out)
+    plan_files = {f"freqs_pipeline_{i:05d}.py" for i in range(len(frontier.plans))}
+    pictures = {"frontier.png", "timeline_fastest.png", "timeline_chosen.png"}
+    assert {path.name for path in out.iterdir()} == plan_files | pictures | {"frontier.csv", "frontier.json"}
+
+
+def test_help_of_the_program_and_of_a_command(capsys):
+    assert main(["--help"]) == 0
+    assert "plan" in capsys.readouterr().out
+    assert main(["plan", "--help"]) == 0
+    text = capsys.readouterr().out
+    for setting in ("profile", "num_microbatches", "deadlines_s", "select"):
+        assert setting in text
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pln"], "did you mean 'plan'?"),
+        (["plan"], "Give profile=..., num_microbatches=..., output_dir=..."),
+        (["plan", "num_microbatch=4"], "did you mean 'num_microbatches'?"),
+        (["plan", "profile.csv"], "Settings read key=value, got 'profile.csv'"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=many"], "'many'"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=[1"], "read as YAML"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=soon"], "deadlines_s"),
+        (["plan", "profile=${p}", "output_dir=o", "num_microbatches=4"], "profile"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=4"], "There is no profile at p"),
+    ],
+)
+def test_errors_are_one_paragraph_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_that_cannot_be_selected_leaves_nothing_behind(profile_csv, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=50", f"output_dir={out}"]
+    assert main(["plan", *arguments, "select=0.5x"]) == 2
+    assert "iteration times range from" in capsys.readouterr().err
+    assert not out.exists()
