@@ -146,7 +146,7 @@ def _errors_explained(wants_traceback: bool) -> Iterator[None]:
 def _leave(leaving: SystemExit) -> None:
     """End the process with this status.
 
-    The interpreter's own way out aborts now and then (`terminate called`) while connections to other ranks, which end
+    The interpreter's own way out aborts now and then (`terminate called`) while connections to other ranks, which break
     at the same time, are open; so it is cut short after the functions registered with `atexit`.
     """
     distributed = sys.modules.get("torch.distributed")

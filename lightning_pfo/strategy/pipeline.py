@@ -19,6 +19,7 @@ from lightning_pfo.strategy.ownership import (
 )
 from lightning_pfo.strategy.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.pipelined_module import find_pipelined_module
+from lightning_pfo.strategy.process_exit import let_collectives_settle_at_exit
 from lightning_pfo.strategy.step_redirection import StepRedirection
 from lightning_pfo.strategy.step_runner import StepRunner
 
@@ -81,6 +82,7 @@ def build_pipeline(
         ConfigurationError: If there are no or several candidates to split, or the model was split otherwise before.
         PartitionError: If the partition is impossible.
     """
+    let_collectives_settle_at_exit()
     name, pipelined = find_pipelined_module(model, pipeline_module)
     layers = list(pipelined)
     weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
