@@ -76,6 +76,7 @@ def prepare_pipeline(
     partition: str = "uniform",
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
+    max_in_flight: int | None = None,
     pipeline_module: str | None = None,
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
@@ -95,6 +96,7 @@ def prepare_pipeline(
         partition: `uniform`, `parameters` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
 
     Returns:
@@ -116,6 +118,7 @@ def prepare_pipeline(
         partition=partition,
         schedule=schedule,
         stages_per_rank=stages_per_rank,
+        max_in_flight=max_in_flight,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")

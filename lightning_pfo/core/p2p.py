@@ -1,15 +1,11 @@
 """Transfers between ranks that a schedule implies, where to post them, and whether that can hang.
 
-Two programs for the same order, each a row of computations, sends and receives per rank:
+`p2p_program` gives each rank a row of computations, sends and receives. A send and its receive are posted at one point
+of a common lock-step execution. All rendezvous then have one global order that every rank follows, so the first
+unfinished one always is next on both sides: it cannot hang, even if sends block until they are received, and even if
+both directions of a pair of ranks share one queue (as in an NCCL communicator). This is what the strategy executes.
 
-- `p2p_program` posts a send and its receive at one point of a common lock-step execution. All rendezvous then have one
-  global order that every rank follows, so the first unfinished one always is next on both sides: it cannot hang,
-  even if sends block until they are received, and even if both directions of a pair of ranks share one queue (as in
-  an NCCL communicator). Use this one on any backend.
-- `lazy_program` receives right before an input is needed and sends right after it is computed. It keeps the fewest
-  buffers and is live as long as sends do not wait for their receiver; with blocking sends even 1F1B hangs.
-
-A channel (source, destination) delivers in the order of its sends, so both programs receive in that order.
+A channel (source, destination) delivers in the order of its sends, so the program receives in that order.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
 
@@ -71,7 +68,7 @@ Program: TypeAlias = tuple[tuple[Step, ...], ...]
 def transfers(schedule: PipelineSchedule) -> tuple[Transfer, ...]:
     """All transfers between different ranks; neighbouring stages on one rank hand over locally."""
     found = []
-    for before, after in schedule.dependencies():
+    for before, after in schedule.handovers().items():
         source, destination = schedule.rank_of(before.stage), schedule.rank_of(after.stage)
         if source != destination:
             found.append(Transfer(before, after, source, destination))
@@ -95,33 +92,6 @@ def p2p_program(schedule: PipelineSchedule) -> Program:
                 rows[transfer.source].append(Send(transfer))
                 rows[transfer.destination].append(Receive(transfer))
     return tuple(map(tuple, rows))
-
-
-def lazy_program(schedule: PipelineSchedule) -> Program:
-    """Receive right before an input is needed, with whatever the channel delivers before it; send right after."""
-    every = transfers(schedule)
-    incoming = {transfer.consumer: transfer for transfer in every}
-    outgoing = {transfer.producer: transfer for transfer in every}
-    channels: dict[tuple[int, int], deque[Transfer]] = defaultdict(deque)
-    for inst in schedule.instructions:  # rank by rank in execution order: each channel in the order of its sends
-        if inst in outgoing:
-            transfer = outgoing[inst]
-            channels[transfer.source, transfer.destination].append(transfer)
-    rows = []
-    for order in schedule.orders:
-        row: list[Step] = []
-        received: set[Transfer] = set()
-        for inst in order:
-            needed = incoming.get(inst)
-            while needed is not None and needed not in received:
-                arriving = channels[needed.source, needed.destination].popleft()
-                received.add(arriving)
-                row.append(Receive(arriving))
-            row.append(inst)
-            if inst in outgoing:
-                row.append(Send(outgoing[inst]))
-        rows.append(tuple(row))
-    return tuple(rows)
 
 
 def find_deadlock(program: Sequence[Sequence[Step]], *, blocking_sends: bool) -> tuple[tuple[int, Step], ...]:
@@ -173,22 +143,16 @@ def find_deadlock(program: Sequence[Sequence[Step]], *, blocking_sends: bool) ->
     return tuple((rank, step) for rank in range(len(program)) if (step := current(rank)) is not None)
 
 
-def live_with_blocking_sends(schedule: PipelineSchedule) -> bool:
-    """Whether `lazy_program` runs even if every send blocks until it is received: no buffer is needed anywhere."""
-    return not find_deadlock(lazy_program(schedule), blocking_sends=True)
+def check_transfers(schedule: PipelineSchedule) -> None:
+    """Check that the transfers of a schedule cannot hang, even if each send blocks until it is received.
 
-
-def peak_received(program: Sequence[Sequence[Step]]) -> tuple[int, ...]:
-    """Largest number of transfers that each rank has posted receives for and not yet consumed: its receive buffers."""
-    peaks = []
-    for row in program:
-        waiting: set[Instruction] = set()
-        peak = 0
-        for step in row:
-            if isinstance(step, Receive):
-                waiting.add(step.transfer.consumer)
-                peak = max(peak, len(waiting))
-            elif isinstance(step, Instruction):
-                waiting.discard(step)
-        peaks.append(peak)
-    return tuple(peaks)
+    Raises:
+        ConfigurationError: If they can; the grid is drawn with the instructions around the stuck transfers in brackets.
+    """
+    stuck = [step for _, step in find_deadlock(p2p_program(schedule), blocking_sends=True)]
+    if stuck:
+        marks = [step if isinstance(step, Instruction) else step.transfer.consumer for step in stuck]
+        raise ConfigurationError(
+            f"The transfers of schedule {schedule.name!r} deadlock at {'; '.join(map(str, stuck))}. Use another "
+            f"schedule, such as 1f1b.\n{schedule.grid(*marks)}"
+        )

@@ -13,7 +13,7 @@ A rank may run several stages, in any placement: a stage belongs to the rank who
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -35,6 +35,7 @@ __all__ = [
     "SCHEDULES",
     "PipelineSchedule",
     "check_schedule_name",
+    "forward_only",
     "load_schedule",
     "make_schedule",
     "num_ranks_for",
@@ -85,13 +86,17 @@ class PipelineSchedule:
         return tuple(sorted({inst.stage for inst in self.orders[rank]}))
 
     def dependencies(self) -> Iterator[tuple[Instruction, Instruction]]:
-        """Yield every pair (before, after) that the schedule and the data flow impose.
-
-        Within a rank the order itself; between stages activations (`0F3 -> 1F3`) and gradients
-        (`1B3 -> 0B3`); on the last stage the loss (`3F3 -> 3B3`); and a weight gradient after its input gradient.
-        """
+        """Yield every pair (before, after) that the order within a rank and the flow of data impose."""
         for order in self.orders:
             yield from pairwise(order)
+        yield from self._data_flow()
+
+    def _data_flow(self) -> Iterator[tuple[Instruction, Instruction]]:
+        """Yield who needs the result of whom.
+
+        Between stages activations (`0F3 -> 1F3`) and gradients (`1B3 -> 0B3`); on the last stage the loss
+        (`3F3 -> 3B3`); and a weight gradient after its input gradient.
+        """
         present = set(self.instructions)
         last = self.num_stages - 1
         for inst in self.instructions:
@@ -108,6 +113,10 @@ class PipelineSchedule:
                         yield before, inst
             else:
                 yield Instruction(inst.stage, _INPUT, inst.microbatch), inst
+
+    def handovers(self) -> dict[Instruction, Instruction]:
+        """Which instruction of the neighbouring stage needs the activations or gradients of which."""
+        return {before: after for before, after in self._data_flow() if before.stage != after.stage}
 
     def validate(self) -> None:
         """Check that every stage computes every microbatch once, on one rank, and that the order can be executed.
@@ -279,6 +288,19 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> PipelineSchedule:
         ConfigurationError: If there are fewer microbatches than stages.
     """
     return PipelineSchedule("1f1b", num_stages, num_microbatches, one_f_one_b_orders(num_stages, num_microbatches))
+
+
+def forward_only(placement: Sequence[int], num_microbatches: int) -> PipelineSchedule:
+    """Forwards alone, for evaluation: stage by stage, each with all microbatches.
+
+    Args:
+        placement: Rank of every stage.
+        num_microbatches: Number of microbatches.
+    """
+    rows: list[list[Instruction]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        rows[rank] += [Instruction(stage, _F, microbatch) for microbatch in range(num_microbatches)]
+    return PipelineSchedule("forward only", len(placement), num_microbatches, tuple(map(tuple, rows)))
 
 
 def load_schedule(path: str | Path) -> PipelineSchedule:

@@ -1,4 +1,4 @@
-"""The pipeline engine of one rank: runs microbatches through torch's pipeline runtime and emits instruction events.
+"""The pipeline engine of one rank: runs microbatches through its stages and emits instruction events.
 
 It knows nothing of Lightning. A caller provides, on the rank of the first stage, the inputs of each microbatch, and on
 the rank of the last stage a function that turns the model's output into a loss.
@@ -7,7 +7,6 @@ the rank of the last stage a function that turns the model's output into a loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy import random_state
+from lightning_pfo.strategy.executor import Executor
 from lightning_pfo.strategy.pipelined_module import StageModule
 from lightning_pfo.strategy.shapes import StageShapes, infer_shapes
-from lightning_pfo.strategy.stage import CountedWork, EventStage
+from lightning_pfo.strategy.stage import CountedWork, Stage
 from lightning_pfo.strategy.step_redirection import ModuleInputs
-from lightning_pfo.strategy.torch_runtime import TorchSchedule, evaluation_schedule, training_schedule
+from lightning_pfo.strategy.torch_runtime import check_split_backward
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps the model's output for a microbatch and the microbatch's index to a loss."""
-
-
-@dataclass(frozen=True)
-class _Runner:
-    """Stages and torch's schedule for them; both are bound to the shapes of a microbatch."""
-
-    stages: tuple[EventStage, ...]
-    schedule: TorchSchedule
 
 
 class PipelineEngine:
@@ -85,8 +77,8 @@ class PipelineEngine:
             )
             for stage, own in layers.items()
         }
-        self._runners: dict[Any, _Runner] = {}
-        self._last_stage: EventStage | None = None
+        self._executors: dict[Any, Executor] = {}
+        self._inputs: Callable[[int], ModuleInputs] | None = None
         self._loss_function: LossFunction | None = None
         self._step_seed: tuple[int, ...] = ()
 
@@ -130,11 +122,12 @@ class PipelineEngine:
         """Fix the number of microbatches of training iterations, which makes `schedule` known.
 
         Raises:
-            ConfigurationError: If the schedule cannot run that many.
+            ConfigurationError: If the schedule, or this torch, cannot run that many.
         """
         if self.schedule is None or self.schedule.num_microbatches != num_microbatches:
-            self.schedule = self._make_schedule(num_microbatches)
-            self.schedule.validate()
+            schedule = self._make_schedule(num_microbatches)
+            check_split_backward(schedule)
+            self.schedule = schedule
 
     def iteration_begin(self) -> None:
         """Tell listeners that a training iteration begins."""
@@ -152,7 +145,7 @@ class PipelineEngine:
         num_microbatches: int,
         signature: Any,
         step_seed: tuple[int, ...],
-        inputs: Callable[[], Sequence[ModuleInputs]],
+        inputs: Callable[[int], ModuleInputs],
         loss_function: LossFunction,
         *,
         train: bool,
@@ -163,7 +156,8 @@ class PipelineEngine:
             num_microbatches: Number of microbatches.
             signature: Hashable description of shapes and dtypes of a microbatch, equal on all ranks.
             step_seed: Makes the random numbers of this step differ from those of others; equal on all ranks.
-            inputs: Called on the rank of the first stage only; returns the model's inputs for each microbatch.
+            inputs: Called on the rank of the first stage only, in each of its forwards; returns the model's inputs for
+                a microbatch.
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
@@ -172,70 +166,53 @@ class PipelineEngine:
             PfoError: If a stage fails on its first microbatch; raised on every rank.
         """
         self._step_seed = step_seed
+        self._inputs = inputs
         self._loss_function = loss_function
         key = (train, num_microbatches, signature)
         try:
-            if key not in self._runners:
-                self._runners[key] = self._prepare(num_microbatches, inputs, train)
-            elif self.is_first:
-                self._modules[0].inputs = inputs()
-            self._execute(self._runners[key], num_microbatches, train)
+            if key not in self._executors:
+                self._executors[key] = self._make_executor(num_microbatches, train)
+            executor = self._executors[key]
+            for stage in executor.stages.values():
+                stage.iteration = self.iteration
+                stage.counted_work = self._counted_work
+            with torch.set_grad_enabled(train):
+                executor.run()
         finally:
             for module in self._modules.values():
-                module.inputs = ()
+                module.inputs = {}
                 module.output = None
+            self._inputs = None
             self._loss_function = None
 
-    def _execute(self, runner: _Runner, num_microbatches: int, train: bool) -> None:
-        self._last_stage = runner.stages[-1]
-        for stage in runner.stages:
-            stage.iteration = self.iteration
-            stage.counted_work = self._counted_work
-        # the stages look inputs and targets up by the microbatch's index, so they may be of any form
-        indices = torch.arange(num_microbatches)
-        args = (indices,) if self.is_first else ()
-        run = runner.schedule.step if train else runner.schedule.eval
-        run(*args, target=indices if self.is_last else None, return_outputs=False)
-
-    def _prepare(self, num_microbatches: int, inputs: Callable[[], Sequence[ModuleInputs]], train: bool) -> _Runner:
-        def prepare_inputs() -> None:
-            self._modules[0].inputs = inputs()
-
+    def _make_executor(self, num_microbatches: int, train: bool) -> Executor:
         shapes = infer_shapes(
-            self._modules,
-            self._placement,
-            self.device,
-            self.group,
-            prepare_inputs=prepare_inputs,
-            before_forward=self._before_forward,
-            train=train,
+            self._modules, self._placement, self.device, self.group, before_forward=self._before_forward, train=train
         )
-        stages = tuple(self._make_stage(stage, shapes[stage], train) for stage in self.stages)
+        stages = {stage: self._make_stage(stage, shapes[stage], train) for stage in self.stages}
         if train:
             assert self.schedule is not None
-            return _Runner(stages, training_schedule(stages, self._placement, self.schedule, self._compute_loss))
-        return _Runner(stages, evaluation_schedule(stages, self._placement, num_microbatches, self._compute_loss))
+            return Executor(self.schedule, stages, self.group)
+        return Executor(forward_only(self._placement, num_microbatches), stages, self.group)
 
-    def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> EventStage:
-        return EventStage(
-            self._modules[stage],
+    def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> Stage:
+        return Stage(
             stage,
-            self.num_stages,
+            self._modules[stage],
+            shapes,
             self.device,
-            input_args=shapes.inputs(self.device),
-            output_args=shapes.outputs(self.device),
-            group=self.group,
             emitter=self._emitter if train else None,
             before_forward=self._before_forward,
-            loss_follows=stage == self.num_stages - 1,
+            compute_loss=self._compute_loss if stage == self.num_stages - 1 else None,
+            train=train,
         )
 
     def _before_forward(self, stage: int, microbatch: int) -> None:
+        if stage == 0 and microbatch not in self._modules[0].inputs:  # the trial forward has left that of microbatch 0
+            assert self._inputs is not None
+            self._modules[0].inputs = {microbatch: self._inputs(microbatch)}
         random_state.seed(self.device, self._seed, *self._step_seed, microbatch, 1 + stage)
 
-    def _compute_loss(self, _: Any, index: torch.Tensor) -> torch.Tensor:
+    def _compute_loss(self, output: Any, microbatch: int) -> torch.Tensor:
         assert self._loss_function is not None
-        assert self._last_stage is not None
-        loss = self._loss_function(self._modules[self.num_stages - 1].output, int(index))
-        self._last_stage.end_forward()
-        return loss
+        return self._loss_function(output, microbatch)

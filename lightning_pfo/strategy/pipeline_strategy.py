@@ -26,8 +26,8 @@ from lightning_pfo.core.pipeline_schedule import (
     PipelineSchedule,
     check_schedule_name,
     load_schedule,
-    make_schedule,
 )
+from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.core.schedules.families import file_of
 from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
@@ -64,6 +64,7 @@ class PfoPipelineStrategy(MeshStrategy):
         schedule: `1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv`, `dualpipev`,
             `envpipe`, or a file with an order of your own; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each device; None is what the schedule is usually run with (2 or 1).
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a device.
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, gradients are averaged.
         mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are).
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
@@ -95,6 +96,7 @@ class PfoPipelineStrategy(MeshStrategy):
         num_microbatches: int | None = None,
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
+        max_in_flight: int | None = None,
         data_parallel_size: int = 1,
         mesh_order: str = "dp_pp",
         process_group_backend: str | None = None,
@@ -127,6 +129,7 @@ class PfoPipelineStrategy(MeshStrategy):
         self._num_microbatches = num_microbatches
         self._schedule_name = schedule
         self._stages_per_rank = stages_per_rank
+        self._max_in_flight = max_in_flight
         self._accumulating = False
         self._seed = 0
         self._pipeline: Pipeline | None = None
@@ -207,7 +210,9 @@ class PfoPipelineStrategy(MeshStrategy):
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
-        return make_schedule(self._schedule_name, self.mesh.num_ranks, num_microbatches, self._stages_per_rank)
+        return make_checked_schedule(
+            self._schedule_name, self.mesh.num_ranks, num_microbatches, self._stages_per_rank, self._max_in_flight
+        )
 
     @override
     def model_to_device(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class StageModule(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.receives_tuple = False
-        self.inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]] = ()
+        self.inputs: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.output: Any = None
 
     def forward(self, *args: torch.Tensor) -> Any:
@@ -107,8 +107,7 @@ class StageModule(nn.Module):
             value = layer(value)
         if self.is_last:
             self.output = value
-            # torch detaches what it gets in place once it went backward; the loss may need the originals even later
-            tensors = tuple(leaf.view_as(leaf) for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+            tensors = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
             return tensors[0] if len(tensors) == 1 else tensors
         if isinstance(value, torch.Tensor):
             return value.contiguous()  # gloo sends contiguous tensors only

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.pipeline_schedule import check_schedule_name, make_schedule
+from lightning_pfo.core.pipeline_schedule import check_schedule_name
+from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.gradients import clip_by_global_norm
@@ -62,6 +63,7 @@ class PipelinedModel(nn.Module):
         partition: `uniform`, `parameters` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Raises:
@@ -89,6 +91,7 @@ class PipelinedModel(nn.Module):
         partition: str = "uniform",
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
+        max_in_flight: int | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -105,7 +108,13 @@ class PipelinedModel(nn.Module):
         self.device = device if device is not None else _default_device()
         self._loss_fn = loss_fn
         self._num_microbatches = num_microbatches
-        self._make_schedule = partial(make_schedule, schedule, dist.get_world_size(), stages_per_rank=stages_per_rank)
+        self._make_schedule = partial(
+            make_checked_schedule,
+            schedule,
+            dist.get_world_size(),
+            stages_per_rank=stages_per_rank,
+            max_in_flight=max_in_flight,
+        )
         self._num_checks = {True: 0, False: 0}
         is_all_layers = isinstance(module, nn.Sequential) and pipeline_module is None
         self._pipeline = build_pipeline(

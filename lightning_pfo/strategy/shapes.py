@@ -31,6 +31,10 @@ class TensorSpec:
         """Make such a tensor."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
+    def make_buffer(self, device: torch.device) -> torch.Tensor:
+        """Make a tensor to receive such a one, or its gradient."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
 
 @dataclass(frozen=True)
 class StageShapes:
@@ -45,10 +49,6 @@ class StageShapes:
             return (torch.zeros(1, dtype=torch.long),)
         return tuple(spec.make(device) for spec in self.received)
 
-    def outputs(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Example outputs."""
-        return tuple(spec.make(device) for spec in self.returned)
-
 
 def infer_shapes(
     modules: Mapping[int, StageModule],
@@ -56,7 +56,6 @@ def infer_shapes(
     device: torch.device,
     group: dist.ProcessGroup | None,
     *,
-    prepare_inputs: Callable[[], None],
     before_forward: Callable[[int, int], None],
     train: bool,
 ) -> dict[int, StageShapes]:
@@ -70,7 +69,6 @@ def infer_shapes(
         placement: Rank of every stage.
         device: Device of this rank.
         group: Process group of the pipeline.
-        prepare_inputs: Called before the first stage, on its rank.
         before_forward: Called with stage and microbatch before each forward.
         train: Whether gradients will flow back.
 
@@ -88,8 +86,6 @@ def infer_shapes(
         failure: Exception | None = None
         if stage in modules:
             try:
-                if stage == 0:
-                    prepare_inputs()
                 modules[stage].receives_tuple = is_tuple
                 before_forward(stage, 0)
                 output = _trial_forward(modules[stage], StageShapes(received, ()).inputs(device), train)

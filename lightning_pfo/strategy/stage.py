@@ -1,124 +1,161 @@
-"""A torch pipeline stage that tells when its instructions begin and end.
+"""The computations of one stage: forwards and backwards of its microbatches, which tell when they begin and end.
 
-Waiting for neighbours happens outside `forward_one_chunk` and `backward_one_chunk`, so an event spans computation only.
+A microbatch is in flight from its forward to the end of its backward (or of its weight gradient): for that long the
+stage holds its inputs and outputs, and autograd what it saved. Nothing else outlives an instruction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.strategy.pipelined_module import StageModule
+from lightning_pfo.strategy.shapes import StageShapes, TensorSpec
+from lightning_pfo.strategy.torch_runtime import backward_of_inputs, backward_of_weights
 from lightning_pfo.strategy.work_counter import WorkCounter
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
 """What one instruction of a stage and kind computes."""
 
+Tensors = tuple[torch.Tensor, ...]
 
-class EventStage(PipelineStage):
-    """`PipelineStage` with instruction events; in training, the forward of the last stage ends with its loss.
+
+class Stage:
+    """Runs the instructions of one stage.
 
     Args:
-        submodule: The layers of the stage.
-        stage_index: Index of the stage.
-        num_stages: Number of stages.
+        index: Index of the stage.
+        module: The layers of the stage.
+        shapes: What the stage receives and returns.
         device: Device of the stage.
-        input_args: Example inputs (shapes, dtypes and `requires_grad` count).
-        output_args: Example outputs.
-        group: Process group of the pipeline; None is the world.
         emitter: Receives the events; None emits nothing.
-        before_forward: Called with stage and microbatch when its inputs are there.
-        loss_follows: A loss follows each forward; the caller says when it is there by `end_forward`.
+        before_forward: Called with stage and microbatch inside each forward, before the layers.
+        compute_loss: On the last stage, maps the model's output and the microbatch to a loss; part of the forward.
+        train: Whether backwards follow.
     """
 
     def __init__(
         self,
-        submodule: nn.Module,
-        stage_index: int,
-        num_stages: int,
+        index: int,
+        module: StageModule,
+        shapes: StageShapes,
         device: torch.device,
         *,
-        input_args: Any,
-        output_args: Any,
-        group: ProcessGroup | None,
         emitter: EventEmitter | None,
         before_forward: Callable[[int, int], None],
-        loss_follows: bool,
+        compute_loss: Callable[[Any, int], torch.Tensor] | None,
+        train: bool,
     ) -> None:
-        super().__init__(
-            submodule, stage_index, num_stages, device, input_args=input_args, output_args=output_args, group=group
-        )
-        self._emitter = emitter
-        self._before_forward = before_forward
-        self._loss_follows = loss_follows
-        self._open: tuple[Instruction, WorkCounter | None] | None = None
+        self.index = index
         self.iteration = 0
         self.counted_work: CountedWork | None = None
+        self._module = module
+        self._shapes = shapes
+        self._device = device
+        self._emitter = emitter
+        self._before_forward = before_forward
+        self._compute_loss = compute_loss
+        self._train = train
+        self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
+        self._weight_gradients: dict[int, Callable[[], None]] = {}
+        self._computations: dict[InstructionType, Callable[[int, Tensors], Tensors]] = {
+            InstructionType.FORWARD: self._forward,
+            InstructionType.BACKWARD: self._backward,
+            InstructionType.INPUT_GRADIENT: self._input_gradient,
+            InstructionType.WEIGHT_GRADIENT: self._weight_gradient,
+        }
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        """Run one forward; see `PipelineStage`."""
-        self._begin(InstructionType.FORWARD, fwd_chunk_id)
-        self._before_forward(self.stage_index, fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        if not self._loss_follows:
-            self.end_forward()
-        return output
+    def run(self, instruction: Instruction, received: Tensors) -> Tensors:
+        """Run one instruction.
 
-    def end_forward(self) -> None:
-        """Close the forward; called from outside where a loss follows it."""
-        self._end()
+        Args:
+            instruction: One of this stage.
+            received: What the neighbouring stage computed for it: activations for a forward, gradients for a backward;
+                nothing for the first stage's forwards, the last stage's backwards and weight gradients.
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """Run one backward (input gradients only unless `full_backward`); see `PipelineStage`."""
-        self._begin(
-            InstructionType.BACKWARD if full_backward else InstructionType.INPUT_GRADIENT,
-            bwd_chunk_id,
-        )
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if bwd_chunk_id in self.bwd_cache:  # gloo sends contiguous tensors only
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                gradient if gradient is None else gradient.contiguous() for gradient in self.bwd_cache[bwd_chunk_id]
-            )
-        self._end()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Compute one microbatch's weight gradients; see `PipelineStage`."""
-        self._begin(InstructionType.WEIGHT_GRADIENT, bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self._end()
-
-    def _begin(self, kind: InstructionType, microbatch: int) -> None:
+        Returns:
+            What the other neighbour needs: activations of a forward, gradients of a backward.
+        """
         if not self._emitter:
-            return
-        instruction = Instruction(self.stage_index, kind, microbatch)
+            return self._computations[instruction.type](instruction.microbatch, received)
         self._emitter.instruction_begin(InstructionEvent(instruction, self.iteration))
-        counter = None
-        if self.counted_work is not None and (self.stage_index, kind) not in self.counted_work:
-            counter = WorkCounter()
-            counter.__enter__()
-        self._open = (instruction, counter)
+        key = (self.index, instruction.type)
+        if self.counted_work is not None and key not in self.counted_work:
+            with WorkCounter() as counter:
+                produced = self._computations[instruction.type](instruction.microbatch, received)
+            self.counted_work[key] = counter.work
+        else:
+            produced = self._computations[instruction.type](instruction.microbatch, received)
+        work = self.counted_work.get(key) if self.counted_work is not None else None
+        self._emitter.instruction_end(InstructionEvent(instruction, self.iteration, work))
+        return produced
 
-    def _end(self) -> None:
-        if self._open is None:
-            return
-        (instruction, counter), self._open = self._open, None
-        if counter is not None and self.counted_work is not None:
-            counter.__exit__(None, None, None)
-            self.counted_work[self.stage_index, instruction.type] = counter.work
-        if self._emitter:
-            work = (self.counted_work or {}).get((self.stage_index, instruction.type))
-            self._emitter.instruction_end(InstructionEvent(instruction, self.iteration, work))
+    def make_buffers(self, instruction: Instruction) -> Tensors:
+        """Make tensors to receive what `instruction` needs from another rank."""
+        if instruction.type is InstructionType.FORWARD:
+            return tuple(spec.make_buffer(self._device) for spec in self._received)
+        return tuple(spec.make_buffer(self._device) for spec in self._shapes.returned if spec.requires_grad)
+
+    def forget(self) -> None:
+        """Drop the microbatches in flight, which an exception has left."""
+        self._in_flight.clear()
+        self._weight_gradients.clear()
+
+    @property
+    def _received(self) -> tuple[TensorSpec, ...]:
+        return self._shapes.received or ()
+
+    def _forward(self, microbatch: int, received: Tensors) -> Tensors:
+        for tensor, spec in zip(received, self._received, strict=True):
+            tensor.requires_grad_(spec.requires_grad and self._train)
+        self._before_forward(self.index, microbatch)
+        # the first stage looks its inputs up, so they may be of any form
+        output = self._module(*(received if self._shapes.received is not None else (microbatch,)))
+        outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+        if self._compute_loss is not None:
+            output, self._module.output = self._module.output, None
+            outputs = [self._compute_loss(output, microbatch)]
+        if self._train:
+            self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
+        return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
+
+    def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
+        inputs, outputs = self._in_flight.pop(microbatch)
+        _backward(outputs, gradients)
+        return _gradients_of(inputs)
+
+    def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
+        inputs, outputs = self._in_flight.pop(microbatch)
+        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        if differentiable and outputs:
+            groups = backward_of_inputs(outputs, gradients, differentiable, self._module.parameters())
+            self._weight_gradients[microbatch] = partial(self._finish_weights, groups)
+        else:  # nobody waits for it: the whole backward is done with the weights
+            self._weight_gradients[microbatch] = partial(_backward, outputs, gradients)
+        return _gradients_of(inputs)
+
+    def _weight_gradient(self, microbatch: int, received: Tensors) -> Tensors:
+        self._weight_gradients.pop(microbatch)()
+        return ()
+
+    def _finish_weights(self, groups: Any) -> None:
+        backward_of_weights(self._module.parameters(), groups)
+
+
+def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients or None)
+
+
+def _gradients_of(inputs: Tensors) -> Tensors:
+    """The gradients that the stage before waits for; zeros where an input was not used."""
+    return tuple(
+        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+        for tensor in inputs
+        if tensor.requires_grad
+    )

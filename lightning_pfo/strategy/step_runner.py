@@ -118,15 +118,20 @@ class StepRunner:
             random_state.seed(engine.device, *step_seed, index, 0)
             return step(microbatches[index], *rest)
 
-        def inputs() -> list[ModuleInputs]:
-            return [self._redirection.capture(partial(seeded_step, index)) for index in range(num_microbatches)]
+        def inputs(index: int) -> ModuleInputs:
+            return self._redirection.capture(partial(seeded_step, index))
 
         def loss_function(output: Any, index: int) -> torch.Tensor:
             nonlocal error
             try:
                 result = self._redirection.replay(partial(seeded_step, index), output, recorder)
-                results.append(result)
-                return _loss_of(result) / num_microbatches if kind == "train" else torch.zeros(())
+                if kind != "train":
+                    results.append(result)
+                    return torch.zeros(())
+                loss = _loss_of(result)
+                # nothing else is kept: what a step returns besides may be large
+                results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
+                return loss / num_microbatches
             except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
                 error = error or exception
                 return _zero_loss(output)

@@ -14,10 +14,7 @@ from lightning_pfo.core.p2p import (
     Send,
     Transfer,
     find_deadlock,
-    lazy_program,
-    live_with_blocking_sends,
     p2p_program,
-    peak_received,
     transfers,
 )
 from lightning_pfo.core.pipeline_schedule import SCHEDULES, PipelineSchedule, make_schedule
@@ -27,24 +24,12 @@ def text(program):
     return [" | ".join(map(str, row)) for row in program]
 
 
-def test_the_programs_of_a_tiny_pipeline():
+def test_the_program_of_a_tiny_pipeline():
     schedule = make_schedule("1f1b", 2, 2)
     assert text(p2p_program(schedule)) == [
         "0F0 | send 0F0->1F0 | 0F1 | send 0F1->1F1 | receive 1B0->0B0 | 0B0 | receive 1B1->0B1 | 0B1",
         "receive 0F0->1F0 | 1F0 | receive 0F1->1F1 | 1B0 | send 1B0->0B0 | 1F1 | 1B1 | send 1B1->0B1",
     ]
-    assert text(lazy_program(schedule)) == [
-        "0F0 | send 0F0->1F0 | 0F1 | send 0F1->1F1 | receive 1B0->0B0 | 0B0 | receive 1B1->0B1 | 0B1",
-        "receive 0F0->1F0 | 1F0 | 1B0 | send 1B0->0B0 | receive 0F1->1F1 | 1F1 | 1B1 | send 1B1->0B1",
-    ]
-    # rank 0 sends F1 while rank 1 sends B0: a circle unless one of them may go on
-    assert [str(step) for _, step in find_deadlock(lazy_program(schedule), blocking_sends=True)] == [
-        "send 0F1->1F1",
-        "send 1B0->0B0",
-    ]
-    assert not live_with_blocking_sends(schedule)
-    assert live_with_blocking_sends(make_schedule("gpipe", 2, 2))
-    assert peak_received(p2p_program(schedule)) == peak_received(lazy_program(schedule)) == (1, 1)
 
 
 def test_stages_of_one_rank_hand_over_without_a_transfer():
@@ -121,11 +106,10 @@ def test_the_simulator_agrees_with_a_graph(data):
     st.sampled_from(sorted(SCHEDULES)),
     st.integers(1, 4),
     st.integers(2, 4),
-    st.sampled_from([p2p_program, lazy_program]),
 )
-def test_programs_keep_the_order_and_both_ends_agree(name, num_ranks, rounds, make_program):
+def test_programs_keep_the_order_and_both_ends_agree(name, num_ranks, rounds):
     schedule = make_schedule(name, num_ranks, rounds * num_ranks)
-    program = make_program(schedule)
+    program = p2p_program(schedule)
     sends, receives = defaultdict(list), defaultdict(list)
     for rank, row in enumerate(program):
         assert tuple(step for step in row if isinstance(step, Instruction)) == schedule.orders[rank]
@@ -138,14 +122,13 @@ def test_programs_keep_the_order_and_both_ends_agree(name, num_ranks, rounds, ma
                 receives[step.transfer.source, step.transfer.destination].append(step.transfer)
     assert sends == receives
     assert sum(map(len, sends.values())) == len(transfers(schedule))
-    if make_program is p2p_program:  # both directions of a pair of ranks may share one queue
-        for a in range(num_ranks):
-            for b in range(a):
-                seen = [
-                    [s.transfer for s in program[me] if not isinstance(s, Instruction) and ends(s) == {a, b}]
-                    for me in (a, b)
-                ]
-                assert seen[0] == seen[1]
+    for a in range(num_ranks):  # both directions of a pair of ranks may share one queue
+        for b in range(a):
+            seen = [
+                [s.transfer for s in program[me] if not isinstance(s, Instruction) and ends(s) == {a, b}]
+                for me in (a, b)
+            ]
+            assert seen[0] == seen[1]
 
 
 def ends(step):

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy import torch_runtime
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "all_schedules.py"
@@ -53,10 +51,3 @@ def test_what_is_executed_is_what_was_declared(runs, name):
     for rank in ("rank_0", "rank_1"):
         seen = runs[rank][name]
         assert seen["begun"] == seen["ended"] == 4 * seen["planned"]
-
-
-def test_a_torch_without_the_private_runtime_is_refused_with_what_works(monkeypatch):
-    torch_runtime.check_private_api()
-    monkeypatch.delattr(torch_runtime.schedules, "_add_send_recv")
-    with pytest.raises(ConfigurationError, match=r"does not have \(2.13 does\). Use schedule='1f1b'"):
-        torch_runtime.check_private_api()
