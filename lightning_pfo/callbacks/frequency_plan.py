@@ -14,6 +14,7 @@ from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_sour
 from lightning_pfo.callbacks.meters import IterationMeasurement
 from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.device.clock_transition import ClockStatistics
 from lightning_pfo.planner import Frontier, load_frontier, select_plan
 
 TOP_CLOCKS = "top_clocks"
@@ -67,6 +68,11 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
     def measurements(self) -> list[IterationMeasurement]:
         """What the iterations of this run took so far."""
         return self._run.measurements if self._run is not None else []
+
+    @property
+    def clock_statistics(self) -> ClockStatistics | None:
+        """What became of this rank's clock changes; None before training."""
+        return self._run.clock_statistics if self._run is not None else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from weakref import WeakKeyDictionary
 
+from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark, record_mark
 from lightning_pfo.callbacks.emulation import EmulationListener
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.events import InstructionSource
@@ -23,12 +24,14 @@ class GpuSession:
         config: Its settings; the defaults for a GPU that was given open.
         gpu: The GPU of this rank.
         clocks: Sets its clocks off the training thread, and restores them.
+        follower: Does things when the GPU gets to them.
     """
 
     def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int) -> None:
         self.config = _config_of(choice)
         self.gpu = open_gpu(choice, source.local_device_index, num_gpus=num_gpus)
         self.clocks = ClockController(self.gpu, is_quiet=source.local_device_index > 0)
+        self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark)
         self._source = source
         self._choice = choice
         self._users: list[object] = []
@@ -53,6 +56,7 @@ class GpuSession:
         if self._users:
             return
         _sessions.pop(self._source, None)
+        self.follower.close()
         self.clocks.close()
         if self._emulation is not None:
             self._emulation.detach()

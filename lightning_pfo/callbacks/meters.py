@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
+from lightning_pfo.callbacks.device_follower import DeviceFollower, DeviceMark, Recorder, no_mark, record_timed_mark
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.instruction import InstructionType
@@ -19,6 +23,7 @@ Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
 
 _TICK_TIMEOUT_S = 1.0
+_DEVICE_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -82,15 +87,18 @@ class InstructionMeter(InstructionListener):
     more slowly than instructions follow each other; a thread watches it, and energy is attributed to instructions by
     least squares over all ticks (`device.energy_attribution`). `close` ends that thread.
 
+    On CUDA, begin and end are those on the GPU, of events in its stream: the host waits for it once per iteration only.
+
     Attributes:
         instructions: Samples by stage and kind.
         blocked: Samples of waiting for neighbours within an iteration.
     """
 
-    def __init__(self, gpu: Gpu, source: InstructionSource) -> None:
+    def __init__(self, gpu: Gpu, source: InstructionSource, record: Recorder = record_timed_mark) -> None:
         self._gpu = gpu
         self._source = source
         self._reads_directly = gpu.energy_is_continuous
+        self._record = no_mark if gpu.is_emulated else record
         self._sampler = EnergySampler(gpu, with_energy=not self._reads_directly)
         self.reset()
 
@@ -99,6 +107,8 @@ class InstructionMeter(InstructionListener):
         self.instructions: dict[Kind, Samples] = defaultdict(Samples)
         self.blocked = Samples()
         self._since: tuple[float, float] | None = None
+        self._anchor: tuple[DeviceMark, float] | None = None
+        self._marks: list[tuple[DeviceMark, Samples]] = []
         self._from_s = time.perf_counter()
 
     def close(self) -> None:
@@ -156,6 +166,8 @@ class InstructionMeter(InstructionListener):
         """Waiting for the first instruction begins."""
         self._sampler.start()
         self._since = self._read()
+        anchor = self._record()
+        self._anchor = (anchor, self._since[0]) if anchor is not None else None
 
     def on_instruction_begin(self, event: InstructionEvent) -> None:
         """Waiting is over, computing begins."""
@@ -168,14 +180,30 @@ class InstructionMeter(InstructionListener):
     def on_iteration_end(self, iteration: int) -> None:
         """Waiting for the other ranks is over."""
         self._lap(self.blocked)
-        self._since = None
+        if self._anchor is not None:
+            self._source.synchronize()
+            self._resolve_marks(*self._anchor)
+        self._since = self._anchor = None
 
     def _lap(self, samples: Samples) -> None:
+        mark = self._record() if self._anchor is not None else None
+        if mark is not None:
+            self._marks.append((mark, samples))
+            return
         time_s, energy_j = self._read()
         from_s, from_j = self._since or (time_s, energy_j)
         samples.intervals_s.append((from_s, time_s))
         samples.energies_j.append(energy_j - from_j)
         self._since = (time_s, energy_j)
+
+    def _resolve_marks(self, anchor: DeviceMark, anchor_s: float) -> None:
+        """Turn the marks of an iteration into intervals on the host's clock."""
+        from_s = anchor_s
+        for mark, samples in self._marks:
+            until_s = anchor_s + anchor.elapsed_time(mark) / 1000
+            samples.intervals_s.append((from_s, until_s))
+            from_s = until_s
+        self._marks.clear()
 
     def _read(self) -> tuple[float, float]:
         self._source.synchronize()  # kernels run asynchronously: what was launched must be over
@@ -203,38 +231,61 @@ class IterationMeter(InstructionListener):
     Args:
         gpu: This rank's GPU.
         source: The pipeline rank.
+        follower: Knows when the device begins and ends an iteration; the host never waits for it.
         is_ready: Iterations that begin before this returns true are not measured.
     """
 
-    def __init__(self, gpu: Gpu, source: InstructionSource, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, gpu: Gpu, source: InstructionSource, follower: DeviceFollower, is_ready: Callable[[], bool]
+    ) -> None:
         self._source = source
+        self._follower = follower
         self._energy_j = energy_reader(gpu)
         self._is_ready = is_ready
-        self._begin: tuple[float, float] | None = None
-        self._measured: tuple[int, float, float] | None = None
+        self._is_measuring = False
+        self._num_launched = 0  # iterations not taken yet
+        self._begin = (0.0, 0.0)
+        self._finished: queue.SimpleQueue[tuple[int, float, float]] = queue.SimpleQueue()
 
     def on_iteration_begin(self, iteration: int) -> None:
         """Read clock and counter."""
-        self._begin = self._read() if self._is_ready() else None
+        self._is_measuring = self._is_ready()
+        if self._is_measuring:
+            self._follower.when_reached(self._reached_begin)
 
     def on_iteration_end(self, iteration: int) -> None:
         """Read them again."""
-        if self._begin is not None:
-            time_s, energy_j = self._read()
-            self._measured = (iteration, time_s - self._begin[0], energy_j - self._begin[1])
+        if self._is_measuring:
+            self._num_launched += 1
+            self._follower.when_reached(partial(self._reached_end, iteration))
+
+    def _reached_begin(self) -> None:
+        self._begin = self._read()
+
+    def _reached_end(self, iteration: int) -> None:
+        time_s, energy_j = self._read()
+        self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
 
     def _read(self) -> tuple[float, float]:
-        self._source.synchronize()
         return time.perf_counter(), self._energy_j()
 
     def take(self) -> IterationMeasurement | None:
         """Return the last iteration's measurement, the same on every rank; a collective call.
 
+        On CUDA it is the iteration before the last one: the device is still busy with the last.
+
         The first rank's time counts: it runs the first and the last instruction, and the clocks of several nodes cannot
         be compared.
         """
-        parts = self._source.all_gather(self._measured)
-        self._measured = None
+        parts = self._source.all_gather(self._take_own())
         if any(part is None for part in parts):
             return None
         return IterationMeasurement(parts[0][0], parts[0][1], math.fsum(part[2] for part in parts))
+
+    def _take_own(self) -> tuple[int, float, float] | None:
+        own = None
+        while self._num_launched > self._follower.is_deferred:
+            self._num_launched -= 1
+            with contextlib.suppress(queue.Empty):  # the device has failed
+                own = self._finished.get(timeout=_DEVICE_TIMEOUT_S)
+        return own

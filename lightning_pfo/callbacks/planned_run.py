@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from lightning_pfo.callbacks.clock_requests import ClockRequests
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.callbacks.meters import IterationMeasurement, IterationMeter
 from lightning_pfo.callbacks.plan_cursor import PlanCursor
 from lightning_pfo.core.errors import PfoError, PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
+from lightning_pfo.device.clock_transition import ClockStatistics
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class PlannedRun(InstructionListener):
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
         self.is_open = True
-        self._meter = IterationMeter(session.gpu, source, is_ready=lambda: session.ready)
+        self._meter = IterationMeter(session.gpu, source, session.follower, is_ready=lambda: session.ready)
+        self._requests = ClockRequests(session.clocks, session.follower, leads=session.config.lead_clocks)
         try:
             session.own_clocks(self._user)
         except BaseException:
@@ -76,8 +79,12 @@ class PlannedRun(InstructionListener):
         """Ask for the first instruction's clock."""
         if self._cursor is None:
             self.plan = self._checked_plan()
-            self._cursor = PlanCursor(self.plan, self._source.rank, self._session.clocks.request)
+            self._cursor = PlanCursor(self.plan, self._source.rank, self._requests.request)
         self._cursor.on_iteration_begin(iteration)
+
+    def on_instruction_begin(self, event: InstructionEvent) -> None:
+        """Ask for the next instruction's clock already, where requests lead."""
+        self._requests.on_instruction_begin(event)
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
         """Ask for the next instruction's clock."""
@@ -110,7 +117,8 @@ class PlannedRun(InstructionListener):
     def measure(self) -> IterationMeasurement | None:
         """Return what the last iteration took, and append it to `measurements`; a collective call.
 
-        None if it was not measured: an emulated GPU spends the first iteration counting work.
+        None if it was not measured: an emulated GPU spends the first iteration counting work. On CUDA it is the
+        iteration before the last one, for the host would have to wait for the GPU to know about the last.
         """
         measurement = self._meter.take()
         if measurement is not None:
@@ -119,7 +127,12 @@ class PlannedRun(InstructionListener):
 
     def request_top_clock(self) -> None:
         """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""
-        self._session.clocks.request(max(self._session.gpu.supported_clocks_mhz()))
+        self._requests.request(max(self._session.gpu.supported_clocks_mhz()))
+
+    @property
+    def clock_statistics(self) -> ClockStatistics:
+        """What became of this rank's clock changes: how quickly clocks were reached, and which were not."""
+        return self._session.clocks.statistics()
 
     def close(self) -> None:
         """Stop listening and restore the clocks; a second call does nothing."""
@@ -128,6 +141,8 @@ class PlannedRun(InstructionListener):
         self.is_open = False
         self._source.remove_listener(self)
         self._source.remove_listener(self._meter)
+        if self.clock_statistics.num_changes:
+            self._report(f"{self._session.gpu.name}: {self.clock_statistics}.")
         self._session.release(self._user)
 
     def __enter__(self) -> PlannedRun:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.device import nvml
+from lightning_pfo.device import nvml, zeus_backend
+from lightning_pfo.device.dry_run import DryRunGpu
 from lightning_pfo.device.emulated import EmulatedGpu
 from lightning_pfo.device.gpu import Gpu
 from lightning_pfo.device.gpu_config import GpuConfig, load_gpu_config
@@ -33,19 +34,21 @@ def open_gpu(choice: str | GpuConfig | Gpu, index: int, *, num_gpus: int | None 
     config = load_gpu_config(choice) if isinstance(choice, str) else choice
     if config.kind == "emulated":
         return EmulatedGpu(config, index=index)
-    num_found = nvml.visible_gpu_count()
+    num_found = zeus_backend.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
     num_needed = max(index + 1, num_gpus or 0)
     if config.kind == "auto" and (num_found == 0 or (num_gpus is not None and num_found < num_gpus)):
         if index == 0:  # the other ranks of this node need not repeat it
             _say_emulated(config.model, num_found, num_needed)
         return EmulatedGpu(config, index=index)
-    if 0 < num_found < num_needed:  # without any, NvmlGpu says why
+    if 0 < num_found < num_needed:  # without any, opening says why
+        seer = "zeus" if config.kind == "zeus" else "NVML"
         raise ConfigurationError(
-            f"Each rank needs a GPU of its own: {num_needed} ranks on this node, but NVML sees {num_found} "
+            f"Each rank needs a GPU of its own: {num_needed} ranks on this node, but {seer} sees {num_found} "
             f"(CUDA_VISIBLE_DEVICES counts). Use {num_found} ranks per node, or an emulated GPU "
             "such as gpu=emulated_a100."
         )
-    return nvml.NvmlGpu(index)
+    gpu = zeus_backend.open_zeus_gpu(index) if config.kind == "zeus" else nvml.NvmlGpu(index)
+    return DryRunGpu(gpu) if config.dry_run else gpu
 
 
 def _say_emulated(model: str, num_found: int, num_needed: int) -> None:

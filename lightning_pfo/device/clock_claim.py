@@ -27,8 +27,8 @@ from lightning_pfo.device.processes import ProcessId, boot_id, this_process
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {"nvml": "lightning_pfo.device.nvml"}
-"""Modules by backend name; each has `unlock_graphics_clock(gpu_uuid)`."""
+BACKENDS = {"nvml": "lightning_pfo.device.nvml", "zeus": "lightning_pfo.device.zeus_backend"}
+"""Modules by backend name; each has `unlock_graphics_clock(gpu_uuid, found)`."""
 
 
 class ClockClaim:
@@ -47,6 +47,11 @@ class ClockClaim:
     def is_changed(self) -> bool:
         """Whether there is something to undo before `release`."""
         return bool(self._lease.changed)
+
+    @property
+    def found(self) -> Mapping[str, int | None]:
+        """The GPU's state when it was acquired; see `Lease`."""
+        return self._lease.found
 
     def note_change(self, what: str = GRAPHICS_CLOCK) -> None:
         """Write down that `what` is about to be changed; returns when it is on disk. Free when noted already."""
@@ -143,7 +148,7 @@ def _undo(lease: Lease) -> None:
             raise DeviceError(
                 f"Clocks are restored by one of {', '.join(BACKENDS)}; the lease names {lease.backend!r}."
             )
-        importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid)
+        importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid, lease.found)
     delete_lease(lease.gpu_uuid)
 
 

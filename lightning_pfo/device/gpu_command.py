@@ -18,14 +18,15 @@ from rich.table import Table
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.device import nvml
+from lightning_pfo.device import nvml, zeus_backend
 from lightning_pfo.device.choose import open_gpu
 from lightning_pfo.device.gpu_config import GpuConfig, load_gpu_config
 from lightning_pfo.device.gpu_report import GpuReport, report_gpu
 
 HOW_TO_GET_PERMISSION = (
     "Permission to set clocks: run as root, or with the capability CAP_SYS_ADMIN, in a container too "
-    "(docker: --cap-add=SYS_ADMIN)."
+    "(docker: --cap-add=SYS_ADMIN); or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use "
+    "gpu=zeus (pip install 'lightning-pfo[zeus]')."
 )
 
 
@@ -53,8 +54,9 @@ def run(settings: Settings) -> None:
     if settings.watch_s <= 0:
         raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}.")
     config = load_gpu_config(settings.gpu)
-    is_real = config.kind == "nvml" or (config.kind == "auto" and nvml.nvml_available())
-    num_gpus = nvml.visible_gpu_count() if is_real else 1
+    num_gpus = 1
+    if config.kind != "emulated":
+        num_gpus = zeus_backend.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
     reports = []
     for index in range(max(1, num_gpus)):
         gpu = open_gpu(config, index)
@@ -83,7 +85,7 @@ def run(settings: Settings) -> None:
 def config_text(report: GpuReport, config: GpuConfig) -> str:
     """The YAML of a configuration for this GPU: a real one through NVML, an emulated one with all its parameters."""
     settings = {
-        "kind": "emulated" if report.is_emulated else "nvml",
+        "kind": "emulated" if report.is_emulated else config.kind if config.kind == "zeus" else "nvml",
         "model": config.model if report.is_emulated else report.name,
         "clock_step_mhz": report.clock_step_mhz,
         "scan_max_mhz": report.scan_max_mhz,

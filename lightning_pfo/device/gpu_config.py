@@ -11,15 +11,16 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 
-KINDS = ("auto", "nvml", "emulated")
+KINDS = ("auto", "nvml", "zeus", "emulated")
 
 
 @dataclass
 class GpuConfig:
-    """Which GPU to use. All fields but `kind` and `scan_*` describe the emulated GPU (physics: `emulated_physics`)."""
+    """Which GPU to use. Most fields describe the emulated GPU (physics: `emulated_physics`); others say "real GPUs"."""
 
     kind: str = "auto"
-    """`nvml` (a real NVIDIA GPU), `emulated`, or `auto`: NVML where there is a GPU, else emulated."""
+    """`nvml` (a real NVIDIA GPU), `zeus` (a real GPU through the zeus package: AMD, or NVIDIA with zeusd), `emulated`,
+    or `auto`: NVML where there is a GPU, else emulated."""
 
     model: str = "NVIDIA A100-SXM4-80GB"
     """Name of the model that is emulated."""
@@ -41,6 +42,14 @@ class GpuConfig:
 
     scan_step_mhz: int = 0
     """A scan measures clocks at least this far apart, MHz; 0: every supported one. (Also for real GPUs.)"""
+
+    lead_clocks: bool = False
+    """Ask for an instruction's clock earlier by the measured latency, while the one before it still runs, where the
+    wait in between is shorter than the latency. (Also for real GPUs.)"""
+
+    dry_run: bool = False
+    """Do everything but change clocks: requests are checked, counted and read back, the GPU keeps its own clocks. (Only
+    for real GPUs.)"""
 
     power_limit_w: float = 500.0
     """Power cap, W: where computing would exceed it the clock is held lower. Above static_power_w."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
-from lightning_pfo.device import clock_claim
-from lightning_pfo.device.gpu import check_clock_supported
+from lightning_pfo.device.leased_gpu import LeasedGpu
 
 logger = logging.getLogger(__name__)
 
 _HOW_TO_GET_PERMISSION = (
     "Locking GPU clocks needs root or the capability CAP_SYS_ADMIN, in a container too (docker: --cap-add=SYS_ADMIN). "
-    "Run with it, or try the clock control on an emulated GPU (gpu=emulated_a100)"
+    "Run with it, have zeusd do it (gpu=zeus; docs/gpus.md), or try the clock control on an emulated GPU "
+    "(gpu=emulated_a100)"
 )
 # NVML code (nvml.h, nvmlReturn_t) -> error class and what to do about it
 _ERRORS: dict[int, tuple[type[DeviceError], str]] = {
@@ -83,6 +83,21 @@ def visible_gpu_count() -> int:
         pynvml.nvmlShutdown()
 
 
+def node_index_of(gpu_uuid: str) -> int:
+    """Index of a GPU among all GPUs of the node.
+
+    Raises:
+        DeviceError: If there is no such GPU.
+    """
+    pynvml = _pynvml()
+    with _project_errors(f"Looking for GPU {gpu_uuid}"):
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid)))
+        finally:
+            pynvml.nvmlShutdown()
+
+
 def nvml_available() -> bool:
     """Whether this process may use at least one NVIDIA GPU."""
     return visible_gpu_count() > 0
@@ -122,8 +137,12 @@ def _gpu_of_mig(pynvml: ModuleType, mig_uuid: str) -> list[Any]:
         return []
 
 
-def unlock_graphics_clock(gpu_uuid: str) -> None:
+def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> None:
     """Undo a lock of the graphics clock that another process has left; see `clock_claim`.
+
+    Args:
+        gpu_uuid: The GPU.
+        found: Its state before; not needed here.
 
     Raises:
         DeviceError: If there is no such GPU, or it refuses.
@@ -137,10 +156,10 @@ def unlock_graphics_clock(gpu_uuid: str) -> None:
             pynvml.nvmlShutdown()
 
 
-class NvmlGpu:
+class NvmlGpu(LeasedGpu):
     """A real NVIDIA GPU, with all methods of `Gpu`."""
 
-    is_emulated = False
+    backend = "nvml"
 
     def __init__(self, index: int) -> None:
         """Open a GPU; its clocks are not touched, unless a crashed job left them locked: then they are restored.
@@ -158,7 +177,6 @@ class NvmlGpu:
         with _project_errors("Starting NVML"):
             self._nvml.nvmlInit()
         self._is_open = True
-        self._claim: clock_claim.ClockClaim | None = None
         try:
             with _project_errors(f"Opening GPU {index}"):
                 handles = _visible_handles(self._nvml)
@@ -170,15 +188,14 @@ class NvmlGpu:
                         "gpu=emulated_a100."
                     )
                 self._handle = handles[index]
-                self._name = _text(self._nvml.nvmlDeviceGetName(self._handle))
-                self._uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
+                name = _text(self._nvml.nvmlDeviceGetName(self._handle))
+                uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
                 memory_mhz = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
                 clocks_mhz = self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz)
-                self._clocks_mhz = tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True))
         except BaseException:
-            self.close()
+            self._leave()
             raise
-        clock_claim.repair_at_start(self._uuid)
+        super().__init__(name, uuid, tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True)))
         if self._is_split():
             logger.warning(
                 "%s is split into MIG instances: its clock and its energy are those of all instances together.",
@@ -186,61 +203,21 @@ class NvmlGpu:
             )
 
     @property
-    def name(self) -> str:
-        """Model name as the driver gives it."""
-        return self._name
+    def node_index(self) -> int:
+        """Index among all GPUs of the node, in PCI order, whatever CUDA_VISIBLE_DEVICES leaves."""
+        with _project_errors(f"Asking for the index of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetIndex(self._handle))
 
-    def supported_clocks_mhz(self) -> tuple[int, ...]:
-        """Graphics clocks at the highest memory clock, highest first."""
-        return self._clocks_mhz
+    def _lock(self, clock_mhz: int) -> None:
+        with _project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
+            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
 
-    @property
-    def uuid(self) -> str:
-        """The driver's identifier of the GPU."""
-        return self._uuid
+    def _unlock(self) -> None:
+        with _project_errors(f"Unlocking the clocks of {self._name}"):
+            self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
 
-    def claim_clocks(self) -> None:
-        """Claim the clocks for this process: lease and watchdog; see `clock_claim`. The GPU is not touched.
-
-        Raises:
-            DeviceError: If a living process holds them (the message names it).
-        """
-        if self._claim is None:
-            self._claim = clock_claim.acquire(self._uuid, self._name, "nvml", self._state())
-
-    def lock_graphics_clock(self, clock_mhz: int) -> None:
-        """Lock the graphics clock; NVML itself would silently round an unsupported one.
-
-        Raises:
-            DeviceError: If the clock is not supported, another job holds the clocks, or the GPU fails.
-            ClockPermissionError: If this process may not change clocks.
-        """
-        check_clock_supported(clock_mhz, self._clocks_mhz, self._name)
-        self.claim_clocks()
-        assert self._claim is not None
-        is_first = not self._claim.is_changed
-        self._claim.note_change()
-        try:
-            with _project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
-                self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
-        except DeviceError as error:
-            if is_first and getattr(error.__cause__, "value", None) in _REFUSED:
-                self._give_up_claim()  # nothing was changed, so nothing is to be reset
-            raise
-
-    def restore(self) -> None:
-        """Reset the graphics clock lock if we set one; memory clocks and power limits are never touched."""
-        if self._claim is None or not self._claim.is_ours:
-            return
-        if self._claim.is_changed:
-            with _project_errors(f"Unlocking the clocks of {self._name}"):
-                self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
-        self._give_up_claim()
-
-    def _give_up_claim(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
+    def _was_refused(self, error: DeviceError) -> bool:
+        return getattr(error.__cause__, "value", None) in _REFUSED
 
     def _is_split(self) -> bool:
         try:
@@ -248,7 +225,7 @@ class NvmlGpu:
         except self._nvml.NVMLError:
             return False
 
-    def _state(self) -> dict[str, int | None]:
+    def _found(self) -> dict[str, int | None]:
         """What the driver tells of the settings that a lease is about; NVML cannot tell locked clocks."""
         nvml, handle = self._nvml, self._handle
         questions: dict[str, Callable[[], Any]] = {
@@ -291,17 +268,15 @@ class NvmlGpu:
             return frozenset()
         return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
 
-    @property
-    def energy_is_continuous(self) -> bool:
-        """Never: real counters tick."""
-        return False
-
     def close(self) -> None:
         """Restore the clocks and leave NVML. May be called twice."""
         if self._is_open:
             try:
                 self.restore()
             finally:
-                self._is_open = False
-                with _project_errors("Leaving NVML"):
-                    self._nvml.nvmlShutdown()
+                self._leave()
+
+    def _leave(self) -> None:
+        self._is_open = False
+        with _project_errors("Leaving NVML"):
+            self._nvml.nvmlShutdown()

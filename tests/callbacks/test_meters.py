@@ -5,6 +5,7 @@ import time
 import pytest
 
 from lightning_pfo.callbacks import meters
+from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
 from lightning_pfo.callbacks.meters import InstructionMeter, IterationMeter
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.instruction import InstructionType
@@ -53,7 +54,7 @@ def test_computing_and_waiting_are_told_apart(world):
 
 def test_iterations_are_measured_once_ready(world):
     ready = iter([False, True])
-    meter = IterationMeter(world.gpu, world.source, is_ready=lambda: next(ready))
+    meter = IterationMeter(world.gpu, world.source, DeviceFollower(no_mark), is_ready=lambda: next(ready))
     world.source.add_listener(meter)
     world.source.run_iteration(lambda inst: world.spend(1, 100))
     assert meter.take() is None

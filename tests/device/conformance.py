@@ -1,4 +1,4 @@
-"""What every `Gpu` must do. Run as a program on NVML: `python -m tests.device.conformance CHECK`."""
+"""What every `Gpu` must do. Run as a program: `python -m tests.device.conformance GPU [CHECK ...]`, e.g. GPU=nvml."""
 
 from __future__ import annotations
 
@@ -113,6 +113,8 @@ CHECKS: dict[str, Callable[[Gpu], None]] = {
 }
 
 if __name__ == "__main__":
-    opened = open_gpu("nvml", 0)
-    CHECKS[sys.argv[1]](opened)
-    opened.close()
+    for name in sys.argv[2:] or CHECKS:
+        print(name, flush=True)
+        opened = open_gpu(sys.argv[1], 0)
+        CHECKS[name](opened)
+        opened.close()

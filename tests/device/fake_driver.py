@@ -47,8 +47,10 @@ class FakeDriver:
         """Lease files that are there now."""
         return sorted(self.lease_folder.glob("*.json"))
 
-    def environment(self, scenario: str = "normal", num_gpus: int = 2, latency_ms: int = 0) -> dict[str, str]:
-        """Environment variables of a process that is to find the fake driver."""
+    def environment(
+        self, scenario: str = "normal", num_gpus: int = 2, latency_ms: int = 0, **settings: object
+    ) -> dict[str, str]:
+        """Environment variables of a process that is to find the fake driver; `cap_mhz=...` is FAKE_NVML_CAP_MHZ."""
         environment = os.environ | {
             "LD_LIBRARY_PATH": f"{self.library_folder}{os.pathsep}{os.environ.get('LD_LIBRARY_PATH', '')}",
             "PYTHONPATH": f"{PROJECT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -58,6 +60,7 @@ class FakeDriver:
             "FAKE_NVML_LOG": str(self.log_path),
             "LIGHTNING_PFO_RUNTIME_DIR": str(self.lease_folder),
         }
+        environment |= {f"FAKE_NVML_{name.upper()}": str(value) for name, value in settings.items()}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         return environment
 

@@ -1,12 +1,18 @@
 /* A driver library for tests: the functions of NVML that the project calls, with GPUs that only exist here.
  *
  * Environment:
- *   FAKE_NVML_SCENARIO    normal, no_permission, no_energy_counter, lost_gpu, no_driver   (default: normal)
+ *   FAKE_NVML_SCENARIO    normal, no_permission, not_supported, no_energy_counter, lost_gpu, no_driver (default: normal)
  *   FAKE_NVML_GPUS        number of GPUs (default: 2)
  *   FAKE_NVML_LATENCY_MS  how long setting a clock takes (default: 0)
- *   FAKE_NVML_REASONS     bits that say what holds the clock down (default: 0)
+ *   FAKE_NVML_LANDING_MS  how long after that the clock changes (default: 0)
+ *   FAKE_NVML_CAP_MHZ     the clock that the power limit allows (default: any)
+ *   FAKE_NVML_TICK_MS     how often the energy counter advances (default: continuously)
+ *   FAKE_NVML_LOST_FILE   while this file exists, all GPUs have fallen off the bus
+ *   FAKE_NVML_REASONS     bits that say what holds the clock down, beside the power limit (default: 0)
  *   FAKE_NVML_MIG         1: the GPUs are split into instances (default: 0)
  *   FAKE_NVML_LOG         file to which every change is appended: "<pid> <gpu> lock <min> <max>" or "<pid> <gpu> reset"
+ *
+ * All processes with the same log see the same clocks, as with a real driver.
  *
  * GPU i is called "Fake GPU i", has the UUID "GPU-<i repeated>-fake" and clocks 1410, 1395, ..., 210 MHz.
  */
@@ -15,6 +21,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -22,8 +29,10 @@ enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, 
        INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
 enum { TOP_MHZ = 1410, MIN_MHZ = 210, STEP_MHZ = 15, MAX_GPUS = 16, POWER_MW = 300000 };
 
-typedef struct { int index; unsigned locked_mhz; } gpu_t;
+typedef struct { int index; } gpu_t;
+typedef struct { unsigned locked_mhz, before_mhz; double since_s; } clock_state_t; /* all zero: never locked */
 static gpu_t gpus[MAX_GPUS];
+static clock_state_t *clock_states = NULL;
 static int users = 0;
 
 static const char *setting(const char *name, const char *otherwise) {
@@ -42,17 +51,60 @@ static void write_log(const char *line) {
     }
 }
 
+static double now_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + now.tv_nsec * 1e-9;
+}
+static unsigned milliseconds(const char *name) { return (unsigned)atoi(setting(name, "0")); }
+static unsigned cap_mhz(void) { return (unsigned)atoi(setting("FAKE_NVML_CAP_MHZ", "1000000")); }
+static unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
+
+static void open_clock_states(void) {
+    const char *log = getenv("FAKE_NVML_LOG");
+    int file = -1;
+    if (clock_states) return;
+    if (log) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s.state", log);
+        file = open(path, O_RDWR | O_CREAT, 0666);
+        if (file < 0 || ftruncate(file, sizeof(clock_state_t) * MAX_GPUS) != 0) abort();
+    }
+    clock_states = mmap(NULL, sizeof(clock_state_t) * MAX_GPUS, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | (file < 0 ? MAP_ANONYMOUS : 0), file, 0);
+    if (clock_states == MAP_FAILED) abort();
+    if (file >= 0) close(file);
+}
+static unsigned wanted_mhz(const clock_state_t *state) { return state->locked_mhz ? state->locked_mhz : TOP_MHZ; }
+static unsigned current_mhz(const gpu_t *gpu) {
+    const clock_state_t *state = &clock_states[gpu->index];
+    int has_landed = now_s() >= state->since_s + 1e-3 * milliseconds("FAKE_NVML_LANDING_MS");
+    return least(has_landed || !state->before_mhz ? wanted_mhz(state) : state->before_mhz, cap_mhz());
+}
+static void change_clock(gpu_t *gpu, unsigned locked_mhz) {
+    clock_state_t *state = &clock_states[gpu->index];
+    state->before_mhz = current_mhz(gpu);
+    state->since_s = now_s();
+    state->locked_mhz = locked_mhz;
+}
+
+static int is_lost(void) {
+    const char *path = getenv("FAKE_NVML_LOST_FILE");
+    return scenario_is("lost_gpu") || (path && access(path, F_OK) == 0);
+}
 static int may_change_clocks(void) {
     if (users == 0) return UNINITIALIZED;
     if (scenario_is("no_permission")) return NO_PERMISSION;
-    if (scenario_is("lost_gpu")) return GPU_IS_LOST;
-    usleep((unsigned)atoi(setting("FAKE_NVML_LATENCY_MS", "0")) * 1000);
+    if (scenario_is("not_supported")) return NOT_SUPPORTED;
+    if (is_lost()) return GPU_IS_LOST;
+    usleep(milliseconds("FAKE_NVML_LATENCY_MS") * 1000);
     return SUCCESS;
 }
 
 int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
     if (scenario_is("no_driver")) return DRIVER_NOT_LOADED;
+    open_clock_states();
     users++;
     return SUCCESS;
 }
@@ -82,6 +134,14 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, gpu_t **gpu) {
     gpus[index].index = (int)index;
     *gpu = &gpus[index];
     return SUCCESS;
+}
+int nvmlDeviceGetIndex(gpu_t *gpu, unsigned *index) {
+    *index = (unsigned)gpu->index;
+    return SUCCESS;
+}
+int nvmlDeviceGetC2cModeInfoV(gpu_t *gpu, void *info) {
+    (void)gpu, (void)info;
+    return NOT_SUPPORTED; /* not a Grace Hopper */
 }
 int nvmlDeviceGetName(gpu_t *gpu, char *name, unsigned size) {
     snprintf(name, size, "Fake GPU %d", gpu->index);
@@ -129,7 +189,7 @@ int nvmlDeviceSetGpuLockedClocks(gpu_t *gpu, unsigned min_mhz, unsigned max_mhz)
     if (code != SUCCESS) return code;
     char line[100];
     snprintf(line, sizeof line, "%d %d lock %u %u\n", getpid(), gpu->index, min_mhz, max_mhz);
-    gpu->locked_mhz = max_mhz;
+    change_clock(gpu, max_mhz);
     write_log(line);
     return SUCCESS;
 }
@@ -138,7 +198,7 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
     if (code != SUCCESS) return code;
     char line[100];
     snprintf(line, sizeof line, "%d %d reset\n", getpid(), gpu->index);
-    gpu->locked_mhz = 0;
+    change_clock(gpu, 0);
     write_log(line);
     return SUCCESS;
 }
@@ -146,21 +206,23 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
     (void)gpu;
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
-    if (scenario_is("lost_gpu")) return GPU_IS_LOST;
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    *energy_mj = (uint64_t)((double)POWER_MW * ((double)now.tv_sec + now.tv_nsec * 1e-9));
+    if (is_lost()) return GPU_IS_LOST;
+    double tick_s = 1e-3 * milliseconds("FAKE_NVML_TICK_MS"), time_s = now_s();
+    if (tick_s > 0) time_s = (double)(uint64_t)(time_s / tick_s) * tick_s;
+    *energy_mj = (uint64_t)(POWER_MW * time_s);
     return SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(gpu_t *gpu, unsigned *power_mw) {
     (void)gpu;
+    if (is_lost()) return GPU_IS_LOST;
     *power_mw = POWER_MW;
     return SUCCESS;
 }
 int nvmlDeviceGetClockInfo(gpu_t *gpu, int type, unsigned *clock_mhz) {
+    if (is_lost()) return GPU_IS_LOST;
     if (type == 2) { *clock_mhz = 1593; return SUCCESS; } /* memory */
     if (type != 0) return INVALID_ARGUMENT;
-    *clock_mhz = gpu->locked_mhz ? gpu->locked_mhz : TOP_MHZ;
+    *clock_mhz = current_mhz(gpu);
     return SUCCESS;
 }
 int nvmlDeviceGetPowerManagementLimit(gpu_t *gpu, unsigned *limit_mw) {
@@ -169,8 +231,8 @@ int nvmlDeviceGetPowerManagementLimit(gpu_t *gpu, unsigned *limit_mw) {
     return SUCCESS;
 }
 int nvmlDeviceGetCurrentClocksThrottleReasons(gpu_t *gpu, unsigned long long *reasons) {
-    (void)gpu;
     *reasons = (unsigned long long)strtoull(setting("FAKE_NVML_REASONS", "0"), NULL, 0);
+    if (wanted_mhz(&clock_states[gpu->index]) > cap_mhz()) *reasons |= 0x4; /* software power cap */
     return SUCCESS;
 }
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu_t *instance, gpu_t **gpu) {

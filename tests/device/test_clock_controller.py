@@ -213,7 +213,7 @@ def test_many_threads_many_requests_end_consistently(gpu: RecordingGpu) -> None:
     for thread in threads:
         thread.join()
     assert clocks.wait(30)
-    assert gpu.calls[-1] == clocks._requested_mhz
+    assert gpu.calls[-1] == clocks._target.clock_mhz
     clocks.close()
     assert gpu.calls[-1] == "restore"
     assert clocks.num_changes == len(gpu.calls) - 1

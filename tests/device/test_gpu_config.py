@@ -18,7 +18,7 @@ MODELS = ["a100", "a40", "a6000", "h100", "h200", "rtx3090", "v100"]
 
 
 def test_the_promised_models_are_there() -> None:
-    assert known_gpu_configs() == sorted(["auto", "nvml", *(f"emulated_{model}" for model in MODELS)])
+    assert known_gpu_configs() == sorted(["auto", "nvml", "zeus", *(f"emulated_{model}" for model in MODELS)])
 
 
 @pytest.mark.parametrize("name", known_gpu_configs())

@@ -176,7 +176,7 @@ def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lease:
 @pytest.fixture
 def unlocked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
-    monkeypatch.setattr("lightning_pfo.device.nvml.unlock_graphics_clock", calls.append)
+    monkeypatch.setattr("lightning_pfo.device.nvml.unlock_graphics_clock", lambda uuid, found: calls.append(uuid))
     return calls
 
 
@@ -220,7 +220,7 @@ def test_a_watchdog_leaves_the_lease_of_a_newer_holder_alone(lease: Lease, unloc
 def test_a_failing_repair_keeps_the_lease_and_warns(
     lease: Lease, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(gpu_uuid: str) -> None:
+    def refuse(gpu_uuid: str, found: dict[str, int | None]) -> None:
         raise DeviceError(f"You may not unlock {gpu_uuid}.")
 
     monkeypatch.setattr("lightning_pfo.device.nvml.unlock_graphics_clock", refuse)

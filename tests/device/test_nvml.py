@@ -20,9 +20,9 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_conformance_nvml(check: str, fake_driver: FakeDriver) -> None:
-    run(fake_driver.environment(), "-m", "tests.device.conformance", check)
+@pytest.mark.parametrize("settings", [{}, {"latency_ms": 3, "landing_ms": 10, "tick_ms": 20}], ids=["quick", "slow"])
+def test_conformance_nvml(settings: dict[str, int], fake_driver: FakeDriver) -> None:
+    run(fake_driver.environment(**settings), "-m", "tests.device.conformance", "nvml")
     assert fake_driver.locked_gpus() == {}
 
 
@@ -32,8 +32,8 @@ def test_conformance_emulated(check: str) -> None:
 
 
 def test_nothing_is_touched_without_a_lock(fake_driver: FakeDriver) -> None:
-    run(fake_driver.environment(), "-m", "tests.device.conformance", "restore_without_a_lock_does_nothing")
-    run(fake_driver.environment(), "-m", "tests.device.conformance", "energy_and_power_agree")
+    checks = ("restore_without_a_lock_does_nothing", "energy_and_power_agree")
+    run(fake_driver.environment(), "-m", "tests.device.conformance", "nvml", *checks)
     assert fake_driver.changes() == []
 
 

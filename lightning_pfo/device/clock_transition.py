@@ -1,0 +1,181 @@
+"""How quickly a GPU follows clock requests, and whether it gets there: the clock is read back after each change.
+
+::
+
+    request   lock call   ~~~~ the old clock ~~~~~ | the new clock
+    |---------------- latency ---------------------|
+                               polls:       .  .  .    (none before most of the usual latency has passed)
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_pfo.device.gpu import Gpu
+
+TIMEOUT_S = 0.25
+"""A clock that has not landed by then is not reached."""
+
+_POLL_S = 0.0005
+_POLL_SHARE = 0.1  # of the time passed: the latency is known to a tenth, and a clock never reached costs few polls
+_USUAL_SHARE = 0.7  # of the usual latency: before that a poll would see nothing
+_MIN_OBSERVED = 5
+_KEPT = 1000
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One change of a clock.
+
+    Attributes:
+        clock_mhz: The clock asked for.
+        reached_mhz: The clock read last.
+        latency_s: From the request until the GPU was seen at the clock; None if it was not seen there.
+        limits: What held it below; see `Gpu.clock_limits`.
+    """
+
+    clock_mhz: int
+    reached_mhz: int
+    latency_s: float | None
+    limits: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ClockStatistics:
+    """What became of the clock changes of a run; `str` is a line for people.
+
+    Attributes:
+        num_changes: Changes that the driver accepted.
+        num_observed: Those that were seen to land; the others were overtaken by the next change, or not reached.
+        latency_s: Median time from the request until the clock was there, s; nan if none was observed.
+        latency_p90_s: Time within which nine in ten were there, s; nan if none was observed.
+        not_reached: How often each clock (MHz) was not reached.
+        limits: What held those clocks down.
+    """
+
+    num_changes: int
+    num_observed: int
+    latency_s: float
+    latency_p90_s: float
+    not_reached: dict[int, int]
+    limits: frozenset[str]
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_changes} clock changes"]
+        if self.num_observed:
+            parts.append(
+                f"reached after {1e3 * self.latency_s:.1f} ms (nine in ten: {1e3 * self.latency_p90_s:.1f} ms)"
+            )
+        if self.not_reached:
+            clocks = ", ".join(f"{clock} MHz {count} times" for clock, count in sorted(self.not_reached.items()))
+            reason = f" ({', '.join(sorted(self.limits))})" if self.limits else ""
+            parts.append(f"not reached: {clocks}{reason}")
+        return "; ".join(parts)
+
+
+class TransitionLog:
+    """Watches the clock changes of one GPU. One thread watches; any may read."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._tolerance_mhz = _half_step(gpu.supported_clocks_mhz())
+        self._latencies_s: deque[float] = deque(maxlen=_KEPT)
+        self._not_reached: Counter[int] = Counter()
+        self._limits: set[str] = set()
+
+    @property
+    def usual_latency_s(self) -> float:
+        """Median latency; 0 until a few changes were seen to land."""
+        latencies_s = tuple(self._latencies_s)
+        return statistics.median(latencies_s) if len(latencies_s) >= _MIN_OBSERVED else 0.0
+
+    def watch(self, clock_mhz: int, requested_s: float, sleep: Callable[[float], bool]) -> Transition:
+        """Read the clock until it is there, and remember what was seen.
+
+        Args:
+            clock_mhz: The clock that the driver was just told.
+            requested_s: When it was asked for (`time.perf_counter`).
+            sleep: Sleeps for some seconds; returns whether to stop watching, as another change is to be made.
+
+        Raises:
+            DeviceError: If the clock cannot be read.
+        """
+        transition = watch_clock(
+            self._gpu, clock_mhz, requested_s, sleep, self._tolerance_mhz, _USUAL_SHARE * self.usual_latency_s
+        )
+        if transition.latency_s is not None:
+            self._latencies_s.append(transition.latency_s)
+        elif transition.limits or time.perf_counter() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows
+            self._not_reached[clock_mhz] += 1
+            self._limits |= transition.limits
+        return transition
+
+    def statistics(self, num_changes: int) -> ClockStatistics:
+        """Summarize what was seen of `num_changes` changes."""
+        latencies_s = sorted(tuple(self._latencies_s))
+        return ClockStatistics(
+            num_changes=num_changes,
+            num_observed=len(latencies_s),
+            latency_s=statistics.median(latencies_s) if latencies_s else float("nan"),
+            latency_p90_s=latencies_s[int(0.9 * (len(latencies_s) - 1))] if latencies_s else float("nan"),
+            not_reached=dict(self._not_reached),
+            limits=frozenset(self._limits),
+        )
+
+
+def watch_clock(
+    gpu: Gpu,
+    clock_mhz: int,
+    requested_s: float,
+    sleep: Callable[[float], bool],
+    tolerance_mhz: float,
+    first_look_s: float = 0.0,
+) -> Transition:
+    """Read a GPU's clock until it is within `tolerance_mhz` of `clock_mhz`, `TIMEOUT_S` is over, or `sleep` says stop.
+
+    Raises:
+        DeviceError: If the clock cannot be read.
+    """
+    is_stopped = sleep(first_look_s - (time.perf_counter() - requested_s)) if first_look_s else False
+    while True:
+        reached_mhz = gpu.graphics_clock_mhz()
+        passed_s = time.perf_counter() - requested_s
+        if abs(reached_mhz - clock_mhz) <= tolerance_mhz:
+            return Transition(clock_mhz, reached_mhz, passed_s)
+        if is_stopped or passed_s >= TIMEOUT_S:
+            return Transition(clock_mhz, reached_mhz, None, gpu.clock_limits())
+        is_stopped = sleep(max(_POLL_S, _POLL_SHARE * passed_s))
+
+
+def measure_latency(gpu: Gpu, clocks_mhz: Sequence[int]) -> ClockStatistics:
+    """Set clocks one after the other, each until it has landed or `TIMEOUT_S` is over; restore afterwards.
+
+    What is measured is the time until the driver *reads* the new clock, so the resolution of that reading is included.
+
+    Raises:
+        DeviceError: If a clock cannot be set or read.
+    """
+    log = TransitionLog(gpu)
+    try:
+        for clock_mhz in clocks_mhz:
+            requested_s = time.perf_counter()
+            gpu.lock_graphics_clock(clock_mhz)
+            log.watch(clock_mhz, requested_s, _sleep)
+    finally:
+        gpu.restore()
+    return log.statistics(len(clocks_mhz))
+
+
+def _sleep(duration_s: float) -> bool:
+    time.sleep(max(0.0, duration_s))
+    return False
+
+
+def _half_step(supported_mhz: Sequence[int]) -> float:
+    """Half the least distance of supported clocks: whatever is read nearer than that is the clock asked for."""
+    return min((above - below for above, below in pairwise(supported_mhz)), default=2) / 2
