@@ -1,8 +1,8 @@
 """The command line: `lightning-pfo COMMAND key=value ...` (also `python -m lightning_pfo COMMAND ...`).
 
 A command is a module with a dataclass `Settings` and a function `run(settings) -> None`; it is imported only when it is
-called, so that the command line starts quickly. Settings are given in Hydra's override form and checked against
-the dataclass; a field's `metadata["help"]` is its line in `--help`.
+called, so that the command line starts quickly. Settings are given in Hydra's override form (`--key value` works too)
+and checked against the dataclass; a field's `metadata["help"]` is its line in `--help`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(flag in overrides for flag in _HELP_FLAGS):
             print(_usage(name, command))
         else:
-            command.run(read_settings(command.Settings, overrides))
+            command.run(read_settings(command.Settings, without_dashes(overrides)))
     except (PfoError, OSError) as error:
         print(f"lightning-pfo: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def without_dashes(arguments: Sequence[str]) -> list[str]:
+    """Turn `--key value`, `--key=value` and a lone `--key` (true) into `key=value`; `key-name` is `key_name`."""
+    settings: list[str] = []
+    waiting: str | None = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            settings += [f"{waiting}=true"] if waiting is not None else []
+            key, equals, value = argument[2:].partition("=")
+            key, waiting = key.replace("-", "_"), None
+            if equals:
+                settings.append(f"{key}={value}")
+            else:
+                waiting = key
+        elif waiting is not None and "=" not in argument:
+            settings.append(f"{waiting}={argument}")
+            waiting = None
+        else:
+            settings += [f"{waiting}=true"] if waiting is not None else []
+            settings.append(argument)
+            waiting = None
+    return settings + ([f"{waiting}=true"] if waiting is not None else [])
 
 
 def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from lightning_pfo.cli import main
+from lightning_pfo.cli import main, without_dashes
 from lightning_pfo.planner import load_frontier, write_profile
 
 
@@ -75,3 +75,17 @@ def test_a_plan_that_cannot_be_selected_leaves_nothing_behind(profile_csv, tmp_p
     assert main(["plan", *arguments, "select=0.5x"]) == 2
     assert "iteration times range from" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["--write", "conf/gpu/x.yaml"], ["write=conf/gpu/x.yaml"]),
+        (["--write=a=b", "json=true"], ["write=a=b", "json=true"]),
+        (["--json"], ["json=true"]),
+        (["--json", "--num-clocks", "3", "gpu=nvml"], ["json=true", "num_clocks=3", "gpu=nvml"]),
+        (["--json", "gpu=nvml"], ["json=true", "gpu=nvml"]),
+    ],
+)
+def test_settings_may_be_spelled_with_dashes(given, read):
+    assert without_dashes(given) == read

@@ -1,9 +1,10 @@
-"""List GPUs: clocks, the range worth scanning, permission to set clocks, resolution of the energy counter.
+"""List GPUs: clocks, the range worth scanning, permission to set clocks and how long it takes, the energy counter.
 
 write=conf/gpu/NAME.yaml makes a configuration for the GPU model: afterwards gpu=NAME works everywhere. Examples:
 
   lightning-pfo gpu
   lightning-pfo gpu gpu=emulated_a40 json=true
+  lightning-pfo gpu --write conf/gpu/my_gpu.yaml
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Settings:
     write: str = field(default="", metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml"})
     index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
     probe: bool = field(
-        default=True, metadata={"help": "test the permission to set clocks by setting and restoring the top clock"}
+        default=True,
+        metadata={"help": "test the permission to set clocks, and the latency, by setting and restoring some"},
     )
     watch_s: float = field(default=1.0, metadata={"help": "how long to watch the energy counter, seconds"})
 
@@ -104,7 +106,7 @@ def config_text(report: GpuReport, config: GpuConfig) -> str:
 
 def _table(reports: list[GpuReport]) -> Table:
     table = Table(title="GPUs")
-    for heading in ("GPU", "clocks (MHz)", "worth scanning (MHz)", "may set clocks", "energy"):
+    for heading in ("GPU", "clocks (MHz)", "worth scanning (MHz)", "may set clocks", "clock latency", "energy"):
         table.add_column(heading)
     for report in reports:
         table.add_row(
@@ -112,9 +114,16 @@ def _table(reports: list[GpuReport]) -> Table:
             f"{report.min_clock_mhz} to {report.top_clock_mhz}, step {report.clock_step_mhz:g}",
             f"{report.scan_min_mhz} to {report.scan_max_mhz}, step {report.scan_step_mhz}",
             {True: "yes", False: "no", None: "unknown"}[report.may_set_clocks],
+            _latency(report),
             _energy(report),
         )
     return table
+
+
+def _latency(report: GpuReport) -> str:
+    if report.clock_latency_s is None or report.clock_latency_p90_s is None:
+        return "not seen" if report.may_set_clocks else "not measured"
+    return f"{1e3 * report.clock_latency_s:.1f} ms (nine in ten: {1e3 * report.clock_latency_p90_s:.1f} ms)"
 
 
 def _energy(report: GpuReport) -> str:

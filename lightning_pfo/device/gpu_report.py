@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
+from lightning_pfo.device.clock_transition import ClockStatistics, measure_latency
 from lightning_pfo.device.gpu import Gpu
 
 _SCAN_DOWN_TO = 0.5  # of the top clock; energy valleys of measured profiles lie at 0.55 to 0.75
 _MAX_SCANNED_CLOCKS = 32
 _WATCH_EVERY_S = 0.001
+_LATENCY_PAIRS = 4
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class GpuReport:
         may_set_clocks: Whether this process may; None if that was not or could not be tested.
         permission: Why not, or why it is not known; empty if it may.
         energy_source: `counter`, or `power` where there is no counter and power is integrated instead.
+        clock_latency_s: Time from a request until the new clock was read, median; None if that was not or could not be
+            measured.
+        clock_latency_p90_s: Within this time nine in ten were read.
         counter_tick_s: How often the counter advances; 0: more often than can be seen; None without a counter, or if it
             did not advance while watched.
     """
@@ -51,6 +56,8 @@ class GpuReport:
     scan_step_mhz: int
     may_set_clocks: bool | None
     permission: str
+    clock_latency_s: float | None
+    clock_latency_p90_s: float | None
     energy_source: str
     counter_tick_s: float | None
 
@@ -61,11 +68,12 @@ def report_gpu(gpu: Gpu, index: int, *, probe: bool = True, watch_s: float = 1.0
     Args:
         gpu: The GPU.
         index: Its index on this node.
-        probe: Test the permission to set clocks; see `probe_permission`.
+        probe: Test the permission to set clocks, and how long a change takes; see `probe_permission`, `probe_latency`.
         watch_s: How long to watch the energy counter.
     """
     clocks_mhz = gpu.supported_clocks_mhz()
     may_set, why = probe_permission(gpu) if probe else (None, "not tested (probe=false)")
+    latency = probe_latency(gpu) if may_set else None
     source, tick_s = watch_counter(gpu, watch_s)
     step_mhz = (clocks_mhz[0] - clocks_mhz[-1]) / max(1, len(clocks_mhz) - 1)
     scanned = [clock for clock in clocks_mhz if clock >= _SCAN_DOWN_TO * clocks_mhz[0]]
@@ -84,6 +92,8 @@ def report_gpu(gpu: Gpu, index: int, *, probe: bool = True, watch_s: float = 1.0
         scan_step_mhz=max(1, int(stride * step_mhz)),
         may_set_clocks=may_set,
         permission=why,
+        clock_latency_s=round(latency.latency_s, 5) if latency is not None else None,
+        clock_latency_p90_s=round(latency.latency_p90_s, 5) if latency is not None else None,
         energy_source=source,
         counter_tick_s=tick_s,
     )
@@ -109,6 +119,21 @@ def probe_permission(gpu: Gpu) -> tuple[bool | None, str]:
     except DeviceError as error:
         return None, str(error)
     return True, ""
+
+
+def probe_latency(gpu: Gpu) -> ClockStatistics | None:
+    """Measure how long a change of clock takes: some changes between the top clock and three quarters of it; restores.
+
+    Returns:
+        What was seen; None if no change was: an idle GPU may show a lower clock than it is locked at.
+    """
+    clocks_mhz = gpu.supported_clocks_mhz()
+    lower_mhz = next((clock for clock in clocks_mhz if clock <= 0.75 * clocks_mhz[0]), clocks_mhz[-1])
+    try:
+        statistics = measure_latency(gpu, [lower_mhz, clocks_mhz[0]] * _LATENCY_PAIRS)
+    except DeviceError:
+        return None
+    return statistics if statistics.num_observed else None
 
 
 def watch_counter(gpu: Gpu, watch_s: float) -> tuple[str, float | None]:

@@ -37,13 +37,17 @@ def test_real_gpus_as_json(fake_driver: FakeDriver) -> None:
 
 def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
     run(fake_driver.environment())
-    assert [(change.gpu, change.clock_mhz) for change in fake_driver.changes()] == [
-        (0, 1410),
-        (0, None),
-        (1, 1410),
-        (1, None),
-    ]
+    for gpu in (0, 1):
+        changes = [change.clock_mhz for change in fake_driver.changes() if change.gpu == gpu]
+        assert changes == [1410, None, *[1050, 1410] * 4, None]
     assert fake_driver.leases() == []
+
+
+def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
+    (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true"))
+    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"] < 0.25
+    hidden = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json")  # no clock shows what was asked for
+    assert json.loads(hidden)[0]["clock_latency_s"] is None
 
 
 def test_without_the_probe_no_clock_is_touched(fake_driver: FakeDriver) -> None:
@@ -66,7 +70,7 @@ def test_a_written_configuration_works(fake_driver: FakeDriver, tmp_path: Path) 
     from omegaconf import OmegaConf
 
     path = tmp_path / "new" / "fake_gpu.yaml"
-    assert "gpu=fake_gpu" in run(fake_driver.environment(), f"write={path}", "index=1").replace("\n", " ")
+    assert "gpu=fake_gpu" in run(fake_driver.environment(), "--write", str(path), "--index=1").replace("\n", " ")
     config = gpu_config_from(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
     assert (config.kind, config.model) == ("nvml", "Fake GPU 1")
     assert (config.scan_max_mhz, config.scan_min_mhz, config.scan_step_mhz) == (1410, 705, 30)
