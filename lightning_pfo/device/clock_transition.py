@@ -23,7 +23,7 @@ TIMEOUT_S = 0.25
 
 _POLL_S = 0.0005
 _POLL_SHARE = 0.1  # of the time passed: the latency is known to a tenth, and a clock never reached costs few polls
-_USUAL_SHARE = 0.7  # of the usual latency: before that a poll would see nothing
+_USUAL_SHARE = 0.9  # of the usual latency: before that a poll would see nothing
 _MIN_OBSERVED = 5
 _KEPT = 1000
 

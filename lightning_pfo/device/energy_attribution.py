@@ -7,7 +7,8 @@
 
 The energy of tick k is the sum over kinds of (power of the kind) x (time of the kind within the tick). As the mixture
 differs from tick to tick, the powers follow by least squares; interpolating within ticks instead would smear them all
-towards the mean. Where the ticks do not tell kinds apart (mixtures all alike), the interpolated powers remain: they
+towards the mean. A GPU that warms up draws more and more of everything: a common drift of all powers, linear in time,
+is fitted with them. Where the ticks do not tell kinds apart (mixtures all alike), the interpolated powers remain: they
 are the prior, weighted by the time resolution of the ticks (ridge regression).
 """
 
@@ -71,15 +72,25 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     mixture_s = np.column_stack([known_s, other_s]) if has_other else known_s
 
     interpolated_w = (mixture_s * (ticks_j / ticks_s)[:, None]).sum(axis=0) / mixture_s.sum(axis=0)
-    num_ticks, num_kinds = mixture_s.shape
-    normal = mixture_s.T @ mixture_s + np.eye(num_kinds) * num_ticks * trace.resolution_s**2
-    residual_j = ticks_j - mixture_s @ interpolated_w
-    powers_w = interpolated_w + np.linalg.solve(normal, mixture_s.T @ residual_j)
+    expected_j = mixture_s @ interpolated_w
+    columns = np.column_stack([mixture_s, expected_j * _centred(times_s)])  # the last one: all powers drift together
+    num_ticks, num_columns = columns.shape
+    scale = np.append(np.ones(num_columns - 1), ticks_j.sum() / ticks_s.sum())
+    normal = columns.T @ columns + np.diag(num_ticks * (trace.resolution_s * scale) ** 2)
+    residual_j = ticks_j - expected_j
+    correction = np.linalg.solve(normal, columns.T @ residual_j)
+    powers_w = interpolated_w + correction[:-1]
 
-    freedom = num_ticks - num_kinds
-    variance = float(np.sum((ticks_j - mixture_s @ powers_w) ** 2)) / freedom if freedom > 0 else 0.0
+    freedom = num_ticks - num_columns
+    variance = float(np.sum((residual_j - columns @ correction) ** 2)) / freedom if freedom > 0 else 0.0
     stderrs_w = np.sqrt(variance * np.diag(np.linalg.inv(normal)))
     return {key: MeanPower(float(powers_w[i]), float(stderrs_w[i])) for i, key in enumerate(keys)}
+
+
+def _centred(times_s: Array) -> Array:
+    """Middles of the ticks, from -0.5 to 0.5."""
+    middles_s = (times_s[1:] + times_s[:-1]) / 2
+    return np.asarray((middles_s - middles_s.mean()) / (times_s[-1] - times_s[0]))
 
 
 def _time_within(times_s: Array, intervals: Sequence[tuple[float, float]]) -> Array:
