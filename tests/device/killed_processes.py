@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pynvml
 
@@ -31,6 +32,14 @@ def victim(gpu_index: int, seed: int) -> None:
     gpu.close()
 
 
+def wait_for_a_change() -> None:
+    """Until one more clock was changed, or 5 s have passed."""
+    log = Path(os.environ["FAKE_NVML_LOG"])
+    before, deadline_s = log.stat().st_size if log.exists() else 0, time.monotonic() + 5
+    while not (log.exists() and log.stat().st_size > before) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+
+
 def main(num_kills: int, seed: int) -> None:
     chance = random.Random(seed)
     pynvml.nvmlInit()
@@ -46,6 +55,8 @@ def main(num_kills: int, seed: int) -> None:
                 finally:
                     os._exit(0)
             pids.append(pid)
+        if chance.random() < 0.75:  # else it strikes before anything is locked, on a busy machine
+            wait_for_a_change()
         time.sleep(chance.uniform(0, 0.03))
         for pid in chance.sample(pids, len(pids)):
             time.sleep(chance.uniform(0, 0.015))
