@@ -23,6 +23,7 @@ from lightning_pfo.core.errors import ConfigurationError, PfoError
 
 COMMANDS = {
     "plan": "lightning_pfo.planner.command",
+    "sample": "lightning_pfo.planner.sample_command",
     "gpu": "lightning_pfo.device.gpu_command",
     "p2p-power": "lightning_pfo.p2p_command",
     "restore-clocks": "lightning_pfo.device.restore_command",

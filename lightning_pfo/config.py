@@ -81,8 +81,12 @@ class PlanConfig:
     """A selection; see `lightning_pfo.planner.select_plan`."""
     num_plans: int = 50
     """Plans on the frontier."""
-    p2p_blocking_power_w: float | None = None
-    """Power in W of a GPU that waits for a neighbour; null to use the profiled one."""
+    p2p_blocking_power_w: Any = None
+    """Power in W of a GPU that waits for a neighbour, or {clock: W, ...}; null to use the profiled one."""
+    switch_latency_s: float = 0.0
+    """Time in s from a clock request until the clock changes, to plan with."""
+    least_dwell_s: float = 0.0
+    """Time in s for which a plan keeps every clock at least."""
 
 
 @dataclass

@@ -57,5 +57,5 @@ def run(settings: Settings) -> None:
         table.add_row(str(power.clock_mhz), f"{power.power_w:.2f}")
     console = Console()
     console.print(table)
-    mean_w = sum(power.power_w for power in measured) / len(measured)
-    console.print(f"For the planner: p2p_blocking_power_w={mean_w:.2f}", highlight=False)
+    by_clock = ", ".join(f"{power.clock_mhz}: {power.power_w:.2f}" for power in measured)
+    console.print(f"For the planner: 'p2p_blocking_power_w={{{by_clock}}}'", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from lightning_pfo import cli
 from lightning_pfo.device.emulated_physics import GpuPhysics
 from lightning_pfo.device.gpu_config import load_gpu_config
 from lightning_pfo.p2p_power import clocks_to_measure
+from lightning_pfo.planner.blocking import read_blocking_power
 from tests.device.fake_driver import FakeDriver, fake_driver
 
 __all__ = ["fake_driver"]
@@ -23,13 +25,16 @@ def measure(environment: dict[str, str], *settings: str) -> tuple[str, list[dict
     return report["gpu"], report["blocked"], done.stderr
 
 
-def test_an_emulated_gpu_draws_its_modelled_blocked_power(fake_driver: FakeDriver) -> None:
+def test_an_emulated_gpu_draws_its_modelled_blocked_power(fake_driver: FakeDriver, tmp_path: Path) -> None:
     name, blocked, _ = measure(fake_driver.environment(), "gpu=emulated_a100", "num_clocks=2")
     physics = GpuPhysics(load_gpu_config("emulated_a100"))
     assert name == "NVIDIA A100-SXM4-80GB (emulated)"
     assert [power["clock_mhz"] for power in blocked] == [1410, 705]
     for power in blocked:
         assert power["power_w"] == pytest.approx(physics.blocked_power_w(power["clock_mhz"]), rel=0.03)
+    (tmp_path / "power.json").write_text(json.dumps({"gpu": name, "blocked": blocked}))
+    for_the_planner = read_blocking_power(tmp_path / "power.json")
+    assert for_the_planner == {power["clock_mhz"]: power["power_w"] for power in blocked}
 
 
 def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver) -> None:

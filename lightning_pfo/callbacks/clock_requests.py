@@ -68,6 +68,14 @@ class ClockRequests(InstructionListener):
             self._follower.when_reached(partial(self._clocks.request, clock_mhz))
         self._launched, self._last_mhz = None, clock_mhz
 
+    def request_after(self, clock_mhz: int, delay_s: float) -> None:
+        """Ask for a clock some time after the device has done what was launched so far, unless another is asked for."""
+        self._follower.when_reached(partial(self._reached_wait, clock_mhz, delay_s))
+        self._last_mhz = None
+
+    def _reached_wait(self, clock_mhz: int, delay_s: float) -> None:
+        self._clocks.request_at(clock_mhz, time.perf_counter() + delay_s)
+
     def on_instruction_begin(self, event: InstructionEvent) -> None:
         """Learn when instructions run, and ask ahead."""
         if self._leads:

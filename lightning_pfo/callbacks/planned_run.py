@@ -79,17 +79,24 @@ class PlannedRun(InstructionListener):
         """Ask for the first instruction's clock."""
         if self._cursor is None:
             self.plan = self._checked_plan()
-            self._cursor = PlanCursor(self.plan, self._source.rank, self._requests.request)
+            self._cursor = PlanCursor(self.plan, self._source.rank, self._requests)
         self._cursor.on_iteration_begin(iteration)
 
     def on_instruction_begin(self, event: InstructionEvent) -> None:
-        """Ask for the next instruction's clock already, where requests lead."""
+        """End a wait's clock, and ask for the next instruction's already where requests lead."""
+        if self._cursor is not None:
+            self._cursor.on_instruction_begin(event)
         self._requests.on_instruction_begin(event)
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
-        """Ask for the next instruction's clock."""
+        """Ask for the next instruction's clock, or that of the wait before it."""
         if self._cursor is not None:
             self._cursor.on_instruction_end(event)
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """End a wait's clock."""
+        if self._cursor is not None:
+            self._cursor.on_iteration_end(iteration)
 
     def _checked_plan(self) -> FrequencyPlan:
         source, gpu = self._source, self._session.gpu
@@ -101,7 +108,8 @@ class PlannedRun(InstructionListener):
         problem: PfoError | None = None
         try:
             plan.check_fits(schedule)
-            _check_clocks(set(plan.clocks_mhz[source.rank]), supported_mhz, gpu.name)
+            waiting_mhz = {wait.clock_mhz for wait in plan.wait_clocks if wait.rank == source.rank}
+            _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
         except PfoError as error:
             problem = error
         # a rank that raised alone would leave the others waiting for it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,7 +177,16 @@ class ProfilingRun:
 
 
 def _fill_blocked_power(rows: list[ProfileRow]) -> list[ProfileRow]:
-    """Where a stage never waited, take the mean of the others; in a pipeline of one stage nobody waits: 0 W."""
-    known = [row.p2p_blocking_power_w for row in rows if not math.isnan(row.p2p_blocking_power_w)]
-    mean = math.fsum(known) / len(known) if known else 0.0
-    return [replace(row, p2p_blocking_power_w=mean) if math.isnan(row.p2p_blocking_power_w) else row for row in rows]
+    """Where a stage never waited, take the mean of the others at that clock; where nobody waits, 0 W."""
+    known: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if not math.isnan(row.p2p_blocking_power_w):
+            known[row.frequency].append(row.p2p_blocking_power_w)
+    means = {clock: math.fsum(powers) / len(powers) for clock, powers in known.items()}
+    overall = math.fsum(means.values()) / len(means) if means else 0.0  # in a pipeline of one stage nobody waits
+    return [
+        replace(row, p2p_blocking_power_w=means.get(row.frequency, overall))
+        if math.isnan(row.p2p_blocking_power_w)
+        else row
+        for row in rows
+    ]

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from lightning_pfo.core.errors import PlanError, PlanMismatchError
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+
+
+@dataclass(frozen=True, slots=True)
+class WaitClock:
+    """A clock of its own for one long wait: while a rank is blocked, a low clock draws less.
+
+    Attributes:
+        rank: The rank that waits.
+        position: Number of the instruction of that rank it waits for; the number of its instructions for the wait from
+            the last one until the end of the iteration.
+        clock_mhz: Clock from the begin of the wait.
+        hold_s: After this time the clock of the instruction is asked for, so that it has landed when the wait is over;
+            at the end of an iteration nothing follows, and the clock is held until then.
+    """
+
+    rank: int
+    position: int
+    clock_mhz: int
+    hold_s: float
 
 
 @dataclass(frozen=True)
@@ -21,6 +41,9 @@ class FrequencyPlan:
         iteration_time_s: Predicted iteration time: the longest path through the instruction DAG.
         iteration_energy_j: Predicted energy of all stages during that time, waiting included.
         lower_bound_j: No plan of this schedule and profile that is as fast can use less; 0 where not known.
+        wait_clocks: Clocks of long waits, by rank and position. All other waits pass at the clock of the instruction
+            that they precede.
+        switching_cost_j: Energy that limits on clock changes cost, compared with a plan of the same time without them.
     """
 
     schedule: PipelineSchedule
@@ -28,17 +51,40 @@ class FrequencyPlan:
     iteration_time_s: float
     iteration_energy_j: float
     lower_bound_j: float = 0.0
+    wait_clocks: tuple[WaitClock, ...] = ()
+    switching_cost_j: float = 0.0
 
     def __post_init__(self) -> None:
         expected = [len(order) for order in self.schedule.orders]
         received = [len(row) for row in self.clocks_mhz]
         if expected != received:
             raise PlanError(f"A plan has one clock per instruction: {expected} by rank; got {received}.")
+        places = [(wait.rank, wait.position) for wait in self.wait_clocks]
+        if places != sorted(set(places)) or not all(
+            0 <= rank < len(expected) and 0 <= position <= expected[rank] for rank, position in places
+        ):
+            raise PlanError(
+                f"A wait has at most one clock; they are listed by rank and position (0 to {expected}); got {places}."
+            )
+        if not all(0 <= wait.hold_s < math.inf for wait in self.wait_clocks):
+            raise PlanError(f"A wait's clock is held for a finite time, at least 0 s; got {self.wait_clocks}.")
 
     @property
     def gap(self) -> float:
         """Relative distance to the lower bound: (energy - bound) / bound."""
         return (self.iteration_energy_j - self.lower_bound_j) / self.lower_bound_j if self.lower_bound_j else 0.0
+
+    @property
+    def num_clock_changes(self) -> int:
+        """How often clocks change in an iteration, all ranks together; back to the first clock at its end included."""
+        waiting = {(wait.rank, wait.position): wait.clock_mhz for wait in self.wait_clocks}
+        changes = 0
+        for rank, row in enumerate(self.clocks_mhz):
+            clocks = [row[0]]  # requested when the iteration before ended
+            for position, clock in enumerate((*row, row[0])):
+                clocks += [waiting[rank, position], clock] if (rank, position) in waiting else [clock]
+            changes += sum(a != b for a, b in pairwise(clocks))
+        return changes
 
     def clock_of(self) -> dict[Instruction, int]:
         """Map every instruction to its clock in MHz."""

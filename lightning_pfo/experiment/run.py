@@ -129,6 +129,8 @@ def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, Frequen
         schedule=config.schedule.name,
         p2p_blocking_power_w=config.plan.p2p_blocking_power_w,
         num_plans=config.plan.num_plans,
+        switch_latency_s=config.plan.switch_latency_s,
+        least_dwell_s=config.plan.least_dwell_s,
     )
     select = config.plan.select
     chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)

@@ -4,6 +4,7 @@ from lightning_pfo.planner.frontier import Frontier, plan_frontier
 from lightning_pfo.planner.frontier_io import load_frontier, save_frontier
 from lightning_pfo.planner.profile import InstructionProfile, Profile, read_profile, write_profile
 from lightning_pfo.planner.regularise import Regularised, regularise
+from lightning_pfo.planner.sample import thin_frontier
 from lightning_pfo.planner.select import check_selection, select_plan
 from lightning_pfo.planner.time_cost_tradeoff import TimeCostPoint, solve_time_cost_tradeoff
 from lightning_pfo.planner.timeline import Timeline, simulate, simulate_plan
@@ -27,5 +28,6 @@ __all__ = [
     "simulate",
     "simulate_plan",
     "solve_time_cost_tradeoff",
+    "thin_frontier",
     "write_profile",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from rich.console import Console
 from rich.status import Status
@@ -21,7 +21,8 @@ from lightning_pfo.planner.frontier import Frontier, plan_frontier
 from lightning_pfo.planner.frontier_io import save_frontier
 from lightning_pfo.planner.profile import read_profile
 from lightning_pfo.planner.regularise import regularise
-from lightning_pfo.planner.select import select_plan
+from lightning_pfo.planner.sample import thin_frontier
+from lightning_pfo.planner.select import FORMS, check_selection, select_plan
 
 _NOTES_SHOWN = 3
 
@@ -33,13 +34,17 @@ class Settings:
     profile: str = field(metadata={"help": "profile CSV to plan from"})
     num_microbatches: int = field(metadata={"help": "microbatches per iteration"})
     output_dir: str = field(metadata={"help": "directory to write to"})
-    p2p_blocking_power_w: Optional[float] = field(  # noqa: UP045 (OmegaConf reads the annotation)
-        default=None, metadata={"help": "power of a GPU while it waits, in watts; none takes the profile's own"}
+    p2p_blocking_power_w: Any = field(
+        default=None,
+        metadata={
+            "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
+            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
+        },
     )
     schedule: str = field(
         default="1f1b", metadata={"help": "order of instructions: 1f1b, gpipe, zbv, ..., or file:PATH for your own"}
     )
-    stages_per_rank: Optional[int] = field(  # noqa: UP045
+    stages_per_rank: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "stages that share a GPU, where the schedule leaves it open"}
     )
     regularise: bool = field(
@@ -49,10 +54,12 @@ class Settings:
     deadlines_s: list[float] = field(
         default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
     )
-    select: str = field(
-        default="no_slowdown",
-        metadata={"help": "plan to show: 3, 1.02x, 2.84s, 350W, fastest, no_slowdown, least_energy or least_edp"},
+    every: int = field(default=1, metadata={"help": "write each n-th plan only, counted from the fastest"})
+    switch_latency_s: float = field(
+        default=0.0, metadata={"help": "time from a clock request until the clock changes, to plan with"}
     )
+    least_dwell_s: float = field(default=0.0, metadata={"help": "time for which every clock is kept at least"})
+    select: str = field(default="no_slowdown", metadata={"help": f"plan to show: {FORMS}"})
 
 
 def run(settings: Settings) -> None:
@@ -61,6 +68,7 @@ def run(settings: Settings) -> None:
     Raises:
         PfoError: If the profile or a setting cannot be used; nothing is written then.
     """
+    check_selection(settings.select)
     profile = read_profile(settings.profile)
     findings = regularise(profile)
     with Status("planning", console=Console(stderr=True)) as status:
@@ -72,9 +80,14 @@ def run(settings: Settings) -> None:
             p2p_blocking_power_w=settings.p2p_blocking_power_w,
             num_plans=settings.num_plans,
             deadlines_s=settings.deadlines_s,
+            switch_latency_s=settings.switch_latency_s,
+            least_dwell_s=settings.least_dwell_s,
             on_progress=lambda activity, done, total: status.update(f"planning: {activity}, {done} of {total}"),
         )
     chosen = select_plan(frontier, settings.select)
+    wishes = ["no_slowdown", *(f"{deadline_s}s" for deadline_s in settings.deadlines_s)]
+    kept = [chosen, *(select_plan(frontier, wish) for wish in wishes)] if settings.every > 1 else []
+    frontier = thin_frontier(frontier, every=settings.every, keep=kept)
     folder = Path(settings.output_dir)
     save_frontier(frontier, folder)
 
@@ -120,4 +133,9 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
         )
     console = Console()
     console.print(table)
+    changes = f"The chosen plan changes clocks {chosen.num_clock_changes} times per iteration"
+    if frontier.switch_latency_s or frontier.least_dwell_s:
+        percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
+        changes += f"; the limits on that cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
+    console.print(f"{changes}.", highlight=False, soft_wrap=True)
     console.print(f"written to {settings.output_dir}", highlight=False, soft_wrap=True)

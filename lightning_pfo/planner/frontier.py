@@ -7,13 +7,12 @@ DAG (see `tradeoff`), from the fastest plan to the one of least total energy.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from lightning_pfo.core.errors import ConfigurationError, ProfileError
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.pipeline_schedule import (
     SCHEDULES,
@@ -22,11 +21,13 @@ from lightning_pfo.core.pipeline_schedule import (
     load_schedule,
     make_schedule,
 )
+from lightning_pfo.planner.blocking import BlockingPower, BlockingPowerOption, resolve_blocking
 from lightning_pfo.planner.hull import OptionSet, make_option_set
-from lightning_pfo.planner.instruction_dag import schedule_dag
 from lightning_pfo.planner.profile import Profile, read_profile
-from lightning_pfo.planner.timeline import Timeline, simulate, simulate_plan
+from lightning_pfo.planner.switching import limit_switching
+from lightning_pfo.planner.timeline import Simulator, Timeline, simulate_plan
 from lightning_pfo.planner.tradeoff import Progress, trace_tradeoff
+from lightning_pfo.planner.wait_clocks import choose_wait_clocks
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,25 @@ class Frontier:
     Attributes:
         schedule: The order that all plans belong to.
         profile: The measurements they were made from.
-        p2p_blocking_powers_w: Power of each rank's GPUs while they wait for a neighbour.
+        blocking: Power of each rank's GPUs while they wait for a neighbour, by clock.
         baseline: Every stage at its top clock.
         plans: From the fastest to the one of least energy.
+        switch_latency_s: Time from a request until a clock changes, which the plans reckon with.
+        least_dwell_s: Time for which the plans keep every clock at least.
     """
 
     schedule: PipelineSchedule
     profile: Profile
-    p2p_blocking_powers_w: tuple[float, ...]
+    blocking: tuple[BlockingPower, ...]
     baseline: FrequencyPlan
     plans: tuple[FrequencyPlan, ...]
+    switch_latency_s: float = 0.0
+    least_dwell_s: float = 0.0
+
+    @property
+    def p2p_blocking_powers_w(self) -> tuple[float, ...]:
+        """Blocking power of each rank at its highest clock in watts."""
+        return tuple(power.powers_w[0] for power in self.blocking)
 
     @property
     def p2p_blocking_power_w(self) -> float:
@@ -68,7 +78,7 @@ class Frontier:
 
     def timeline(self, plan: FrequencyPlan) -> Timeline:
         """One iteration of `plan` as the profile predicts it."""
-        return simulate_plan(self.profile, plan, self.p2p_blocking_powers_w)
+        return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency_s)
 
 
 def plan_frontier(
@@ -77,9 +87,11 @@ def plan_frontier(
     num_microbatches: int | None = None,
     schedule: str | PipelineSchedule = "1f1b",
     stages_per_rank: int | None = None,
-    p2p_blocking_power_w: float | Sequence[float] | None = None,
+    p2p_blocking_power_w: BlockingPowerOption = None,
     num_plans: int = 50,
     deadlines_s: Sequence[float] = (),
+    switch_latency_s: float = 0.0,
+    least_dwell_s: float = 0.0,
     on_progress: Progress | None = None,
 ) -> Frontier:
     """Find the cheapest clocks for every instruction, for iteration times from the fastest to the least energy.
@@ -91,10 +103,14 @@ def plan_frontier(
         num_microbatches: Microbatches per iteration; not needed where `schedule` is a `PipelineSchedule`.
         schedule: Name of a schedule, `file:PATH` of an order of your own, or the order itself.
         stages_per_rank: Stages that share a GPU, for schedules that leave it open; None takes what is usual.
-        p2p_blocking_power_w: Power of a GPU in watts while it waits for a neighbour, one number or one per stage;
-            None takes the profile's own measurements at the top clocks.
+        p2p_blocking_power_w: Power of a GPU in watts while it waits for a neighbour: one number, one for each clock in
+            MHz, a list with one of these per stage, or the path of a file that `lightning-pfo p2p-power` wrote; None
+            takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
         num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
         deadlines_s: Further iteration times to plan for. Beyond the least-energy plan's time, that plan is the best.
+        switch_latency_s: Time from a request until a clock changes, to be reckoned with. With it or the next one, plans
+            change clocks less often, and say how much energy that costs (see `switching`).
+        least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
@@ -104,16 +120,17 @@ def plan_frontier(
     """
     if not isinstance(profile, Profile):
         profile = read_profile(profile)
-    if num_plans < 2:
-        raise ConfigurationError(f"num_plans must be at least 2 (fastest and least energy), got {num_plans}.")
+    _check_numbers(num_plans, switch_latency_s, least_dwell_s)
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
-    powers = _resolve_blocking_powers(profile, schedule, p2p_blocking_power_w)
-    baseline = _baseline(profile, schedule, powers)
-    options = _effective_options(profile, schedule, powers)
+    blocking = resolve_blocking(profile, schedule, p2p_blocking_power_w)
+    simulator = Simulator(profile, schedule, blocking)
+    baseline = _baseline(profile, schedule, simulator)
+    # No wait draws less than the least power, so what is a lower bound under it is one in any case.
+    options = _effective_options(profile, schedule, [power.least_w for power in blocking])
     points = trace_tradeoff(
-        schedule_dag(schedule),
+        simulator.dag,
         options,
-        rate=sum(powers),
+        rate=sum(power.least_w for power in blocking),
         num_points=num_plans,
         times=[baseline.iteration_time_s],
         deadlines=deadlines_s,
@@ -123,7 +140,49 @@ def plan_frontier(
     for point in points:
         clocks = _by_rank(schedule, [opts.knobs[k] for opts, k in zip(options, point.choice, strict=True)])
         plans.append(FrequencyPlan(schedule, clocks, point.time, point.cost, point.bound))
-    return Frontier(schedule, profile, powers, baseline, tuple(plans))
+    if any(power.varies for power in blocking):
+        plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
+    if switch_latency_s or least_dwell_s:
+        plans = limit_switching(
+            plans,
+            profile,
+            blocking,
+            options,
+            starts=[baseline],
+            deadlines_s=[baseline.iteration_time_s, *deadlines_s],
+            switch_latency_s=switch_latency_s,
+            least_dwell_s=least_dwell_s,
+            on_progress=on_progress,
+        )
+    return Frontier(schedule, profile, blocking, baseline, tuple(plans), switch_latency_s, least_dwell_s)
+
+
+def _check_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: float) -> None:
+    if num_plans < 2:
+        raise ConfigurationError(f"num_plans must be at least 2 (fastest and least energy), got {num_plans}.")
+    if not all(0 <= seconds < math.inf for seconds in (switch_latency_s, least_dwell_s)):
+        raise ConfigurationError(
+            "switch_latency_s and least_dwell_s must be finite times in seconds, at least 0; got "
+            f"{switch_latency_s} and {least_dwell_s}. Changing a clock takes some milliseconds, e.g. "
+            "switch_latency_s=0.01."
+        )
+
+
+def _with_wait_clocks(plan: FrequencyPlan, simulator: Simulator) -> FrequencyPlan:
+    """The plan with clocks for its long waits, and what its waits really cost."""
+    timeline = simulator.run(plan.clocks_mhz)
+    wait_clocks = choose_wait_clocks(timeline, simulator.blocking)
+    timeline = simulator.run(plan.clocks_mhz, wait_clocks)
+    return replace(plan, iteration_energy_j=timeline.iteration_energy_j, wait_clocks=wait_clocks)
+
+
+def _without_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
+    """Those cheaper than all that are faster; fast to slow, as given."""
+    kept: list[FrequencyPlan] = []
+    for plan in plans:
+        if not kept or plan.iteration_energy_j < kept[-1].iteration_energy_j:
+            kept.append(plan)
+    return kept
 
 
 def _resolve_schedule(
@@ -162,43 +221,11 @@ def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, st
     return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)
 
 
-def _resolve_blocking_powers(
-    profile: Profile, schedule: PipelineSchedule, given: float | Sequence[float] | None
-) -> tuple[float, ...]:
-    """Blocking power of each rank in watts (all its GPUs together)."""
-    num_stages = schedule.num_stages
-    by_stage: Sequence[float | None]
-    if given is None:
-        by_stage = [profile.p2p_blocking_power_w(stage) for stage in range(num_stages)]
-    elif isinstance(given, (int, float)):
-        by_stage = [given * profile.gpus_per_stage] * num_stages
-    else:
-        by_stage = [power * profile.gpus_per_stage for power in given]
-    if len(by_stage) != num_stages:
-        raise ConfigurationError(
-            f"p2p_blocking_power_w is one number or one per stage; got {len(by_stage)} for {num_stages} stages."
-        )
-    known = [power for power in by_stage if power is not None]
-    if len(known) < num_stages:
-        raise ProfileError(
-            "The profile does not say how much power a GPU takes while it waits for a neighbour (column "
-            "p2p_blocking_power_w). Give it in watts, e.g. p2p_blocking_power_w=85; 84 W was measured on an A100 SXM, "
-            "70 W on an A40."
-        )
-    if not all(np.isfinite(power) and power >= 0 for power in known):
-        raise ConfigurationError(f"p2p_blocking_power_w must be a finite power in watts, at least 0; got {given}.")
-    # The stages of one rank share its GPUs.
-    stages_of_ranks = map(schedule.stages_of, range(schedule.num_ranks))
-    return tuple(sum(known[stage] for stage in stages) / len(stages) for stages in stages_of_ranks)
-
-
-def _baseline(profile: Profile, schedule: PipelineSchedule, powers: tuple[float, ...]) -> FrequencyPlan:
+def _baseline(profile: Profile, schedule: PipelineSchedule, simulator: Simulator) -> FrequencyPlan:
     """Every instruction at its stage's top clock."""
-    for inst in schedule.instructions:
-        profile.of(inst.stage, inst.type)  # a missing instruction is an error here, before any work
     top = [profile.top_clock_mhz(stage) for stage in range(schedule.num_stages)]
     clocks = tuple(tuple(top[inst.stage] for inst in order) for order in schedule.orders)
-    timeline = simulate(profile, schedule, clocks, powers)
+    timeline = simulator.run(clocks)
     return FrequencyPlan(schedule, clocks, timeline.iteration_time_s, timeline.iteration_energy_j)
 
 

@@ -2,7 +2,9 @@
 
 `frontier.json` is versioned and self-contained: the order of instructions, the measurements, the blocking power, the
 top-clock baseline and the clocks of every plan, so that it can be applied, drawn and checked without other files.
-Instructions are written as text (`2F0`), sequences on one line.
+Instructions are written as text (`2F0`), sequences on one line. Version 1, which is still read, has one blocking power
+per rank, and no clocks of waits, latency or dwell. The form of Zeus has no place for clocks of waits; they are in the
+JSON file only.
 """
 
 from __future__ import annotations
@@ -14,22 +16,26 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_pfo.core.errors import PfoError, PlanError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.planner.blocking import BlockingPower
 from lightning_pfo.planner.frontier import Frontier
 from lightning_pfo.planner.profile import InstructionProfile, Profile
 from lightning_pfo.planner.zeus_files import zeus_text
 
 FORMAT = "lightning_pfo.frontier"
-VERSION = 1
+VERSION, _READ_VERSIONS = 2, (1, 2)
 JSON_NAME, CSV_NAME = "frontier.json", "frontier.csv"
 _MEASURED = ("times_s", "energies_j", "p2p_blocking_powers_w", "time_stderrs_s", "energy_stderrs_j")
+_PREDICTED = ("iteration_time_s", "iteration_energy_j", "lower_bound_j")
+_WAIT_COLUMNS = ("rank", "position", "clock_mhz", "hold_s")
 _ZEUS_NAME = "freqs_pipeline_{:05d}.py"
 _ZEUS_PATTERN = re.compile(r"freqs_pipeline_(\d{5})\.py")
 _INNERMOST_LIST = re.compile(r"\[\s+([^\[\]{}]*?)\s+\]")
@@ -71,10 +77,11 @@ def load_frontier(path: str | os.PathLike[str]) -> Frontier:
         raise PlanError(f"{where} cannot be read as JSON ({error}). Plan again to write it anew.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{where} is not a frontier file: it must be a JSON object with "format": "{FORMAT}".')
-    if data.get("version") != VERSION:
+    version = data.get("version")
+    if isinstance(version, bool) or version not in _READ_VERSIONS:
         raise PlanError(
-            f"{where} has version {data.get('version')!r} of the frontier format; this release reads version "
-            f"{VERSION}. Plan again with this release."
+            f"{where} has version {version!r} of the frontier format; this release reads versions "
+            f"{' and '.join(map(str, _READ_VERSIONS))}. Plan again with this release."
         )
     try:
         return _frontier_from(data)
@@ -94,7 +101,9 @@ def _json_text(frontier: Frontier) -> str:
             "num_microbatches": schedule.num_microbatches,
             "orders": [" ".join(map(str, order)) for order in schedule.orders],
         },
-        "p2p_blocking_powers_w": frontier.p2p_blocking_powers_w,
+        "p2p_blocking": [asdict(power) for power in frontier.blocking],
+        "switch_latency_s": frontier.switch_latency_s,
+        "least_dwell_s": frontier.least_dwell_s,
         "gpus_per_stage": frontier.profile.gpus_per_stage,
         "profile": [
             {
@@ -113,19 +122,22 @@ def _json_text(frontier: Frontier) -> str:
 
 def _plan_record(plan: FrequencyPlan) -> dict[str, Any]:
     return {
-        "iteration_time_s": plan.iteration_time_s,
-        "iteration_energy_j": plan.iteration_energy_j,
-        "lower_bound_j": plan.lower_bound_j,
+        **{name: getattr(plan, name) for name in _PREDICTED},
+        "switching_cost_j": plan.switching_cost_j,
+        "clock_changes": plan.num_clock_changes,
         "clocks_mhz": plan.clocks_mhz,
+        "wait_clocks": {name: [getattr(wait, name) for wait in plan.wait_clocks] for name in _WAIT_COLUMNS},
     }
 
 
 def _csv_text(frontier: Frontier) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["plan", "iteration_time_s", "iteration_energy_j", "lower_bound_j", "gap"])
+    names = (*_PREDICTED, "gap")
+    writer.writerow(["plan", *names, "clock_changes", "switching_cost_j"])
     for number, plan in enumerate(reversed(frontier.plans)):
-        writer.writerow([number, plan.iteration_time_s, plan.iteration_energy_j, plan.lower_bound_j, plan.gap])
+        numbers = [getattr(plan, name) for name in names]
+        writer.writerow([number, *numbers, plan.num_clock_changes, plan.switching_cost_j])
     return text.getvalue()
 
 
@@ -147,22 +159,43 @@ def _frontier_from(data: Mapping[str, Any]) -> Frontier:
         },
         _whole(data["gpus_per_stage"]),
     )
-    powers = _numbers(data["p2p_blocking_powers_w"])
-    if len(powers) != len(orders):
-        raise PlanError(f"p2p_blocking_powers_w needs one value for each of {len(orders)} ranks, got {len(powers)}.")
+    blocking = _blocking_from(data)
+    if len(blocking) != len(orders):
+        raise PlanError(f"The blocking power needs one entry for each of {len(orders)} ranks, got {len(blocking)}.")
     plans = tuple(_plan_from(record, schedule, profile) for record in reversed(data["plans"]))
     if not plans:
         raise PlanError("It contains no plan.")
     if sorted(plans, key=lambda plan: plan.iteration_time_s) != list(plans):
         raise PlanError("Its plans must be listed from the slowest to the fastest.")
-    return Frontier(schedule, profile, powers, _plan_from(data["baseline"], schedule, profile), plans)
+    baseline = _plan_from(data["baseline"], schedule, profile)
+    limits = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
+    return Frontier(schedule, profile, blocking, baseline, plans, *limits)
+
+
+def _blocking_from(data: Mapping[str, Any]) -> tuple[BlockingPower, ...]:
+    if data["version"] == 1:
+        return tuple(BlockingPower((), (power,)) for power in _numbers(data["p2p_blocking_powers_w"]))
+    return tuple(
+        BlockingPower(tuple(map(_whole, power["clocks_mhz"])), _numbers(power["powers_w"]))
+        for power in data["p2p_blocking"]
+    )
 
 
 def _plan_from(record: Mapping[str, Any], schedule: PipelineSchedule, profile: Profile) -> FrequencyPlan:
+    waits = record.get("wait_clocks", {name: [] for name in _WAIT_COLUMNS})
+    rows = zip(*(waits[name] for name in _WAIT_COLUMNS), strict=True)
+    switching_cost_j = record.get("switching_cost_j", 0.0)
+    if not _is_number(switching_cost_j):
+        raise PlanError(f"Expected a finite number, got {switching_cost_j!r}.")
+    time_s, energy_j, bound_j = _numbers([record[name] for name in _PREDICTED])
     plan = FrequencyPlan(
         schedule,
         tuple(tuple(map(_whole, row)) for row in record["clocks_mhz"]),
-        *_numbers([record["iteration_time_s"], record["iteration_energy_j"], record["lower_bound_j"]]),
+        time_s,
+        energy_j,
+        bound_j,
+        wait_clocks=tuple(WaitClock(*map(_whole, row[:3]), *_numbers(row[3:])) for row in rows),
+        switching_cost_j=float(switching_cost_j),
     )
     if not plan.iteration_time_s > 0:
         raise PlanError(f"An iteration takes time; got iteration_time_s={plan.iteration_time_s}.")
@@ -179,6 +212,10 @@ def _whole(value: Any) -> int:
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if not _is_number(value) or value < 0:
             raise PlanError(f"Expected a finite number, at least 0, got {value!r}.")
     return tuple(map(float, values))
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)

@@ -17,7 +17,9 @@ import csv
 import io
 import logging
 import math
+import operator
 import os
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -89,6 +91,19 @@ class InstructionProfile:
             ) from None
         return self.times_s[row], self.energies_j[row]
 
+    def near(self, clock_mhz: int) -> tuple[float, float]:
+        """Time (s) and energy (J) at any clock: on the line between its measured neighbours, or at the nearest one."""
+        clocks, row = self.clocks_mhz, bisect_left(self.clocks_mhz, -clock_mhz, key=operator.neg)
+        if row == len(clocks):
+            return self.times_s[-1], self.energies_j[-1]
+        if row == 0 or clocks[row] == clock_mhz:
+            return self.times_s[row], self.energies_j[row]
+        share = (clock_mhz - clocks[row]) / (clocks[row - 1] - clocks[row])
+        time_s, energy_j = (
+            share * values[row - 1] + (1 - share) * values[row] for values in (self.times_s, self.energies_j)
+        )
+        return time_s, energy_j
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -127,14 +142,14 @@ class Profile:
         common = set.intersection(*(set(p.clocks_mhz) for (s, _), p in self.instructions.items() if s == stage))
         return max(common)
 
-    def p2p_blocking_power_w(self, stage: int) -> float | None:
-        """Measured power of the stage's GPUs while blocked at its top clock in watts; None where not measured."""
-        powers = [
-            measured.p2p_blocking_powers_w[0]
-            for (s, _), measured in self.instructions.items()
-            if s == stage and measured.p2p_blocking_powers_w
-        ]
-        return sum(powers) / len(powers) if powers else None
+    def p2p_blocking_powers_w(self, stage: int) -> dict[int, float]:
+        """Measured power of the stage's GPUs while blocked in watts, by clock in MHz; empty where not measured."""
+        by_clock: dict[int, list[float]] = {}
+        for (s, _), measured in self.instructions.items():
+            if s == stage and measured.p2p_blocking_powers_w:
+                for clock, power in zip(measured.clocks_mhz, measured.p2p_blocking_powers_w, strict=True):
+                    by_clock.setdefault(clock, []).append(power)
+        return {clock: sum(powers) / len(powers) for clock, powers in sorted(by_clock.items(), reverse=True)}
 
 
 def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:

@@ -9,10 +9,12 @@
 `least_energy`   the plan of least iteration energy
 `least_edp`      the plan of least energy-delay product (iteration energy x iteration time)
 `350W`           the fastest plan whose GPUs take at most 350 W each on average
+`T'=2.9s`        the least energy beside a straggler: a replica whose iteration takes 2.9 s
 ===============  =========================================================================
 
-With a straggler elsewhere in a data-parallel job, whose iteration takes T', the pipeline waits until T' anyway; the
-cheapest plan is then the slowest that is not slower than T', which is `T's`, e.g. `2.9s`.
+All replicas of a data-parallel job wait for the slowest. Beside a straggler with iteration time T' the cheapest plan is
+therefore the one of least energy that is not slower than T'; `T'=1.1x` is meant relative to the top clocks, and
+`straggler=2.9s` is the same as `T'=2.9s` where a quote is awkward to type.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from lightning_pfo.planner.frontier import Frontier
 
 _INDEX = re.compile(r"[0-9]+")
 _MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])")
+_STRAGGLER = re.compile(r"(?:T['\u2019]|straggler)\s*=\s*(?=.*[xs]$)")
 _NAMES = ("fastest", "no_slowdown", "least_energy", "least_edp")
 _EQUAL_TIMES = 1e-9
+
+FORMS = f"3, 1.02x, 2.84s, 350W, T'=2.9s, {', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
+"""The forms of a selection, for help texts."""
 
 
 def check_selection(expression: str | int) -> None:
@@ -35,11 +41,12 @@ def check_selection(expression: str | int) -> None:
     Raises:
         PlanError: If it does not.
     """
-    text = str(expression).strip()
+    text = _without_straggler(expression)
     if text not in _NAMES and not _INDEX.fullmatch(text) and not _MEASURE.fullmatch(text):
         raise PlanError(
             f"Cannot select a plan by {text!r}. Use a plan number (3), a slowdown (1.02x), an iteration time (2.84s), "
-            f"an average power per GPU (350W), {', '.join(_NAMES[:-1])} or {_NAMES[-1]}."
+            f"an average power per GPU (350W), a straggler's iteration time (T'=2.9s), {', '.join(_NAMES[:-1])} or "
+            f"{_NAMES[-1]}."
         )
 
 
@@ -54,7 +61,7 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
         PlanError: If the expression is not understood, or no plan of the frontier meets it.
     """
     check_selection(expression)
-    text = str(expression).strip()
+    text = _without_straggler(expression)
     if text == "fastest":
         return frontier.fastest
     if text == "least_energy":
@@ -71,6 +78,11 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
     if match[2] == "W":
         return _within_power(frontier, amount)
     return _within(frontier, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+
+
+def _without_straggler(expression: str | int) -> str:
+    """What a straggler asks for is a deadline: whoever waits for it anyway may be as slow."""
+    return _STRAGGLER.sub("", str(expression).strip(), count=1)
 
 
 def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:

@@ -25,7 +25,7 @@ class World(InstructionListener):
         self.wait_s = wait_s
         self.source = FakeSource()
         requests = ClockRequests(self, follower or DeviceFollower(no_mark), leads=leads)
-        cursor = PlanCursor(FrequencyPlan(self.source.schedule, (CLOCKS_MHZ,), 1.0, 1.0), 0, requests.request)
+        cursor = PlanCursor(FrequencyPlan(self.source.schedule, (CLOCKS_MHZ,), 1.0, 1.0), 0, requests)
         for listener in (self, requests, cursor):
             self.source.add_listener(listener)
 

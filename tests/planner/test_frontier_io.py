@@ -28,7 +28,8 @@ def test_a_frontier_comes_back_equal_from_file_and_directory(frontier, folder):
 def test_the_csv_numbers_plans_from_slow_to_fast(frontier, folder):
     with (folder / "frontier.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["plan", "iteration_time_s", "iteration_energy_j", "lower_bound_j", "gap"]
+    assert list(rows[0])[:5] == ["plan", "iteration_time_s", "iteration_energy_j", "lower_bound_j", "gap"]
+    assert list(rows[0])[5:] == ["clock_changes", "switching_cost_j"]
     assert [int(row["plan"]) for row in rows] == list(range(len(frontier.plans)))
     for row, plan in zip(rows, reversed(frontier.plans), strict=True):
         assert float(row["iteration_time_s"]) == plan.iteration_time_s
@@ -71,6 +72,10 @@ def edit(folder, change):
     return path
 
 
+def wait(rank, position):
+    return {"rank": [rank], "position": [position], "clock_mhz": [900], "hold_s": [0.1]}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,7 +90,13 @@ def edit(folder, change):
         (lambda d: d["plans"][0]["clocks_mhz"][0].__setitem__(0, "1400"), "whole number"),
         (lambda d: d["schedule"]["orders"].__setitem__(0, "0F0 nonsense"), "nonsense"),
         (lambda d: d["schedule"]["orders"].pop(), "lacks one at stage 3"),
-        (lambda d: d["p2p_blocking_powers_w"].pop(), "one value for each of 4 ranks"),
+        (lambda d: d["p2p_blocking"].pop(), "one entry for each of 4 ranks"),
+        (lambda d: d["p2p_blocking"][0]["powers_w"].append(3), "one value for each of its clocks"),
+        (lambda d: d["plans"][0]["wait_clocks"]["rank"].append(3), "malformed"),
+        (lambda d: d["plans"][0].update(wait_clocks=wait(9, 0)), "A wait has at most one clock"),
+        (lambda d: d["plans"][0].update(wait_clocks=wait(1, 1.5)), "whole number"),
+        (lambda d: d["plans"][0].update(switching_cost_j=math.nan), "finite number"),
+        (lambda d: d.update(least_dwell_s=-1), "finite number, at least 0"),
         (lambda d: d.update(profile=7), "malformed"),
         (lambda d: d["profile"][0]["times_s"].pop(), "needs one time and one energy"),
         (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "must be positive"),
@@ -96,6 +107,31 @@ def edit(folder, change):
 def test_a_damaged_frontier_is_a_clear_error(folder, change, message):
     with pytest.raises(PlanError, match=message):
         load_frontier(edit(folder, change))
+
+
+def test_version_1_is_still_read(frontier, folder):
+    def downgrade(data):
+        data["version"] = 1
+        data["p2p_blocking_powers_w"] = [power["powers_w"][0] for power in data.pop("p2p_blocking")]
+        del data["switch_latency_s"], data["least_dwell_s"]
+        for plan in (data["baseline"], *data["plans"]):
+            del plan["wait_clocks"], plan["switching_cost_j"], plan["clock_changes"]
+
+    assert load_frontier(edit(folder, downgrade)) == frontier
+
+
+def test_wait_clocks_and_limits_come_back(make_profile, tmp_path):
+    limited = plan_frontier(
+        make_profile([0.03, 0.05]),
+        num_microbatches=4,
+        num_plans=3,
+        p2p_blocking_power_w={1400: 90, 800: 60},
+        switch_latency_s=0.005,
+        least_dwell_s=0.05,
+    )
+    assert any(plan.wait_clocks for plan in limited.plans)
+    save_frontier(limited, tmp_path)
+    assert load_frontier(tmp_path) == limited
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner import read_profile, write_profile
+from lightning_pfo.planner import plan_frontier, read_profile, write_profile
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 HEADER = "stage,instruction,frequency,time,energy"
@@ -27,7 +27,7 @@ def test_reads_the_contract_columns(tmp_path):
     forward = profile.of(0, F)
     assert (forward.clocks_mhz, forward.times_s, forward.energies_j) == ((1410, 1200), (0.05, 0.06), (20.0, 17.0))
     assert profile.top_clock_mhz(0) == 1410
-    assert profile.p2p_blocking_power_w(0) is None
+    assert profile.p2p_blocking_powers_w(0) == {}
 
 
 def test_clocks_are_sorted_from_the_top_whatever_the_order_of_rows(tmp_path):
@@ -40,10 +40,19 @@ def test_further_columns_blank_lines_spaces_and_load_rows_are_allowed(tmp_path):
     assert read_profile(spaced) == read_profile(write(tmp_path, GOOD))
 
 
-def test_blocking_power_is_that_of_the_top_clock(tmp_path):
-    lines = [f"{line},{60 if '1410' in line else 50}" for line in GOOD]
+def test_blocking_power_is_the_mean_over_the_instructions_at_each_clock(tmp_path):
+    lines = [f"{line},{60 if '1410' in line else 50 if 'forward' in line else 52}" for line in GOOD]
     profile = read_profile(write(tmp_path, lines, HEADER + ",p2p_blocking_power_w"))
-    assert profile.p2p_blocking_power_w(0) == 60
+    assert profile.p2p_blocking_powers_w(0) == {1410: 60, 1200: 51}
+    assert plan_frontier(profile, num_microbatches=2, num_plans=2).p2p_blocking_powers_w == (60,)
+
+
+def test_between_measured_clocks_an_instruction_lies_on_the_line(tmp_path):
+    forward = read_profile(write(tmp_path, GOOD)).of(0, F)
+    assert forward.near(1410) == (0.05, 20)
+    assert forward.near(1305) == pytest.approx((0.055, 18.5))
+    assert forward.near(2000) == (0.05, 20)
+    assert forward.near(100) == (0.06, 17)
 
 
 def test_ranks_of_a_stage_are_merged_to_the_slowest_time_and_the_sum_of_energies(tmp_path):

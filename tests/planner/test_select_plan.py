@@ -43,6 +43,24 @@ def test_a_power_cap_chooses_the_fastest_plan_below_it(frontier):
         select_plan(frontier, "1W")
 
 
+def test_beside_a_straggler_the_slowest_plan_that_is_not_slower_needs_least_energy(frontier):
+    powers_w = sum(frontier.p2p_blocking_powers_w)
+    for plan in frontier.plans:
+        straggler_s = plan.iteration_time_s + 1e-4
+        chosen = select_plan(frontier, f"T'={straggler_s!r}s")
+        assert chosen is plan
+
+        def with_waiting(other, until_s=straggler_s):
+            return other.iteration_energy_j + powers_w * (until_s - other.iteration_time_s)
+
+        in_time = [other for other in frontier.plans if other.iteration_time_s <= straggler_s]
+        assert with_waiting(chosen) == min(map(with_waiting, in_time))
+    for same in ("T'=1.1x", "T' = 1.1 x", "T\u2019=1.1x", "straggler=1.1x"):
+        assert select_plan(frontier, same) is select_plan(frontier, "1.1x")
+    with pytest.raises(PlanError, match=r"No plan meets 0\.5x: iteration times range from"):
+        select_plan(frontier, "T'=0.5x")
+
+
 def test_impossible_wishes_name_the_range(frontier):
     with pytest.raises(PlanError, match=rf"0 \(slowest\) to {len(frontier.plans) - 1}"):
         select_plan(frontier, "99")
@@ -52,7 +70,9 @@ def test_impossible_wishes_name_the_range(frontier):
             select_plan(frontier, wish)
 
 
-@pytest.mark.parametrize("wish", ["", "cheap", "-1", "1.02", "x", "1.0y", "nanx", "1.0.0x", "٣"])
+@pytest.mark.parametrize(
+    "wish", ["", "cheap", "-1", "1.02", "x", "1.0y", "nanx", "1.0.0x", "٣", "T'=350W", "T'=3", "T'=fastest", "T'"]
+)
 def test_what_is_not_understood_lists_the_forms(frontier, wish):
     with pytest.raises(PlanError, match="Cannot select"):
         select_plan(frontier, wish)
