@@ -20,6 +20,7 @@ from lightning_pfo.strategy.executor import Executor
 from lightning_pfo.strategy.pipelined_module import StageModule
 from lightning_pfo.strategy.shapes import StageShapes, infer_shapes
 from lightning_pfo.strategy.stage import CountedWork, Stage
+from lightning_pfo.strategy.stage_layers import accumulate_only, reduce_over_replicas, release_gathered
 from lightning_pfo.strategy.step_redirection import ModuleInputs
 from lightning_pfo.strategy.torch_runtime import check_split_backward
 
@@ -62,6 +63,7 @@ class PipelineEngine:
         self.group = group
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
+        self._layers = [layer for own in layers.values() for layer in own]
         self._placement = tuple(placement)
         self._make_schedule = make_schedule
         self._seed = seed
@@ -176,14 +178,20 @@ class PipelineEngine:
             for stage in executor.stages.values():
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
+            if train:
+                accumulate_only(self._layers)
             with torch.set_grad_enabled(train):
                 executor.run()
+            if train:
+                reduce_over_replicas(self._layers)
         finally:
             for module in self._modules.values():
                 module.inputs = {}
                 module.output = None
             self._inputs = None
             self._loss_function = None
+            if not train:
+                release_gathered(self._layers)
 
     def _make_executor(self, num_microbatches: int, train: bool) -> Executor:
         shapes = infer_shapes(

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.strategy.sharded_tensors import from_local, is_divided_over, local, num_shards, placed_like
+
 Gradients = list[torch.Tensor | None]
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
     """Detach the gradients from the parameters and return them."""
-    gradients: Gradients = [parameter.grad for parameter in parameters]
+    gradients: Gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     return gradients
@@ -32,13 +34,16 @@ def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> N
 
 
 def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: torch.Tensor) -> None:
-    present = [gradient for gradient in gradients if gradient is not None]
+    present = [local(gradient) for gradient in gradients if gradient is not None]
     if present:
         torch._foreach_mul_(present, factor)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            local(parameter.grad).add_(local(gradient))
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -55,18 +60,24 @@ class _LossWithGradients(torch.autograd.Function):
         return None, None, None
 
 
-def attach_gradients(loss: torch.Tensor, parameters: Sequence[nn.Parameter], gradients: Gradients) -> torch.Tensor:
+def attach_gradients(
+    loss: torch.Tensor,
+    parameters: Sequence[nn.Parameter],
+    gradients: Gradients,
+    loss_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return `loss` such that `backward` on it adds `gradients`, times its incoming gradient, to the parameters.
 
     Args:
         loss: 0-dimensional loss value.
         parameters: Where the gradients belong.
         gradients: One per parameter or None; consumed by the first backward.
+        loss_scale: What the loss was multiplied with when the gradients were computed.
     """
     handle = torch.zeros((), device=loss.device, requires_grad=True)
 
     def install(factor: torch.Tensor) -> None:
-        _add_gradients(parameters, gradients, factor)
+        _add_gradients(parameters, gradients, factor if loss_scale is None else factor / loss_scale)
 
     attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]
     return attached
@@ -84,13 +95,39 @@ def sum_shared_gradients(shared: Sequence[nn.Parameter], group: dist.ProcessGrou
     for parameter in trainable:
         by_type.setdefault(parameter.dtype, []).append(parameter)
     for dtype, parameters in by_type.items():
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=dtype, device=parameters[0].device)
-        pieces = [p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in parameters]
+        gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
+        own = [local(p.detach()) if g is None else local(g) for p, g in zip(parameters, gradients, strict=True)]
+        used = torch.tensor([g is not None for g in gradients], dtype=dtype, device=own[0].device)
+        pieces = [
+            torch.zeros_like(part).flatten() if g is None else part.flatten()
+            for part, g in zip(own, gradients, strict=True)
+        ]
         flat = torch.cat([used, *pieces])
         dist.all_reduce(flat, group=group)
-        sums = torch.split(flat[len(parameters) :], [p.numel() for p in parameters])  # type: ignore[no-untyped-call]
-        for parameter, is_used, total in zip(parameters, flat[: len(parameters)].tolist(), sums, strict=True):
-            parameter.grad = total.view_as(parameter) if is_used else None
+        sums = torch.split(flat[len(parameters) :], [part.numel() for part in own])  # type: ignore[no-untyped-call]
+        flags = flat[: len(parameters)].tolist()
+        for parameter, part, is_used, total in zip(parameters, own, flags, sums, strict=True):
+            parameter.grad = from_local(total.view_as(part), parameter) if is_used else None
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Replace gradients by their mean over the replicas, one collective for each dtype.
+
+    Gradients of parameters that FSDP2 divides over the replicas are averaged already.
+    """
+    if group is None:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and not is_divided_over(parameter, "data_parallel"):
+            by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
+        for gradient, piece in zip(gradients, pieces, strict=True):
+            gradient.copy_(piece.view_as(gradient))
 
 
 def clip_by_global_norm(
@@ -99,26 +136,49 @@ def clip_by_global_norm(
     *,
     shared: Sequence[nn.Parameter],
     device: torch.device,
-    group: dist.ProcessGroup | None,
+    num_ranks: int,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Clip gradients by their norm over all stages, as on a single device; shared parameters count once.
+    """Clip gradients by their norm over all stages, as on a single device.
+
+    A gradient, or a part of one, that several processes hold counts once: each adds its share.
 
     Args:
         parameters: Those of the optimizer on this rank; placeholders have no gradient and do not matter.
         max_norm: Largest allowed 2-norm of all gradients together.
-        shared: Parameters that every rank holds with equal gradients; the first rank counts them.
+        shared: Parameters that every rank of a pipeline holds with equal gradients.
         device: Where the norm is reduced.
-        group: The pipeline's process group.
+        num_ranks: Number of ranks of a pipeline.
+        group: All processes: those of the pipeline, of its replicas, and of tensor parallelism. None is the world.
 
     Returns:
         The norm before clipping, the same on every rank.
     """
-    elsewhere = {id(parameter) for parameter in shared} if dist.get_rank(group) != 0 else set()
-    mine = [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
+    is_shared = {id(parameter) for parameter in shared}
+    by_copies: dict[float, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            different = num_shards(parameter.grad) * (1 if id(parameter) in is_shared else num_ranks)
+            by_copies.setdefault(dist.get_world_size(group) / different, []).append(local(parameter.grad))
     squared = torch.zeros((), device=device)
-    if mine:
-        squared += torch.nn.utils.get_total_norm(mine).to(device) ** 2
+    for copies, gradients in by_copies.items():
+        squared += torch.nn.utils.get_total_norm(gradients).to(device) ** 2 / copies
     dist.all_reduce(squared, group=group)
     norm = squared.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(list(parameters), max_norm, norm)
+    for gradients in by_copies.values():
+        _scale_down(gradients, max_norm, norm)
     return norm
+
+
+def _scale_down(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """As `torch.nn.utils.clip_grads_with_norm_` does, whose lists must not mix plain and divided tensors."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor)
+
+
+def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
+    """Limit every element of the gradients to `-max_value` .. `max_value`; each process does its part."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)

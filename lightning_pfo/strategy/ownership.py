@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
 
@@ -71,8 +72,20 @@ def release_other_layers(
 
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device, leaving placeholders alone."""
-    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    """Move a module to a device, leaving alone placeholders, and what is divided over processes: it is there."""
+    divided = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    for part, name, _ in divided:  # torch would exchange these even for themselves, which fails while they are in use
+        part._parameters[name] = None
+    try:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+    finally:
+        for part, name, parameter in divided:
+            part._parameters[name] = parameter
 
 
 def local_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
 from lightning_pfo.strategy.engine import PipelineEngine
@@ -20,6 +22,15 @@ from lightning_pfo.strategy.ownership import (
 from lightning_pfo.strategy.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.pipelined_module import find_pipelined_module
 from lightning_pfo.strategy.process_exit import let_collectives_settle_at_exit
+from lightning_pfo.strategy.sharded_tensors import is_divided_over, local
+from lightning_pfo.strategy.stage_layers import (
+    check_compilable,
+    check_not_sharded,
+    compile_layers,
+    recompute_activations,
+    restore_layers,
+    shard_over_replicas,
+)
 from lightning_pfo.strategy.step_redirection import StepRedirection
 from lightning_pfo.strategy.step_runner import StepRunner
 
@@ -31,7 +42,8 @@ class Pipeline:
     Attributes:
         engine: Runs the stages of this rank; where listeners subscribe.
         runner: Runs the user's steps on the engine.
-        redirection: What patches the pipelined module; `remove` it to give the module back.
+        layers: The layers of this rank's stages.
+        redirection: What patches the pipelined module.
         shared: Parameters that every rank holds.
         trainable: Parameters this rank holds that are trained.
         description: The stages, for people.
@@ -39,10 +51,16 @@ class Pipeline:
 
     engine: PipelineEngine
     runner: StepRunner
+    layers: list[nn.Module]
     redirection: StepRedirection
     shared: list[nn.Parameter]
     trainable: list[nn.Parameter]
     description: str
+
+    def release(self) -> None:
+        """Give the module back: its steps and layers run as the user wrote them."""
+        self.redirection.remove()
+        restore_layers(self.layers)
 
 
 def build_pipeline(
@@ -57,6 +75,10 @@ def build_pipeline(
     local_device_index: int = 0,
     group: dist.ProcessGroup | None = None,
     replica_group: dist.ProcessGroup | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
+    shard_over: DeviceMesh | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool = False,
     seed: int = 0,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
@@ -76,27 +98,43 @@ def build_pipeline(
         local_device_index: Index of this rank's GPU on its node.
         group: The pipeline's processes; None is the world.
         replica_group: The processes that hold the same stages in other replicas; None where there is one replica.
+        tensor_group: The processes that share this rank's layers; None without tensor parallelism.
+        shard_over: The replicas that parameters are divided over; None keeps them whole.
+        activation_checkpointing: Whether layers keep only their inputs and run again in backward.
+        compile: Whether layers are compiled.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
 
     Raises:
-        ConfigurationError: If there are no or several candidates to split, or the model was split otherwise before.
+        ConfigurationError: If there are no or several candidates to split, the model was split otherwise before, or
+            the schedule cannot run compiled layers.
         PartitionError: If the partition is impossible.
     """
     let_collectives_settle_at_exit()
+    check_not_sharded(model)
     name, pipelined = find_pipelined_module(model, pipeline_module)
     layers = list(pipelined)
     weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
+    if compile:
+        check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     boundaries = partition_layers(partition, weights, sample.num_stages)
     shared = find_shared_parameters(model, pipelined, boundaries)
     release_other_layers(pipelined, boundaries, stages, shared)
     move_local_tensors(model, device)
-    _agree_on_initial_values(model, shared, replica_group)
+    _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
+    own_layers = {stage: layers[boundaries[stage] : boundaries[stage + 1]] for stage in stages}
+    all_own = [layer for stage_layers in own_layers.values() for layer in stage_layers]
+    if activation_checkpointing:
+        recompute_activations(all_own)
+    if compile:
+        compile_layers(all_own)
+    if shard_over is not None:
+        shard_over_replicas(all_own, shard_over, shared)
     engine = PipelineEngine(
-        {stage: layers[boundaries[stage] : boundaries[stage + 1]] for stage in stages},
+        own_layers,
         placement,
         make_schedule,
         device,
@@ -113,16 +151,26 @@ def build_pipeline(
     trainable = [parameter for parameter in local_parameters(model) if parameter.requires_grad]
     runner = StepRunner(engine, owner, redirection, trainable, shared, replica_group)
     description = describe_partition(name, boundaries, weights, placement)
-    return Pipeline(engine, runner, redirection, shared, trainable, description)
+    return Pipeline(engine, runner, all_own, redirection, shared, trainable, description)
 
 
 def _agree_on_initial_values(
-    model: nn.Module, shared: Sequence[nn.Parameter], replica_group: dist.ProcessGroup | None
+    model: nn.Module,
+    shared: Sequence[nn.Parameter],
+    group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None,
 ) -> None:
     """Without a common seed every process has made its own initial values."""
-    for parameter in shared:
-        dist.broadcast(parameter.data, src=0)
+    held = [*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)]
+    _copy_from_first(shared, group)
+    if tensor_group is not None:
+        _copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
     if replica_group is not None:
-        source = dist.get_global_rank(replica_group, 0)
-        for tensor in (*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)):
-            dist.broadcast(tensor.data, src=source, group=replica_group)
+        _copy_from_first([tensor for tensor in held if not is_divided_over(tensor, "data_parallel")], replica_group)
+
+
+def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    source = 0 if group is None else dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        dist.broadcast(local(tensor.detach()), src=source, group=group)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -31,8 +33,9 @@ from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.core.schedules.families import file_of
 from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
-from lightning_pfo.strategy.gradients import clip_by_global_norm
-from lightning_pfo.strategy.mesh import average_gradients
+from lightning_pfo.strategy.configuration_checks import check_configuration
+from lightning_pfo.strategy.gradients import average_gradients
+from lightning_pfo.strategy.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.microbatches import (
     batch_size_of,
     default_num_microbatches,
@@ -42,8 +45,10 @@ from lightning_pfo.strategy.microbatches import (
 )
 from lightning_pfo.strategy.ownership import move_local_tensors
 from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
+from lightning_pfo.strategy.precision import adapt_to_pipeline, restore, scaler_of
 from lightning_pfo.strategy.processes import MeshStrategy, take_sigterm_without_collectives
 from lightning_pfo.strategy.step_runner import synchronize_random_state
+from lightning_pfo.strategy.weight_averaging import gather_averages, split_averages
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
@@ -66,7 +71,14 @@ class PfoPipelineStrategy(MeshStrategy):
         stages_per_rank: Stages on each device; None is what the schedule is usually run with (2 or 1).
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a device.
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, gradients are averaged.
-        mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are).
+        tensor_parallel_size: Number of processes that share each stage's layers; `configure_model` divides them with
+            torch's `parallelize_module` over `self.device_mesh["tensor_parallel"]`.
+        mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are); the
+            processes that share layers are nearer still, unless it says where, as in `dp_tp_pp`.
+        fully_shard: Divide parameters, gradients and optimizer states over the replicas (FSDP2), instead of keeping
+            them whole on each.
+        activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
+        compile: Compile the layers of each stage with torch.compile.
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
         timeout: How long a rank waits for others in a collective.
         accelerator: Set by the Trainer.
@@ -77,7 +89,8 @@ class PfoPipelineStrategy(MeshStrategy):
 
     Raises:
         ConfigurationError: In `setup`, before any training: no or several candidates to split, fewer layers than
-            stages, an impossible partition, manual optimization, fp16 precision.
+            stages, an impossible partition, manual optimization, a precision that
+            replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
         BatchError: Before training, if batches cannot be divided into microbatches.
 
     Example::
@@ -98,7 +111,11 @@ class PfoPipelineStrategy(MeshStrategy):
         stages_per_rank: int | None = None,
         max_in_flight: int | None = None,
         data_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
         mesh_order: str = "dp_pp",
+        fully_shard: bool = False,
+        activation_checkpointing: bool = False,
+        compile: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -109,6 +126,7 @@ class PfoPipelineStrategy(MeshStrategy):
     ) -> None:
         super().__init__(
             data_parallel_size,
+            tensor_parallel_size,
             mesh_order,
             process_group_backend,
             timeout,
@@ -130,7 +148,11 @@ class PfoPipelineStrategy(MeshStrategy):
         self._schedule_name = schedule
         self._stages_per_rank = stages_per_rank
         self._max_in_flight = max_in_flight
+        self._fully_shard = fully_shard
+        self._activation_checkpointing = activation_checkpointing
+        self._compile = compile
         self._accumulating = False
+        self._layer_sync: Any = None  # where the Trainer leaves what sync_batchnorm=True asks for
         self._seed = 0
         self._pipeline: Pipeline | None = None
 
@@ -164,34 +186,29 @@ class PfoPipelineStrategy(MeshStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
-        self._refuse_unsupported(trainer)
+        check_configuration(
+            trainer,
+            self.root_device,
+            synchronises_batch_norm=self._layer_sync is not None,
+            divides_layers=self._fully_shard or self.mesh.tensor_group is not None,
+            compiles=self._compile,
+        )
         _silence_sync_dist_advice()
         take_sigterm_without_collectives(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._split(self._module())
+        split_averages(trainer, self._module())
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            shared = self._get_pipeline().shared
+            adapt_to_pipeline(self.precision_plugin, shared, self.root_device, self.mesh.num_ranks)
 
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    def _refuse_unsupported(self, trainer: pl.Trainer) -> None:
-        module = self._module()
-        if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-            raise ConfigurationError(
-                "pfo_pipeline runs training_step once per microbatch, which would repeat the optimizer steps of manual "
-                f"optimization; {type(module).__name__} sets automatic_optimization=False. Use automatic optimization."
-            )
-        if str(self.precision_plugin.precision) in ("16-mixed", "16-true"):
-            raise ConfigurationError(
-                f"pfo_pipeline does not support precision={self.precision_plugin.precision!r}: stages would not agree "
-                "on the loss scale. Use precision='bf16-mixed', 'bf16-true' or '32-true'."
-            )
 
     def _split(self, module: pl.LightningModule) -> None:
         self._pipeline = pipeline = build_pipeline(
@@ -204,6 +221,10 @@ class PfoPipelineStrategy(MeshStrategy):
             local_device_index=self.local_rank,
             group=self.mesh.pipeline_group,
             replica_group=self.mesh.replica_group,
+            tensor_group=self.mesh.tensor_group,
+            shard_over=self.mesh.device_mesh["data_parallel"] if self._fully_shard else None,
+            activation_checkpointing=self._activation_checkpointing,
+            compile=self._compile,
             seed=self._seed,
         )
         if module.trainer.state.fn == TrainerFn.FITTING:
@@ -250,7 +271,12 @@ class PfoPipelineStrategy(MeshStrategy):
         self._check_batch(batch)
         with self.precision_plugin.train_step_context():
             return self._get_pipeline().runner.train(
-                self._module().training_step, self._num_microbatches, self._step_seed(0), batch, rest
+                self._module().training_step,
+                self._num_microbatches,
+                self._step_seed(0),
+                batch,
+                rest,
+                loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
             )
 
     @override
@@ -288,11 +314,8 @@ class PfoPipelineStrategy(MeshStrategy):
         index = self._module().trainer.fit_loop.batch_idx
         if index < _CHECKED_BATCHES or index % _CHECK_EVERY == 0:
             check_same_batch(batch, self.mesh.pipeline_group, self.root_device)
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = list(self.precision_plugin.main_params(optimizer))
-        shared, group = self._get_pipeline().shared, self.mesh.pipeline_group
-        clip_by_global_norm(parameters, clip_val, shared=shared, device=self.root_device, group=group)
+            if self.mesh.tensor_group is not None:
+                check_same_batch(batch, self.mesh.tensor_group, self.root_device)
 
     @override
     @contextmanager
@@ -312,10 +335,19 @@ class PfoPipelineStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._gather_module_state(self._module())
+
+    def _gather_module_state(self, module: nn.Module) -> dict[str, Any]:
         if self.mesh.replica > 0:
             return {}
-        last_rank = self._get_pipeline().engine.last_rank
-        return checkpoints.gather_module_state(self._module(), last_rank, self.mesh.pipeline_group)
+        return checkpoints.gather_module_state(module, self._get_pipeline().engine.last_rank, self.mesh.pipeline_group)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        gather_averages(self._module().trainer, checkpoint, self._gather_module_state)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -336,8 +368,8 @@ class PfoPipelineStrategy(MeshStrategy):
     @override
     def teardown(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.redirection.remove()
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+            self._pipeline.release()
+        restore(self.precision_plugin)
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             move_local_tensors(self.lightning_module, torch.device("cpu"))

@@ -239,7 +239,9 @@ class PipelinedModel(nn.Module):
             The norm before clipping, the same on every rank.
         """
         clipped = list(self.parameters() if parameters is None else parameters)
-        return clip_by_global_norm(clipped, max_norm, shared=self._pipeline.shared, device=self.device, group=None)
+        return clip_by_global_norm(
+            clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=dist.get_world_size()
+        )
 
     # ---- state ----
 

@@ -24,8 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.mesh import ORDERS, ProcessMesh, check_data_parallel_size, make_mesh
+from lightning_pfo.strategy.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 
 
 def take_sigterm_without_collectives(trainer: pl.Trainer) -> None:
@@ -45,11 +44,12 @@ def take_sigterm_without_collectives(trainer: pl.Trainer) -> None:
 
 
 class MeshStrategy(ParallelStrategy):
-    """Base of strategies whose processes form a mesh of data-parallel replicas and pipeline ranks.
+    """Base of strategies whose processes form a mesh of data-parallel, pipeline and tensor-parallel ranks.
 
     Args:
         data_parallel_size: Number of replicas.
-        mesh_order: Key of `ORDERS`.
+        tensor_parallel_size: Number of processes that share the layers of a pipeline rank.
+        mesh_order: Which processes are neighbours; see `mesh_dimensions`.
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
         timeout: How long a rank waits for others in a collective.
         accelerator: Set by the Trainer.
@@ -65,6 +65,7 @@ class MeshStrategy(ParallelStrategy):
     def __init__(
         self,
         data_parallel_size: int,
+        tensor_parallel_size: int,
         mesh_order: str,
         process_group_backend: str | None,
         timeout: timedelta,
@@ -75,9 +76,9 @@ class MeshStrategy(ParallelStrategy):
         precision_plugin: Precision | None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if mesh_order not in ORDERS:
-            raise ConfigurationError(f"mesh_order is one of {', '.join(ORDERS)}; got {mesh_order!r}.")
+        mesh_dimensions(mesh_order)
         self._data_parallel_size = data_parallel_size
+        self._tensor_parallel_size = tensor_parallel_size
         self._mesh_order = mesh_order
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -143,11 +144,13 @@ class MeshStrategy(ParallelStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        check_data_parallel_size(self._data_parallel_size, self.world_size)
+        check_mesh_sizes(self._data_parallel_size, self._tensor_parallel_size, self.world_size)
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
-        self._mesh = make_mesh(self.root_device.type, self._data_parallel_size, self._mesh_order)
+        self._mesh = make_mesh(
+            self.root_device.type, self._data_parallel_size, self._tensor_parallel_size, self._mesh_order
+        )
 
     @override
     def barrier(self, name: str | None = None) -> None:

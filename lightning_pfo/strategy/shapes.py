@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_pfo.core.errors import PfoError
+from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.pipelined_module import StageModule
 
 
@@ -24,7 +25,17 @@ class TensorSpec:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """Describe a tensor."""
+        """Describe a tensor.
+
+        Raises:
+            ConfigurationError: If it is divided over processes.
+        """
+        if isinstance(tensor, DTensor):
+            raise ConfigurationError(
+                f"What a stage sends to the next one is a plain tensor; got a DTensor with placements "
+                f"{tensor.placements}. Give the layer's plan use_local_output=True in configure_model, or move the "
+                f"stage boundary with partition='custom:...'."
+            )
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def make(self, device: torch.device) -> torch.Tensor:

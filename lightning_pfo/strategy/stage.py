@@ -65,10 +65,19 @@ class Stage:
         self._weight_gradients: dict[int, Callable[[], None]] = {}
         self._computations: dict[InstructionType, Callable[[int, Tensors], Tensors]] = {
             InstructionType.FORWARD: self._forward,
-            InstructionType.BACKWARD: self._backward,
-            InstructionType.INPUT_GRADIENT: self._input_gradient,
-            InstructionType.WEIGHT_GRADIENT: self._weight_gradient,
+            InstructionType.BACKWARD: self._outside_autocast(self._backward),
+            InstructionType.INPUT_GRADIENT: self._outside_autocast(self._input_gradient),
+            InstructionType.WEIGHT_GRADIENT: self._outside_autocast(self._weight_gradient),
         }
+
+    def _outside_autocast(self, backward: Callable[[int, Tensors], Tensors]) -> Callable[[int, Tensors], Tensors]:
+        """Autocast is for forwards, but the step that runs the pipeline may be under it."""
+
+        def run(microbatch: int, received: Tensors) -> Tensors:
+            with torch.autocast(self._device.type, enabled=False):
+                return backward(microbatch, received)
+
+        return run
 
     def run(self, instruction: Instruction, received: Tensors) -> Tensors:
         """Run one instruction.

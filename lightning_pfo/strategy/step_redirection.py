@@ -74,7 +74,7 @@ class LogRecorder:
         result_kind = _result_kind(results)
         if result_kind is not None:
             losses = [result["loss"] if result_kind == "dict" else result for result in results]
-            numbers.append(torch.stack([loss.detach().reshape(()).float() for loss in losses]).mean())
+            numbers.append(torch.stack([loss.detach().reshape(()).double() for loss in losses]).mean())
         for name, values in self.values.items():
             numbers.append(_reduce(values, self.arguments[name].get("reduce_fx", "mean")))
         logged = tuple((name, self.metrics.get(name), arguments) for name, arguments in self.arguments.items())

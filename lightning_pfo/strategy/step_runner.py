@@ -59,8 +59,25 @@ class StepRunner:
         for metric in metrics_of(owner):
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group)
 
-    def train(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
+    def train(
+        self,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        loss_scale: torch.Tensor | None = None,
+    ) -> Any:
         """Run a training step with gradients.
+
+        Args:
+            step: The user's step.
+            num_microbatches: Number of microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            batch: What the step takes first.
+            rest: Its other arguments.
+            loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
+                is returned, logged and handed out does not have it.
 
         Returns:
             The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
@@ -73,14 +90,14 @@ class StepRunner:
         engine.iteration_begin()
         earlier = take_gradients(self._parameters)
         try:
-            values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest)
+            values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
             engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
         self._log(values, batch_size_of(batch))
-        loss = attach_gradients(values.numbers[0], self._parameters, gradients)
+        loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
         return {"loss": loss} if values.structure[0] == "dict" else loss
 
     def evaluate(
@@ -105,7 +122,14 @@ class StepRunner:
         return engine.all_gather(merged)[engine.last_rank]
 
     def _run(
-        self, kind: str, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+        self,
+        kind: str,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        loss_scale: torch.Tensor | None = None,
     ) -> tuple[StepValues, list[Any]]:
         engine = self._engine
         microbatches = split_batch(batch, num_microbatches)
@@ -131,7 +155,8 @@ class StepRunner:
                 loss = _loss_of(result)
                 # nothing else is kept: what a step returns besides may be large
                 results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
-                return loss / num_microbatches
+                loss = loss / num_microbatches
+                return loss if loss_scale is None else loss * loss_scale
             except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
                 error = error or exception
                 return _zero_loss(output)

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.mesh import check_data_parallel_size
+from lightning_pfo.strategy.mesh import check_mesh_sizes
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "data_parallel.py"
@@ -56,8 +56,13 @@ def test_the_mesh_order_places_processes(folder):
 
 
 def test_impossible_meshes_are_refused():
-    check_data_parallel_size(2, 4)
+    check_mesh_sizes(2, 2, 8)
     with pytest.raises(ConfigurationError, match=r"number of processes \(4\).*got 3. Use one of \[1, 2, 4\]"):
-        check_data_parallel_size(3, 4)
-    with pytest.raises(ConfigurationError, match="mesh_order is one of dp_pp, pp_dp; got 'tp'"):
-        PfoPipelineStrategy(mesh_order="tp")
+        check_mesh_sizes(3, 1, 4)
+    with pytest.raises(ConfigurationError, match=r"\(8\) / tensor_parallel_size=2 into.*got 3. Use one of \[1, 2, 4\]"):
+        check_mesh_sizes(3, 2, 8)
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel_size divides.*got 5. Use one of \[1, 2, 3, 6\]"):
+        check_mesh_sizes(1, 5, 6)
+    for order in ("tp", "dp_pp_pp", "dp-pp"):
+        with pytest.raises(ConfigurationError, match=f"mesh_order lists dp, pp and tp.*got '{order}'.*'dp_pp'"):
+            PfoPipelineStrategy(mesh_order=order)

@@ -136,7 +136,12 @@ def test_tuples_between_layers_and_a_dict_at_the_end(ranks):
         ("other_batches", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
         ("split_before", "ConfigurationError", ["split before", "Build the model anew"]),
         ("few_microbatches", "ConfigurationError", ["num_microbatches=2 for 3 stages", "num_microbatches=3 or more"]),
-        ("half_precision", "ConfigurationError", ["16-true", "bf16-mixed"]),
+        ("other_precision", "ConfigurationError", ["'transformer-engine'", "precision='bf16-mixed'"]),
+        ("divided_output", "ConfigurationError", ["got a DTensor", "use_local_output=True"]),
+        ("sync_batchnorm", "ConfigurationError", ["sync_batchnorm=True", "nn.GroupNorm"]),
+        ("sharded_by_the_user", "ConfigurationError", ["'model.0'", "PfoPipelineStrategy(fully_shard=True)"]),
+        ("swa_with_batch_norm", "ConfigurationError", ["statistics of batch norm", "callbacks.WeightAveraging"]),
+        ("compiled_zero_bubble", "ConfigurationError", ["'zbv'", "schedule='1f1b'"]),
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(ranks, case, kind, words):

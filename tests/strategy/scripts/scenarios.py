@@ -6,8 +6,12 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from plain_module import PlainModule, make_loaders
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.events import InstructionListener
@@ -209,6 +213,21 @@ class FailsInALayer(PlainModule):
         self.model[3] = nn.Linear(5, 5)
 
 
+class OtherPrecision(Precision):
+    precision = "transformer-engine"
+
+
+class ShardsItself(PlainModule):
+    def configure_model(self):
+        fully_shard(self.model[0], mesh=self.device_mesh["data_parallel"])
+
+
+class SendsDividedTensors(PlainModule):
+    def configure_model(self):
+        plan = {"0": ColwiseParallel(use_local_output=False)}
+        parallelize_module(self.model[2], self.device_mesh["tensor_parallel"], plan)
+
+
 class LogsAnObject(PlainModule):
     def training_step(self, batch, batch_idx):
         self.log("object", object())
@@ -253,7 +272,14 @@ def refusals():
         "other_batches": lambda: fit(PlainModule(), loader_of_rank()),
         "split_before": lambda: fit(used, strategy=PfoPipelineStrategy(partition="custom:0,1,2,7", num_microbatches=4)),
         "few_microbatches": lambda: fit(PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=2)),
-        "half_precision": lambda: fit(PlainModule(), precision="16-true"),
+        "other_precision": lambda: fit(PlainModule(), plugins=[OtherPrecision()]),
+        "divided_output": lambda: fit(SendsDividedTensors()),
+        "sync_batchnorm": lambda: fit(BatchNormModule(), sync_batchnorm=True),
+        "sharded_by_the_user": lambda: fit(ShardsItself()),
+        "swa_with_batch_norm": lambda: fit(BatchNormModule(), callbacks=[StochasticWeightAveraging(0.1)]),
+        "compiled_zero_bubble": lambda: fit(
+            PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=6, schedule="zbv", compile=True)
+        ),
     }
     results["errors"] = {}
     for name, case in cases.items():

@@ -1,0 +1,156 @@
+"""Precision, clipping, frozen layers and other options on two stages, each compared with one device.
+
+Usage: options.py FOLDER [RUN...]. The process that starts the other makes every run on one device first.
+"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from plain_module import PlainModule, make_loaders
+from torch.utils.data import DataLoader
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+FOLDER = Path(sys.argv[1])
+
+
+class Module(PlainModule):
+    def __init__(self, frozen=()):
+        super().__init__(width=8, num_layers=6)
+        for name in frozen:
+            self.get_submodule(name).requires_grad_(False)
+        self.history["scale"] = []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        self.history["scale"].append(scaler.get_scale() if scaler is not None else 1.0)
+
+
+class Overflows(Module):
+    """In the third step the first stage alone overflows; in the others its gradients are too small for fp16.
+
+    The optimizer looks for overflows itself.
+    """
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * ctx.factor, None
+
+    def __init__(self):
+        super().__init__()
+        self.stem.register_forward_hook(lambda module, args, output: self.Backward.apply(output, self.factor))
+
+    def training_step(self, batch, batch_idx):
+        self.factor = 1e30 if batch_idx == 2 else 1.0
+        return super().training_step(batch, batch_idx) * 1e-6
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e5, fused=True)
+
+
+class Descends(Module):
+    """Plain gradient descent: Adam's epsilon is zero in fp16."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SavesFirstEpoch(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def fp16(init_scale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+def precision(name):
+    return {"precision": name}
+
+
+def ema():
+    return {"callbacks": [EMAWeightAveraging(decay=0.5)], "max_epochs": 2}
+
+
+def swa():
+    return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)], "max_epochs": 3}
+
+
+RUNS = {  # what makes the module, the Trainer's options, the strategy's options
+    "16_mixed": (Module, lambda: fp16(2.0**20) | {"accumulate_grad_batches": 2}, {}),
+    "16_mixed_overflow": (Overflows, lambda: fp16(2.0**16) | {"gradient_clip_val": None}, {}),
+    "bf16_mixed": (Module, partial(precision, "bf16-mixed"), {}),
+    "bf16_true": (Module, partial(precision, "bf16-true"), {}),
+    "16_true": (Descends, partial(precision, "16-true"), {}),
+    "64_true": (Module, partial(precision, "64-true"), {}),
+    "clip_by_value": (Module, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
+    "frozen_first": (partial(Module, ["stem", "model.0", "model.1", "model.2"]), dict, {}),
+    "frozen_last": (partial(Module, ["head", "model.3", "model.4", "model.5"]), dict, {}),
+    "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
+    "ema": (Module, ema, {}),
+    "swa": (Module, swa, {}),
+    "compiled": (Module, dict, {"compile": True}),
+}
+
+
+def fit(name, where):
+    make_module, trainer_options, strategy_options = RUNS[name]
+    checkpoint = FOLDER / f"{name}_{where}.ckpt"
+    L.seed_everything(3)
+    train, val = make_loaders(num_samples=96, batch_size=16)
+    train = DataLoader(train.dataset, batch_size=16)
+    defaults = {"gradient_clip_val": 0.3, "max_epochs": 1}
+    for ckpt_path in (None, checkpoint):
+        strategy = "auto" if where == "single" else PfoPipelineStrategy(num_microbatches=4, **strategy_options)
+        module = make_module()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            strategy=strategy,
+            devices=1 if where == "single" else 2,
+            **defaults | trainer_options(),
+        )
+        averaging = trainer.max_epochs > 1
+        if averaging and ckpt_path is None:
+            trainer.callbacks.append(SavesFirstEpoch(checkpoint))
+        trainer.fit(module, train, val, ckpt_path=ckpt_path)
+        if not averaging:
+            break
+    weights = {n: p.detach().double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
+    dtypes = sorted({str(p.dtype) for p in module.parameters()})
+    return {**{key: module.history[key] for key in ("train", "val", "scale")}, "weights": weights, "dtypes": dtypes}
+
+
+def main(names):
+    if "LOCAL_RANK" not in os.environ:  # the first process, before it starts the other
+        for name in names:
+            (FOLDER / f"{name}_single.json").write_text(json.dumps(fit(name, "single")))
+    for name in names:
+        result = fit(name, "pipeline")
+        (FOLDER / f"{name}_{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+
+
+main(sys.argv[2:] or list(RUNS))

@@ -1,0 +1,165 @@
+"""Data, tensor and pipeline parallelism at once in 8 processes, compared with one device; usage: ... FOLDER.
+
+Every rank writes what it saw to FOLDER/RUN_RANK.json; rank 0 then trains on one device with the same batches.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+NUM_EPOCHS = 2
+RUNS = {
+    "tensor": {"tensor_parallel_size": 2, "data_parallel_size": 2},
+    "sharded": {"tensor_parallel_size": 2, "data_parallel_size": 2, "fully_shard": True, "mesh_order": "dp_tp_pp"},
+    "sharded_zero_bubble": {"data_parallel_size": 2, "fully_shard": True, "schedule": "interleaved_zero_bubble"},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Module(L.LightningModule):
+    """As ModelParallelStrategy's documentation has it: layers are made and divided in `configure_model`."""
+
+    def __init__(self, divided):
+        super().__init__()
+        self.divided = divided
+        self.stem = nn.Linear(6, 8)
+        self.model = None
+        self.seen = {"loss": [], "batches": [], "val": []}
+
+    def configure_model(self):
+        if self.model is not None:
+            return
+        self.model = nn.Sequential(*(Block() for _ in range(9)), nn.Linear(8, 3))
+        if self.divided:
+            for block in self.model[:-1]:
+                parallelize_module(
+                    block, self.device_mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.model(self.stem(x)), y)
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val", nn.functional.cross_entropy(self.model(self.stem(x)), y))
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [p for n, p in self.named_parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for n, p in self.named_parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.02)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen["loss"].append(float(outputs["loss"]))
+        self.seen["batches"].append([part.tolist() for part in batch])
+
+    def on_validation_epoch_end(self):
+        self.seen["val"].append(float(self.trainer.callback_metrics["val"]))
+
+
+def make_data(num_samples, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 6, generator=generator)
+    return TensorDataset(x, (x[:, :3].sum(1) > 0).long() + (x[:, 3] > 1).long())
+
+
+def fit(module, train, val, ckpt_path=None, max_epochs=NUM_EPOCHS, **options):
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=max_epochs,
+        num_sanity_val_steps=0,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(module, train, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def run_parallel(name, folder):
+    options = RUNS[name]
+    L.seed_everything(3)
+    module = Module(divided="tensor_parallel_size" in options)
+    train, val = DataLoader(make_data(64, 1), batch_size=8, shuffle=True), DataLoader(make_data(16, 2), batch_size=8)
+    trainer = fit(module, train, val, devices=8, strategy=PfoPipelineStrategy(num_microbatches=4, **options))
+    validated = trainer.validate(module, val, verbose=False)
+    place = trainer.strategy.mesh
+    local = {name: p for name, p in module.named_parameters() if not p.is_meta}
+    result = {
+        **module.seen,
+        "validated": validated[0]["val"],
+        "place": [place.replica, place.rank, place.tensor_rank],
+        "dimensions": list(module.device_mesh.mesh_dim_names),
+        "num_held": {name: local_part(p).numel() for name, p in local.items()},
+        "num_states": sum(
+            local_part(state["exp_avg"]).numel() for state in trainer.optimizers[0].state.values() if "exp_avg" in state
+        ),
+        "weights": {
+            name: p.full_tensor().tolist() if isinstance(p, DTensor) else p.tolist() for name, p in local.items()
+        },
+    }
+    (folder / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(result))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (place.replica, module.seen["batches"]))
+    replicas = dict(everyone)
+    return [replicas[index] for index in sorted(replicas)]
+
+
+def local_part(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run_single(replicas, folder):
+    """Train on one device; a batch is what the replicas had at the same time."""
+    steps = [
+        [torch.cat([torch.tensor(batch[part]) for batch in batches]) for part in range(2)]
+        for batches in zip(*replicas, strict=True)
+    ]
+    per_epoch = len(steps) // NUM_EPOCHS
+    L.seed_everything(3)
+    module = Module(divided=False)
+    module.train_dataloader = lambda: DataLoader(steps[module.current_epoch * per_epoch :][:per_epoch], batch_size=None)
+    val = DataLoader(make_data(16, 2), batch_size=8)
+    fit(module, None, val, devices=1, reload_dataloaders_every_n_epochs=1)
+    del module.seen["batches"]
+    weights = {name: p.tolist() for name, p in module.named_parameters()}
+    (folder / "single.json").write_text(json.dumps({**module.seen, "weights": weights}))
+
+
+def main(folder):
+    folder = Path(folder)
+    for name in RUNS:
+        replicas = run_parallel(name, folder)
+    if dist.get_rank() == 0:
+        run_single(replicas, folder)
+
+
+main(sys.argv[1])

@@ -1,0 +1,84 @@
+"""Precision, clipping, frozen layers, recomputation, compilation and averaged weights: as on one device."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "options.py"
+HALF = 2e-3  # what rounding to 8 or 11 bits leaves equal
+TOLERANCE = {
+    "16_mixed": HALF,
+    "16_mixed_overflow": HALF,
+    "bf16_mixed": 4 * HALF,
+    "bf16_true": 16 * HALF,
+    "16_true": 4 * HALF,
+    "64_true": 1e-8,
+    "clip_by_value": 2e-5,
+    "frozen_first": 2e-5,
+    "frozen_last": 2e-5,
+    "recomputed": 2e-5,
+    "ema": 2e-5,
+    "swa": 2e-5,
+}
+HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("options")
+    run_script(SCRIPT, folder, *TOLERANCE, *(["compiled"] if HAS_COMPILER else []), timeout_s=280)
+    return folder
+
+
+def check(folder, name, tolerance):
+    single, *ranks = (json.loads((folder / f"{name}_{who}.json").read_text()) for who in ("single", 0, 1))
+    for seen in ranks:
+        assert seen["train"] == pytest.approx(single["train"], abs=tolerance)
+        assert seen["val"] == pytest.approx(single["val"], abs=tolerance)
+        assert seen["scale"] == single["scale"]
+        assert seen["dtypes"] == single["dtypes"]
+    weights = ranks[0]["weights"] | ranks[1]["weights"]
+    assert set(weights) == set(single["weights"])
+    for key, values in single["weights"].items():
+        assert weights[key] == pytest.approx(values, abs=tolerance), key
+    return single
+
+
+@pytest.mark.parametrize("name", TOLERANCE)
+def test_two_stages_train_like_one_device(folder, name):
+    single = check(folder, name, TOLERANCE[name])
+    if name == "16_mixed":  # optimizer steps after two batches each: two were skipped
+        assert single["scale"] == [2.0**20, 2.0**19, 2.0**19, 2.0**18, 2.0**18, 2.0**18]
+    if name == "16_mixed_overflow":
+        assert single["scale"] == [2.0**16, 2.0**17, 2.0**16, 2.0**16, 2.0**17, 2.0**17]
+        assert 0 < single["train"][0] < 1e-5
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile for the CPU needs a C++ compiler")
+def test_compiled_stages_train_like_one_device(folder):
+    check(folder, "compiled", 2e-5)
+
+
+@pytest.mark.parametrize("name", ["ema", "swa"])
+def test_checkpoints_with_averages_are_those_of_one_device(folder, name):
+    """The pipeline's is also the one its second run went on from."""
+
+    def load(where):
+        checkpoint = torch.load(folder / f"{name}_{where}.ckpt", weights_only=False)
+        states = {key: checkpoint.get(key) for key in ("state_dict", "current_model_state")}
+        swa = checkpoint["callbacks"].get("StochasticWeightAveraging", {})
+        return states | {"average_model_state": swa.get("average_model_state")}
+
+    single, pipeline = load("single"), load("pipeline")
+    averages = "current_model_state" if name == "ema" else "average_model_state"
+    assert single[averages] is not None
+    for kind, expected in single.items():
+        assert (pipeline[kind] is None) == (expected is None)
+        for key, value in (expected or {}).items():
+            if "metric" not in key and "confusion" not in key and "train_f1" not in key:
+                torch.testing.assert_close(pipeline[kind][key], value, atol=2e-5, rtol=0)
