@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 from lightning_pfo.config import ExperimentConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.device import EmulatedGpu
 from lightning_pfo.hydra_app import check_no_foreign_keys
+from tests.device.fake_clock import FakeClock
 from tests.example_scripts import ROOT, load_example
 from tests.launch import run_script
 
@@ -52,6 +54,36 @@ def test_every_option_composes(group, option):
     loaded = yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text())
     for key in loaded.keys() - {"defaults", "sequence_length"}:
         assert getattr(section, key) == loaded[key]
+
+
+def behaviour(config):
+    """What a GPU of index 1 does in two instructions of 0.1 s, the second after a change of clock."""
+    gpu = EmulatedGpu(config, index=1, clock=(clock := FakeClock()))
+    seen = {"start_mj": gpu.total_energy_mj()}
+    for name, clock_mhz in (("first", 1410), ("second", 1005)):
+        begin_s = clock.now_s()
+        gpu.lock_graphics_clock(clock_mhz)
+        gpu.begin_work()
+        seen[f"{name}_clock_mhz"] = gpu.graphics_clock_mhz()
+        gpu.finish_work(0.1, 0.0)
+        seen[f"{name}_s"] = clock.now_s() - begin_s
+    return seen | {"energy_mj": gpu.total_energy_mj()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seen_in"),
+    [
+        (["gpu.noise=0.05"], "first_s"),
+        (["gpu.counter_tick_s=0.1"], "energy_mj"),
+        (["gpu.clock_latency_s=0.02"], "second_s"),
+        (["gpu.power_limit_w=300"], "first_clock_mhz"),
+        (["gpu.throttle_clock_mhz=900"], "second_clock_mhz"),
+        (["gpu.straggler_index=1", "gpu.straggler_factor=1.5"], "first_s"),
+    ],
+)
+def test_options_of_the_emulated_gpu_act_from_the_command_line(overrides, seen_in):
+    plain, changed = (behaviour(composed("gpt", "gpu=emulated_a100", *more).gpu) for more in ([], overrides))
+    assert changed[seen_in] != plain[seen_in]
 
 
 def test_overrides_reach_the_dataclass():

@@ -23,6 +23,7 @@ from lightning_pfo.device import ClockController
 
 _CLOCK_TIMEOUT_S = 5.0
 _CLOCK_TOLERANCE = 0.01
+_ENERGY_PRECISION = 0.02
 
 
 @dataclass(frozen=True)
@@ -180,8 +181,10 @@ class FrequencyScan(InstructionListener):
 
 
 def _flags(measured: Measured, clock_mhz: int) -> str:
-    """What a reader of the profile should know: limits, and `clock_not_reached`; separated by blanks."""
+    """What a reader should know: limits, `clock_not_reached`, `energy_uncertain` (by over 2 %); separated by blanks."""
     flags = set(measured.limits)
+    if measured.energy_stderr_j > _ENERGY_PRECISION * measured.energy_j:
+        flags.add("energy_uncertain")
     if measured.clock_mhz < (1 - _CLOCK_TOLERANCE) * clock_mhz:
         flags.add("clock_not_reached")
     return " ".join(sorted(flags))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from weakref import WeakKeyDictionary
 
+import torch
+
 from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark, record_mark
 from lightning_pfo.callbacks.emulation import EmulationListener
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
@@ -30,6 +32,7 @@ class GpuSession:
     def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int) -> None:
         self.config = _config_of(choice)
         self.gpu = open_gpu(choice, source.local_device_index, num_gpus=num_gpus)
+        check_same_gpu(self.gpu, source.local_device_index)
         self.clocks = ClockController(self.gpu, is_quiet=source.local_device_index > 0)
         self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark)
         self._source = source
@@ -108,6 +111,26 @@ def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, 
         )
     session._users.append(user)
     return session
+
+
+def check_same_gpu(gpu: Gpu, index: int) -> None:
+    """Check that CUDA and the driver mean the same GPU by an index, before anybody sets the clocks of another one.
+
+    Raises:
+        ConfigurationError: If CUDA counts GPUs in another order; the message says how to change that.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return
+    if index >= torch.cuda.device_count() or "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return  # an instance has a UUID of its own
+    ours = getattr(gpu, "uuid", "")
+    cudas = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    if ours.startswith("GPU-") and cudas and ours.removeprefix("GPU-") != cudas.removeprefix("GPU-"):
+        gpu.close()
+        raise ConfigurationError(
+            f"Clocks are set on the GPU that trains; index {index} is GPU {cudas} for CUDA, but {ours} for the driver, "
+            "which counts in PCI order. Set CUDA_DEVICE_ORDER=PCI_BUS_ID."
+        )
 
 
 def ranks_on_this_node(source: InstructionSource) -> int:

@@ -112,3 +112,15 @@ def test_scanning_waits_until_measurements_mean_something():
     assert source.iteration == 2 + 3
     assert scan.done
     assert clocks.requests == [30]
+
+
+def test_flags_say_what_to_doubt():
+    from lightning_pfo.callbacks.frequency_scan import _flags
+    from lightning_pfo.callbacks.meters import Measured
+
+    def measured(clock_mhz, stderr_j, limits=frozenset()):
+        return Measured(0.02, 0.0, 5.0, stderr_j, 50, clock_mhz, limits)
+
+    assert _flags(measured(1400.0, 0.05), 1410) == ""
+    assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410) == "clock_not_reached power_cap"
+    assert _flags(measured(math.nan, 0.11), 1410) == "energy_uncertain"

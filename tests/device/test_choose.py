@@ -84,3 +84,28 @@ def test_an_open_gpu_and_a_configuration_are_taken_as_they_are() -> None:
 def test_unknown_choice() -> None:
     with pytest.raises(ConfigurationError, match="gpu is one of auto, emulated_a100"):
         open_gpu("quantum", 0)
+
+
+def test_a_dry_run_does_everything_but_change_clocks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_gpu_config("nvml")
+    config.dry_run = True
+    real = EmulatedGpu(load_gpu_config("emulated_a40"))
+    monkeypatch.setattr(nvml, "visible_gpu_count", lambda: 1)
+    monkeypatch.setattr(nvml, "NvmlGpu", lambda index: real)
+    with caplog.at_level(logging.WARNING):
+        gpu = open_gpu(config, 0)
+    assert isinstance(gpu, Gpu)
+    assert gpu.name == f"{real.name} (dry run)"
+    assert "are not changed" in caplog.text
+    gpu.claim_clocks()
+    gpu.lock_graphics_clock(1200)
+    with pytest.raises(DeviceError, match=r"got 1201 MHz"):
+        gpu.lock_graphics_clock(1201)
+    gpu.restore()
+    assert not real._requests
+    assert gpu.graphics_clock_mhz() == 1740
+    assert gpu.power_mw() == real.power_mw()
+    assert gpu.total_energy_mj() <= real.total_energy_mj()
+    gpu.close()

@@ -91,6 +91,7 @@ except Exception as error:
 
 
 FAILURES = {
+    "not_supported": ("gpu.lock_graphics_clock(1410)", "NotSupportedError", "code 3.*Volta"),
     "no_permission": ("gpu.lock_graphics_clock(1410)", "ClockPermissionError", "root or the capability CAP_SYS_ADMIN"),
     "no_energy_counter": (
         "gpu.total_energy_mj()",

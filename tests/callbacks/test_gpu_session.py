@@ -1,0 +1,51 @@
+"""The GPU of a rank is the one that CUDA trains on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_pfo.callbacks.gpu_session import check_same_gpu
+from lightning_pfo.core.errors import ConfigurationError
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Two GPUs that CUDA counts in this order."""
+    uuids = ["11111111-fake", "00000000-fake"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuids[index]))
+    return monkeypatch
+
+
+def gpu(uuid):
+    closed = []
+    return SimpleNamespace(uuid=uuid, close=lambda: closed.append(True), closed=closed)
+
+
+def test_the_same_gpu_passes(cuda):
+    check_same_gpu(gpu("GPU-11111111-fake"), 0)
+    check_same_gpu(gpu("GPU-00000000-fake"), 1)
+
+
+def test_another_gpu_is_refused_and_closed(cuda):
+    other = gpu("GPU-00000000-fake")
+    with pytest.raises(
+        ConfigurationError, match=r"index 0 is GPU 11111111-fake for CUDA.*CUDA_DEVICE_ORDER=PCI_BUS_ID"
+    ):
+        check_same_gpu(other, 0)
+    assert other.closed
+
+
+def test_what_cannot_be_compared_is_not(cuda):
+    check_same_gpu(SimpleNamespace(), 0)  # emulated
+    check_same_gpu(gpu("gpu0-74a0"), 0)  # AMD
+    check_same_gpu(gpu("GPU-00000000-fake"), 5)
+    cuda.setenv("CUDA_VISIBLE_DEVICES", "MIG-1-0")
+    check_same_gpu(gpu("GPU-00000000-fake"), 0)
+    cuda.delenv("CUDA_VISIBLE_DEVICES")
+    cuda.setattr(torch.cuda, "is_initialized", lambda: False)  # training on the CPU
+    check_same_gpu(gpu("GPU-00000000-fake"), 0)
