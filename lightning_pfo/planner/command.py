@@ -48,7 +48,7 @@ class Settings:
         default=None, metadata={"help": "stages that share a GPU, where the schedule leaves it open"}
     )
     regularise: bool = field(
-        default=False, metadata={"help": "average out what only noise explains, instead of planning on the raw points"}
+        default=False, metadata={"help": "take out what only noise explains, instead of planning on the raw points"}
     )
     num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
     deadlines_s: list[float] = field(
@@ -99,9 +99,9 @@ def run(settings: Settings) -> None:
     draw_timeline(frontier.timeline(chosen), folder / "timeline_chosen.png", title=f"Chosen plan ({settings.select})")
     _report(frontier, chosen, settings)
     if findings.notes:
-        done = "averaged out" if settings.regularise else "planned on as it is; regularise=true averages it out"
+        done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
         print_line = Console(highlight=False, markup=False, soft_wrap=True).print
-        print_line(f"{len(findings.notes)} times the profile has a lower clock faster than a higher one ({done}):")
+        print_line(f"{len(findings.notes)} findings of noise in the profile ({done}):")
         for note in findings.notes[:_NOTES_SHOWN]:
             print_line(f"  {note}")
 
