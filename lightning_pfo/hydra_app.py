@@ -40,7 +40,8 @@ _TRACEBACK = "HYDRA_FULL_ERROR"
 def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
     """Make a function of a config the main function of a script, with Hydra's command line.
 
-    `key=value`, `group=option`, `+key=value`, `--multirun`, `--cfg job` and `--help` work as in any Hydra application.
+    `key=value`, `group=option`, `+key=value`, `--multirun`, `--cfg job` and `--help` work as in any Hydra application;
+    `plan=` also takes a selection such as `plan=1.02x` or `"plan=T'=2.9s"`.
     A user's mistake ends the script with one paragraph and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
 
     Args:
@@ -66,6 +67,7 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
 
         @functools.wraps(task)
         def main() -> None:
+            sys.argv[1:] = map(with_selection, sys.argv[1:])  # the other ranks get the same command line
             run = hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)
             # Asked for a full error, Hydra raises it instead of printing its own text.
             try:
@@ -77,6 +79,20 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
         return main
 
     return decorate
+
+
+def with_selection(argument: str) -> str:
+    """Let `plan=1.02x`, or any other selection that is no file of conf/plan, stand for `plan.select=1.02x`."""
+    key, _, value = argument.partition("=")
+    if key != "plan" or not value or (conf_dir() / "plan" / f"{value}.yaml").exists():
+        return argument
+    from lightning_pfo.planner import check_selection  # the planner need not be imported to compose a configuration
+
+    try:
+        check_selection(value)
+    except PfoError:
+        return argument  # Hydra says which options there are
+    return f'plan.select="{value}"'
 
 
 def check_no_foreign_keys(section: Any, path: str = "") -> None:

@@ -15,7 +15,7 @@ from lightning_pfo.config import ExperimentConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import EmulatedGpu
-from lightning_pfo.hydra_app import check_no_foreign_keys
+from lightning_pfo.hydra_app import check_no_foreign_keys, with_selection
 from tests.device.fake_clock import FakeClock
 from tests.example_scripts import ROOT, load_example
 from tests.launch import run_script
@@ -172,6 +172,29 @@ def test_cfg_job_shows_the_configuration(run):
     result = run("--cfg", "job", "plan=least_energy")
     assert result.returncode == 0
     assert yaml.safe_load(result.stdout)["plan"]["select"] == "least_energy"
+
+
+@pytest.mark.parametrize(
+    ("argument", "override"),
+    [
+        ("plan=1.02x", 'plan.select="1.02x"'),
+        ("plan=T'=2.9s", 'plan.select="T\'=2.9s"'),
+        ("plan=fastest", 'plan.select="fastest"'),
+        ("plan=least_energy", "plan=least_energy"),  # a file
+        ("plan=least_enrgy", "plan=least_enrgy"),  # for Hydra to refuse
+        ("plan.select=1.02x", "plan.select=1.02x"),
+        ("seed=3", "seed=3"),
+    ],
+)
+def test_a_plan_may_be_any_selection(argument, override):
+    assert with_selection(argument) == override
+
+
+def test_selections_reach_the_configuration(run):
+    result = run("--cfg", "job", "plan=T'=1.1x", "plan.switch_latency_s=0.01")
+    assert result.returncode == 0
+    plan = yaml.safe_load(result.stdout)["plan"]
+    assert (plan["select"], plan["switch_latency_s"]) == ("T'=1.1x", 0.01)
 
 
 def test_help_lists_groups_options_and_common_overrides(run):

@@ -32,7 +32,15 @@ from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.report import Report, TrainingResult
 from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
 from lightning_pfo.hydra_app import is_first_process
-from lightning_pfo.planner import Frontier, check_selection, plan_frontier, save_frontier, select_plan
+from lightning_pfo.planner import (
+    Frontier,
+    check_selection,
+    plan_frontier,
+    read_profile,
+    regularise,
+    save_frontier,
+    select_plan,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -123,8 +131,9 @@ def gpu_for(config: ExperimentConfig) -> GpuConfig:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
+    profile = read_profile(output_dir / "profile.csv")
     frontier = plan_frontier(
-        output_dir / "profile.csv",
+        regularise(profile).profile if config.plan.regularise else profile,
         num_microbatches=config.schedule.num_microbatches,
         schedule=config.schedule.name,
         p2p_blocking_power_w=config.plan.p2p_blocking_power_w,

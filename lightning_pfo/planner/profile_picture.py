@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from matplotlib import colormaps
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner.picture import GRID, INK, new_figure, save_figure, tidy
-from lightning_pfo.planner.profile import Profile
+from lightning_pfo.planner.profile import InstructionProfile, Profile
 
 
 def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title: str = "") -> None:
     """Draw energy over clock for every stage, one panel per kind of instruction; a dot marks the least energy.
+
+    Stages of equal measurements share a line.
 
     Args:
         profile: Measurements.
@@ -20,18 +23,20 @@ def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title
         title: Heading.
     """
     kinds = [kind for kind in InstructionType if any(k is kind for _, k in profile.instructions)]
+    groups = _equal_stages(profile, kinds)
     figure = new_figure(4.4 * len(kinds), 3.8)
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     colours = colormaps["viridis"]
     for axes, kind in zip(panels, kinds, strict=True):
-        for stage in range(profile.num_stages):
+        for number, stages in enumerate(groups):
+            stage = stages[0]
             if (stage, kind) not in profile.instructions:
                 continue
             measured = profile.of(stage, kind)
-            colour = colours(0.9 * stage / max(profile.num_stages - 1, 1))
+            colour = colours(0.9 * number / max(len(groups) - 1, 1))
             axes.plot(
                 measured.clocks_mhz, measured.energies_j, color=colour, linewidth=1.4, marker=".", markersize=4,
-                label=f"stage {stage}",
+                label=_label(stages),
             )  # fmt: skip
             lowest = min(range(len(measured.clocks_mhz)), key=measured.energies_j.__getitem__)
             axes.plot(
@@ -48,3 +53,22 @@ def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     save_figure(figure, path)
+
+
+def _equal_stages(profile: Profile, kinds: Sequence[InstructionType]) -> list[list[int]]:
+    groups: dict[tuple[InstructionProfile | None, ...], list[int]] = {}
+    for stage in range(profile.num_stages):
+        groups.setdefault(tuple(profile.instructions.get((stage, kind)) for kind in kinds), []).append(stage)
+    return list(groups.values())
+
+
+def _label(stages: Sequence[int]) -> str:
+    """Such as `stage 7` or `stages 0-2, 5`."""
+    parts: list[list[int]] = []
+    for stage in stages:
+        if parts and parts[-1][-1] == stage - 1:
+            parts[-1].append(stage)
+        else:
+            parts.append([stage])
+    text = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return f"stage{'s' if len(stages) > 1 else ''} {text}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import compress
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ from lightning_pfo.planner.picture import INK, MUTED, new_figure, save_figure, t
 from lightning_pfo.planner.timeline import Timeline
 
 _BAR = 0.82
-_BLOCKED, _CRITICAL = "#eef1f4", "#c8452f"
+_BLOCKED, _BLOCKED_LOW, _CRITICAL = "#e9edf1", "#cbd5e0", "#c8452f"
 _SMALLEST_TEXT = 3.5
 _POINTS_PER_CHARACTER = 0.62
 """Width of a character relative to the font size."""
@@ -32,8 +33,8 @@ def draw_timeline(
 ) -> None:
     """Draw one iteration.
 
-    Forwards have a pale top edge; waiting is light grey; a red line runs along the critical path.
-    Clocks in MHz are written where they fit.
+    Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
+    the critical path. Clocks in MHz are written where they fit.
 
     Args:
         timeline: What to draw, see `Frontier.timeline`.
@@ -59,7 +60,7 @@ def draw_timelines(
     """
     num_ranks = max(len(timeline.schedule.orders) for timeline in timelines.values())
     longest = max(len(order) for timeline in timelines.values() for order in timeline.schedule.orders)
-    width = min(max(8.0, 0.42 * longest), 18.0)
+    width = min(max(8.0, 0.6 * longest), 18.0)
     height = len(timelines) * (1.15 + min(0.42 * num_ranks, 9.0))
     figure = new_figure(width, height)
     rows = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
@@ -100,6 +101,7 @@ def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normali
     axes.add_collection(filled)
     _mark_forwards(axes, timeline, rank_of, crowded)
     _trace_critical_path(axes, timeline, rank_of, crowded)
+    _draw_wait_clocks(axes, timeline, width_in)
     _write_clocks(axes, timeline, rank_of, values, norm, width_in)
 
     axes.set_xlim(0, end)
@@ -108,9 +110,9 @@ def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normali
     axes.set_yticklabels([f"rank {rank}" for rank in range(len(schedule.orders))], fontsize=8)
     heading = f"{title}: " if title else ""
     axes.set_title(f"{heading}{end:.4g} s, {timeline.iteration_energy_j:.5g} J", loc="left", fontsize=11, color=INK)
-    axes.set_title(
-        "grey: waiting    red: critical path    pale top edge: forward", loc="right", fontsize=8, color=MUTED
-    )
+    key = ["grey: waiting", "darker: at a clock of its own", "red: critical path", "pale top edge: forward"]
+    shown = [True, bool(timeline.wait_clocks), True, not crowded]
+    axes.set_title("    ".join(compress(key, shown)), loc="right", fontsize=8, color=MUTED)
     tidy(axes)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -140,11 +142,31 @@ def _trace_critical_path(axes: Axes, timeline: Timeline, rank_of: list[int], cro
     axes.plot(x, y, color=_CRITICAL, linewidth=0.9 if crowded else 1.6, solid_joinstyle="round", zorder=4)
 
 
+def _draw_wait_clocks(axes: Axes, timeline: Timeline, width_in: float) -> None:
+    points_per_second = _points_per_second(timeline, width_in)
+    size = 6.5
+    for wait in timeline.wait_clocks:
+        begin, end = timeline.waits_of(wait.rank)[wait.position]
+        is_last = wait.position == len(timeline.schedule.orders[wait.rank])
+        length = end - begin if is_last else min(wait.hold_s, end - begin)
+        low = Rectangle((begin, wait.rank - _BAR / 2), length, _BAR, color=_BLOCKED_LOW, linewidth=0, zorder=1.5)
+        axes.add_patch(low)
+        if length * points_per_second >= 4 * _POINTS_PER_CHARACTER * size:
+            axes.text(
+                begin + length / 2, wait.rank, str(wait.clock_mhz),
+                ha="center", va="center", fontsize=size, color=MUTED, zorder=5, clip_on=True,
+            )  # fmt: skip
+
+
+def _points_per_second(timeline: Timeline, width_in: float) -> float:
+    return 72 * 0.84 * width_in / timeline.iteration_time_s
+
+
 def _write_clocks(
     axes: Axes, timeline: Timeline, rank_of: list[int], values: list[float], norm: Normalize, width_in: float
 ) -> None:
     """Write clocks at the largest size that fits short instructions; not at all where that is unreadable."""
-    points_per_second = 72 * 0.84 * width_in / timeline.iteration_time_s
+    points_per_second = _points_per_second(timeline, width_in)
     short = sorted(timeline.durations_s)[len(timeline.durations_s) // 50]
     size = min(8.0, 0.85 * short * points_per_second / (4 * _POINTS_PER_CHARACTER))
     if size < _SMALLEST_TEXT:

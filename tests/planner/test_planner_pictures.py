@@ -1,9 +1,10 @@
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from lightning_pfo.planner import plan_frontier
 from lightning_pfo.planner.frontier_picture import draw_frontier
-from lightning_pfo.planner.profile_picture import draw_energy_valleys
+from lightning_pfo.planner.profile_picture import _label, draw_energy_valleys
 from lightning_pfo.planner.timeline_picture import draw_timeline, draw_timelines
 
 
@@ -27,3 +28,21 @@ def test_small_and_large_pipelines_can_be_drawn(make_profile, tmp_path, num_stag
     draw_timeline(frontier.timeline(frontier.fastest), tmp_path / "timeline.png")
     draw_frontier(frontier, tmp_path / "frontier.png")
     assert imread(tmp_path / "timeline.png").shape[1] < 4000
+
+
+def test_waits_with_a_clock_of_their_own_are_shaded(make_profile, tmp_path):
+    profile = make_profile([0.03, 0.05])
+    frontier = plan_frontier(profile, num_microbatches=4, num_plans=2, p2p_blocking_power_w={1400: 90, 800: 60})
+    draw_timelines({"a": frontier.timeline(frontier.baseline)}, tmp_path / "without.png")
+    draw_timelines({"a": frontier.timeline(frontier.fastest)}, tmp_path / "with.png")
+    shade = np.array([0xCB, 0xD5, 0xE0]) / 255
+    share = {}
+    for path in tmp_path.iterdir():
+        share[path.stem] = np.isclose(imread(path)[:, :, :3], shade, atol=2e-3).all(axis=2).mean()
+    assert share["with"] > 0.02
+    assert share["without"] < 1e-4
+
+
+def test_stages_of_equal_measurements_share_a_label():
+    assert _label([7]) == "stage 7"
+    assert _label([0, 1, 2, 5]) == "stages 0-2, 5"
