@@ -158,3 +158,42 @@ def test_any_damage_is_a_clear_error_or_a_profile(data):
         path.write_bytes(text)
         with suppress(ProfileError):
             assert read_profile(path).num_stages >= 1
+
+
+CELLS = st.fixed_dictionaries({
+    "time": st.floats(1e-6, 1e3), "energy": st.floats(0, 1e6), "time_stderr": st.floats(0, 1),
+})  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_is_measured_comes_back_from_any_order_of_rows_and_columns(data):
+    num_stages = data.draw(st.integers(1, 3))
+    measured = {
+        (stage, kind): data.draw(st.dictionaries(st.integers(1, 3000), CELLS, min_size=1, max_size=4))
+        for stage in range(num_stages)
+        for kind in (F, B)
+    }
+    rows = [
+        {"stage": stage, "instruction": kind.profile_name, "frequency": clock, **cells}
+        for (stage, kind), by_clock in measured.items()
+        for clock, cells in by_clock.items()
+    ]
+    columns = data.draw(st.permutations(["stage", "instruction", "frequency", "time", "energy", "time_stderr"]))
+    rows = data.draw(st.permutations(rows))
+    space = data.draw(st.sampled_from(["", " "]))
+    end = data.draw(st.sampled_from(["\n", "\r\n", "\n\n"]))
+    lines = [columns, *([repr(row[c]) if c != "instruction" else row[c] for c in columns] for row in rows)]
+    text = data.draw(st.sampled_from(["", "\ufeff"])) + end.join(f"{space},".join(line) for line in lines)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.csv"
+        path.write_bytes(text.encode())
+        profile = read_profile(path)
+    assert set(profile.instructions) == set(measured)
+    for key, by_clock in measured.items():
+        clocks = sorted(by_clock, reverse=True)
+        found = profile.instructions[key]
+        assert found.clocks_mhz == tuple(clocks)
+        assert found.times_s == tuple(by_clock[clock]["time"] for clock in clocks)
+        assert found.energies_j == tuple(by_clock[clock]["energy"] for clock in clocks)
+        assert found.time_stderrs_s == tuple(by_clock[clock]["time_stderr"] for clock in clocks)

@@ -1,4 +1,8 @@
+from contextlib import suppress
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner import select_plan
@@ -76,3 +80,9 @@ def test_impossible_wishes_name_the_range(frontier):
 def test_what_is_not_understood_lists_the_forms(frontier, wish):
     with pytest.raises(PlanError, match="Cannot select"):
         select_plan(frontier, wish)
+
+
+@given(st.text(alphabet="0123456789.exsWT'= -+fastel_nory", max_size=12))
+def test_any_text_selects_a_plan_or_is_refused(frontier, wish):
+    with suppress(PlanError):
+        assert select_plan(frontier, wish) in frontier.plans

@@ -1,3 +1,4 @@
+import ast
 import math
 import tempfile
 from pathlib import Path
@@ -7,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.pipeline_schedule import make_schedule
 from lightning_pfo.planner import read_zeus_plan, save_frontier, simulate
+from lightning_pfo.planner.zeus_files import zeus_text
 
 
 def test_what_was_written_comes_back(frontier, tmp_path):
@@ -58,3 +61,28 @@ def test_any_text_is_read_or_refused(text):
         path.write_text(text)
         with pytest.raises(PlanError):
             read_zeus_plan(path, make_schedule("1f1b", 2, 2))
+
+
+@given(st.data())
+def test_a_damaged_plan_file_is_read_as_it_is_or_refused(data):
+    schedule = make_schedule("1f1b", 2, 2)
+    clocks = data.draw(st.lists(st.integers(1, 3000), min_size=8, max_size=8))
+    plan = FrequencyPlan(schedule, (tuple(clocks[:4]), tuple(clocks[4:])), 1.0, 1.0)
+    text = zeus_text(plan, 0)
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(start + 12, len(text))))
+    damaged = (
+        text[:start] + data.draw(st.sampled_from(["", "1", "[", "]", ",", '"', "-", "(", "\n", "#"])) + text[stop:]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.py"
+        path.write_text(damaged)
+        try:
+            read = read_zeus_plan(path, schedule)
+        except PlanError:
+            return
+        rows = ast.literal_eval(damaged.strip())
+        assert [[entry[1] if isinstance(entry, tuple) else entry for entry in row] for row in rows] == [
+            list(row) for row in read.clocks_mhz
+        ]
+        assert all(clock > 0 for row in read.clocks_mhz for clock in row)
