@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -23,7 +24,9 @@ from lightning_pfo.core.pipeline_schedule import (
 )
 from lightning_pfo.planner.blocking import BlockingPower, BlockingPowerOption, resolve_blocking
 from lightning_pfo.planner.hull import OptionSet, make_option_set
+from lightning_pfo.planner.long_tradeoff import LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.profile import Profile, read_profile
+from lightning_pfo.planner.steady_state import steady_middles
 from lightning_pfo.planner.switching import limit_switching
 from lightning_pfo.planner.timeline import Simulator, Timeline, simulate_plan
 from lightning_pfo.planner.tradeoff import Progress, trace_tradeoff
@@ -127,7 +130,8 @@ def plan_frontier(
     baseline = _baseline(profile, schedule, simulator)
     # No wait draws less than the least power, so what is a lower bound under it is one in any case.
     options = _effective_options(profile, schedule, [power.least_w for power in blocking])
-    points = trace_tradeoff(
+    runs = steady_middles(schedule) if len(options) >= LONG_PIPELINE else ()
+    points = (partial(trace_long_tradeoff, runs=runs) if runs else trace_tradeoff)(
         simulator.dag,
         options,
         rate=sum(power.least_w for power in blocking),

@@ -26,7 +26,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -158,6 +158,25 @@ class RelaxedTradeoff:
         solution = self._run(float("nan"))
         return self.solve(solution.time)
 
+    def require(self, starts: Mapping[int, float], durations: Mapping[int, float]) -> None:
+        """Add a constraint: a weighted sum of starts and durations of nodes must be at least 0.
+
+        From then on the optimum bounds only what satisfies it as well, and the duals of the precedences no longer
+        make a flow.
+
+        Args:
+            starts: Weights of start times by node.
+            durations: Weights of durations by node.
+        """
+        columns, values, constant = list(starts), list(starts.values()), 0.0
+        for node, weight in durations.items():
+            first, end = np.searchsorted(self._owner, [node, node + 1]) + self._time_column + 1
+            columns += range(first, end)
+            values += [weight] * (end - first)
+            constant += weight * float(self._fastest[node])
+        lowest = -constant / self._time_unit
+        self._highs.addRow(lowest, highspy.kHighsInf, len(columns), np.array(columns, np.int32), np.array(values))
+
     def _run(self, time: float) -> RelaxedSolution:
         self._highs.run()
         status = self._highs.getModelStatus()
@@ -173,7 +192,7 @@ class RelaxedTradeoff:
         if time != time:  # the programme chose it
             time = float(values[n]) * self._time_unit
         duals_per_second = self._cost_unit / self._time_unit
-        row_flow = np.maximum(np.array(solution.row_dual), 0.0) * duals_per_second
+        row_flow = np.maximum(np.array(solution.row_dual[: len(self._tails)]), 0.0) * duals_per_second
         return RelaxedSolution(
             time=time,
             cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit,

@@ -93,6 +93,21 @@ def trace_tradeoff(
     Raises:
         PlanError: If a deadline cannot be met.
     """
+    fastest = fastest_time(dag, options, deadlines)
+    search = _Search(dag, options, rate, on_progress)
+    slowest = max(search.least_cost_time(), fastest)
+    fixed = {min(max(time, fastest), slowest) for time in (*times, *deadlines, fastest, slowest)}
+    search.sweep(fixed, np.linspace(fastest, slowest, num_points).tolist()[1:-1])
+    search.improve()
+    return search.frontier()
+
+
+def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: Sequence[float] = ()) -> float:
+    """Longest path of the fastest options in seconds.
+
+    Raises:
+        PlanError: If a deadline is shorter.
+    """
     fastest = dag.longest_path([opts.times[0] for opts in options])
     for deadline in deadlines:
         if not deadline >= fastest * (1 - _EQUAL_TIMES):
@@ -100,12 +115,7 @@ def trace_tradeoff(
                 f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than {fastest:.6f} s, the "
                 "iteration time of the fastest plan."
             )
-    search = _Search(dag, options, rate, on_progress)
-    slowest = max(search.least_cost_time(), fastest)
-    fixed = {min(max(time, fastest), slowest) for time in (*times, *deadlines, fastest, slowest)}
-    search.sweep(fixed, np.linspace(fastest, slowest, num_points).tolist()[1:-1])
-    search.improve()
-    return search.frontier()
+    return fastest
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,78 @@
+"""The time-cost tradeoff of very long pipelines: what `tradeoff` does, in a time that hardly grows with the length.
+
+At each time the relaxation with merged steady states gives a lower bound and a timetable (`merged_programme`). It is
+rounded to options and improved event by event (`event_moves`). There is no search beyond that, so gaps are somewhat
+larger than those of `tradeoff`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightning_pfo.planner.event_moves import EventMoves
+from lightning_pfo.planner.hull import OptionSet
+from lightning_pfo.planner.instruction_dag import InstructionDag
+from lightning_pfo.planner.merged_programme import MergedTradeoff
+from lightning_pfo.planner.rounding import chosen_times, round_to_options, spend_slack, total_cost
+from lightning_pfo.planner.steady_state import Run
+from lightning_pfo.planner.tradeoff import Progress, TradeoffPoint, fastest_time
+
+LONG_PIPELINE = 4000
+"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
+
+_SWEEPS = (8, 4)
+"""Sweeps of event moves; slack is spent after each number of them."""
+
+
+def trace_long_tradeoff(
+    dag: InstructionDag,
+    options: Sequence[OptionSet],
+    *,
+    runs: Sequence[Run],
+    rate: float = 0.0,
+    num_points: int = 50,
+    times: Sequence[float] = (),
+    deadlines: Sequence[float] = (),
+    on_progress: Progress | None = None,
+) -> list[TradeoffPoint]:
+    """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
+
+    All times are kept to.
+
+    Args:
+        dag: The precedences.
+        options: Options of each node; nodes of one kind should share one object.
+        runs: Middles of steady states, see `steady_middles`.
+        rate: Cost of a second of the longest path in J/s, at least 0.
+        num_points: Number of times, equally spaced, at which choices are wanted.
+        times: Further times in seconds; brought into the range of the frontier.
+        deadlines: The same, but one shorter than the fastest choice is an error.
+        on_progress: Called with what is being done, how much of it is done, and how much there is.
+
+    Raises:
+        PlanError: If a deadline cannot be met.
+    """
+    fastest = fastest_time(dag, options, deadlines)
+    programme, moves = MergedTradeoff(dag, options, runs), EventMoves(dag, options)
+    slowest = max(programme.solve_with_rate(rate).time, fastest)
+    wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
+    targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
+    tangents, found = [], []
+    for done, target in enumerate(targets, 1):
+        relaxed = programme.solve(target)
+        tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + rate))
+        choice = round_to_options(dag, options, relaxed)
+        for sweeps in _SWEEPS:
+            choice = spend_slack(dag, options, moves.improve(choice, target, sweeps), target)
+        time = dag.longest_path(chosen_times(options, choice))
+        found.append((time, total_cost(options, choice) + rate * time, choice))
+        if on_progress is not None:
+            on_progress("relaxing and rounding", done, len(targets))
+    points: list[TradeoffPoint] = []
+    for time, cost, choice in sorted(found):
+        if not points or cost < points[-1].cost:
+            bound = max(value + slope * time for value, slope in tangents)
+            points.append(TradeoffPoint(time, cost, min(bound, cost), tuple(choice)))
+    return points
