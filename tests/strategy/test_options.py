@@ -14,6 +14,7 @@ HALF = 2e-3  # what rounding to 8 or 11 bits leaves equal
 TOLERANCE = {
     "16_mixed": HALF,
     "16_mixed_overflow": HALF,
+    "16_mixed_divided": HALF,
     "bf16_mixed": 4 * HALF,
     "bf16_true": 16 * HALF,
     "16_true": 4 * HALF,

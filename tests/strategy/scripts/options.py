@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import PlainModule, make_loaders
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -40,6 +42,8 @@ class Overflows(Module):
     The optimizer looks for overflows itself.
     """
 
+    fused = True
+
     class Backward(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, factor):
@@ -59,7 +63,7 @@ class Overflows(Module):
         return super().training_step(batch, batch_idx) * 1e-6
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e5, fused=True)
+        return torch.optim.SGD(self.parameters(), lr=1e5, fused=self.fused)
 
 
 class Descends(Module):
@@ -67,6 +71,18 @@ class Descends(Module):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Divided(Overflows):
+    """On the pipeline its layers are divided by tensor parallelism; on one device there is no mesh."""
+
+    fused = False  # torch's fused optimizers do not take plain and divided tensors together
+
+    def configure_model(self):
+        if self.device_mesh is not None:
+            for layer in self.model:
+                plan = {"0": ColwiseParallel(output_layouts=Replicate())}
+                parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
 
 
 class SavesFirstEpoch(L.Callback):
@@ -98,6 +114,11 @@ def swa():
 RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "16_mixed": (Module, lambda: fp16(2.0**20) | {"accumulate_grad_batches": 2}, {}),
     "16_mixed_overflow": (Overflows, lambda: fp16(2.0**16) | {"gradient_clip_val": None}, {}),
+    "16_mixed_divided": (
+        Divided,
+        lambda: fp16(2.0**16) | {"gradient_clip_val": None},
+        {"tensor_parallel_size": 2},
+    ),
     "bf16_mixed": (Module, partial(precision, "bf16-mixed"), {}),
     "bf16_true": (Module, partial(precision, "bf16-true"), {}),
     "16_true": (Descends, partial(precision, "16-true"), {}),
@@ -139,9 +160,13 @@ def fit(name, where):
         trainer.fit(module, train, val, ckpt_path=ckpt_path)
         if not averaging:
             break
-    weights = {n: p.detach().double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
+    weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
     return {**{key: module.history[key] for key in ("train", "val", "scale")}, "weights": weights, "dtypes": dtypes}
+
+
+def whole(parameter):
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def main(names):
