@@ -73,19 +73,18 @@ def release_other_layers(
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:
     """Move a module to a device, leaving alone placeholders, and what is divided over processes: it is there."""
-    divided = [
-        (part, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
-    for part, name, _ in divided:  # torch would exchange these even for themselves, which fails while they are in use
-        part._parameters[name] = None
-    try:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
-    finally:
-        for part, name, parameter in divided:
-            part._parameters[name] = parameter
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        module._apply(move)  # type: ignore[no-untyped-call]
+        return
+    for child in module.children():
+        move_local_tensors(child, device)
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if not isinstance(tensor, DTensor):
+            tensor.data = move(tensor.data)
 
 
 def local_parameters(module: nn.Module) -> list[nn.Parameter]:
