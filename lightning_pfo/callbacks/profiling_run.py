@@ -165,6 +165,9 @@ class ProfilingRun:
         for listener in (self._meter, self._scan):
             self._source.remove_listener(listener)
         self._meter.close()
+        statistics = self._session.clocks.statistics()
+        if statistics.num_changes:
+            self._report(f"{self._session.gpu.name}: {statistics}.")
         self._session.release(self._user)
 
     def __enter__(self) -> ProfilingRun:

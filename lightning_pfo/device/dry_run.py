@@ -17,7 +17,6 @@ class DryRunGpu:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self.num_requests = 0
         logger.warning("Dry run: the clocks of %s are not changed.", gpu.name)
 
     @property
@@ -38,13 +37,12 @@ class DryRunGpu:
         """Nothing to do: another job may set them."""
 
     def lock_graphics_clock(self, clock_mhz: int) -> None:
-        """Check and count the request.
+        """Check the request.
 
         Raises:
             DeviceError: If the clock is not supported.
         """
         check_clock_supported(clock_mhz, self.supported_clocks_mhz(), self.name)
-        self.num_requests += 1
 
     def restore(self) -> None:
         """Nothing to do."""

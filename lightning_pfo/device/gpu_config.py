@@ -48,7 +48,7 @@ class GpuConfig:
     wait in between is shorter than the latency. (Also for real GPUs.)"""
 
     dry_run: bool = False
-    """Do everything but change clocks: requests are checked, counted and read back, the GPU keeps its own clocks. (Only
+    """Do everything but change clocks: requests are checked and read back, the GPU keeps its own clocks. (Only
     for real GPUs.)"""
 
     power_limit_w: float = 500.0

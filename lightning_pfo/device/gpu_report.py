@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
 from lightning_pfo.device.clock_transition import ClockStatistics, measure_latency
+from lightning_pfo.device.dry_run import DryRunGpu
 from lightning_pfo.device.gpu import Gpu
 
 _SCAN_DOWN_TO = 0.5  # of the top clock; energy valleys of measured profiles lie at 0.55 to 0.75
@@ -108,6 +109,8 @@ def probe_permission(gpu: Gpu) -> tuple[bool | None, str]:
     Returns:
         Whether it may (None: not known), and why not.
     """
+    if isinstance(gpu, DryRunGpu):
+        return None, "not tested (dry_run=true)"
     try:
         gpu.claim_clocks()  # refused while another job holds the clocks
         try:

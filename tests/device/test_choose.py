@@ -6,6 +6,7 @@ import pytest
 
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.device import EmulatedGpu, Gpu, choose, load_gpu_config, nvml, open_gpu
+from lightning_pfo.device.gpu_report import probe_permission
 
 
 class OpenedNvmlGpu:
@@ -99,6 +100,7 @@ def test_a_dry_run_does_everything_but_change_clocks(
     assert isinstance(gpu, Gpu)
     assert gpu.name == f"{real.name} (dry run)"
     assert "are not changed" in caplog.text
+    assert probe_permission(gpu) == (None, "not tested (dry_run=true)")
     gpu.claim_clocks()
     gpu.lock_graphics_clock(1200)
     with pytest.raises(DeviceError, match=r"got 1201 MHz"):
