@@ -9,7 +9,7 @@ import torch
 
 from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark, record_mark
 from lightning_pfo.callbacks.emulation import EmulationListener
-from lightning_pfo.core.errors import ConfigurationError, DeviceError
+from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
 
@@ -32,7 +32,6 @@ class GpuSession:
     def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int) -> None:
         self.config = _config_of(choice)
         self.gpu = open_gpu(choice, source.local_device_index, num_gpus=num_gpus)
-        check_same_gpu(self.gpu, source.local_device_index)
         self.clocks = ClockController(self.gpu, is_quiet=source.local_device_index > 0)
         self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark)
         self._source = source
@@ -69,7 +68,7 @@ class GpuSession:
         """Claim the right to set clocks, against other callbacks and other jobs; a collective call.
 
         Raises:
-            ConfigurationError: If another callback sets them.
+            ConfigurationError: If another callback sets them; on every rank, if CUDA trains on another GPU.
             DeviceError: On every rank, if another job sets the clocks of any rank's GPU; the message names its process.
         """
         if self._clock_owner not in (None, user):
@@ -77,10 +76,11 @@ class GpuSession:
                 f"One callback sets the clocks of a GPU at a time; {type(self._clock_owner).__name__} does already, "
                 f"and {type(user).__name__} wants to. Use them in two runs: profile first, then apply a plan."
             )
-        problem: DeviceError | None = None
+        problem: PfoError | None = None
         try:
+            check_same_gpu(self.gpu, self._source.local_device_index)
             self.gpu.claim_clocks()
-        except DeviceError as error:
+        except PfoError as error:
             problem = error
         # a rank that raised alone would leave the others waiting for it
         problems = [p for p in self._source.all_gather(problem) if p is not None]
@@ -126,7 +126,6 @@ def check_same_gpu(gpu: Gpu, index: int) -> None:
     ours = getattr(gpu, "uuid", "")
     cudas = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     if ours.startswith("GPU-") and cudas and ours.removeprefix("GPU-") != cudas.removeprefix("GPU-"):
-        gpu.close()
         raise ConfigurationError(
             f"Clocks are set on the GPU that trains; index {index} is GPU {cudas} for CUDA, but {ours} for the driver, "
             "which counts in PCI order. Set CUDA_DEVICE_ORDER=PCI_BUS_ID."
