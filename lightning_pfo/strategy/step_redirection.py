@@ -93,7 +93,8 @@ def _result_kind(results: list[Any]) -> str | None:
 
 
 def _reduce(values: list[Any], how: Any) -> torch.Tensor:
-    stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64).cpu() for value in values])
+    on_device = next((value for value in values if isinstance(value, torch.Tensor)), torch.empty(0))
+    stacked = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])
     name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
     if name in ("sum", "max", "min"):
         return cast(torch.Tensor, getattr(stacked, name)())

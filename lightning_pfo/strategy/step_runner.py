@@ -23,7 +23,7 @@ from lightning_pfo.strategy.gradients import (
 from lightning_pfo.strategy.metric_objects import metrics_of, set_batch_value, take_state_from
 from lightning_pfo.strategy.microbatches import batch_size_of, merge_outputs, split_batch
 from lightning_pfo.strategy.step_redirection import LogRecorder, ModuleInputs, StepRedirection
-from lightning_pfo.strategy.step_values import StepValues, ValueExchange
+from lightning_pfo.strategy.step_values import StepValues, ValueExchange, host_group
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
@@ -55,6 +55,7 @@ class StepRunner:
         self._redirection = redirection
         self._parameters = parameters
         self._shared = shared
+        self._hosts = host_group(engine.group, engine.device)
         self._exchanges: dict[str, ValueExchange] = {}
         for metric in metrics_of(owner):
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group)
@@ -168,7 +169,7 @@ class StepRunner:
         if engine.is_last:
             mine = StepValues(error=error) if error is not None else recorder.step_values(results)
         if kind not in self._exchanges:
-            self._exchanges[kind] = ValueExchange(engine.device, engine.group, engine.last_rank)
+            self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
         return self._exchanges[kind].share(mine), results
 
     def _log(self, values: StepValues, batch_size: int) -> None:

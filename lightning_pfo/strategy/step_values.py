@@ -1,7 +1,9 @@
 """Sharing what a step logged and returned: only the last stage knows, every rank needs it.
 
-One all-reduce per step carries all numbers; the structure (names and arguments of `self.log`) is sent only when it
-changes. The all-reduce is also where ranks wait for the slowest, so that an iteration ends at the same time everywhere.
+One all-reduce per step carries all numbers, which stay on the device; the structure (names and arguments of `self.log`)
+is sent only when it changes. The all-reduce is also where devices wait for the slowest, so that an iteration ends at
+the same time everywhere. Whether the structure changed, or the step failed, is agreed between the hosts: they need not
+wait for their devices, which may be far behind.
 """
 
 from __future__ import annotations
@@ -36,11 +38,25 @@ class StepFailedError(PfoError, RuntimeError):
 
 
 class ValueExchange:
-    """Sends `StepValues` from the rank of the last stage to all; one object for each kind of step."""
+    """Sends `StepValues` from the rank of the last stage to all; one object for each kind of step.
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, last_rank: int) -> None:
+    Args:
+        device: Where shared numbers live.
+        group: The pipeline's process group.
+        hosts: A group of the same processes for tensors on the CPU; see `host_group`.
+        last_rank: The rank of the last stage.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        hosts: dist.ProcessGroup | None,
+        last_rank: int,
+    ) -> None:
         self._device = device
         self._group = group
+        self._hosts = hosts
         self._last_rank = last_rank
         self._known: tuple[Any, int] = (None, 0)
 
@@ -57,20 +73,21 @@ class ValueExchange:
             BaseException: On the rank of the last stage the error in `values`; on the others a `StepFailedError` that
                 quotes it.
         """
-        structure, count = self._known
-        # float64 holds losses and counts exactly; the first number says whether a new structure follows
-        packed = torch.zeros(1 + count, dtype=torch.float64, device=self._device)
-        if values is not None:
-            if values.error is not None or (values.structure, len(values.numbers)) != self._known:
-                packed[0] = 1
-            elif count:
-                packed[1:] = torch.stack(
-                    [torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in values.numbers]
-                )
-        dist.all_reduce(packed, group=self._group)
-        if packed[0] != 0:
+        is_new = torch.zeros(1, dtype=torch.uint8)
+        if values is not None and values.error is None:
+            is_new[0] = (values.structure, len(values.numbers)) != self._known
+        elif values is not None:
+            is_new[0] = 1
+        dist.broadcast(is_new, src=_global_rank(self._group, self._last_rank), group=self._hosts)
+        if is_new[0]:
             return self._share_all(values)
-        return StepValues(list(packed[1:].to(torch.get_default_dtype()).unbind()), structure)
+        structure, count = self._known
+        # float64 holds losses and counts exactly
+        packed = torch.zeros(max(1, count), dtype=torch.float64, device=self._device)
+        if values is not None and count:
+            packed = torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in values.numbers])
+        dist.all_reduce(packed, group=self._group)
+        return StepValues(list(packed[:count].to(torch.get_default_dtype()).unbind()), structure)
 
     def _share_all(self, values: StepValues | None) -> StepValues:
         message: list[Any] = [None]
@@ -87,6 +104,19 @@ class ValueExchange:
         self._known = (structure, len(numbers))
         shared = torch.tensor(numbers, dtype=torch.get_default_dtype(), device=self._device)
         return StepValues(list(shared.unbind()), structure)
+
+
+def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """The processes of `group` for agreements between hosts that devices have no part in; a collective call.
+
+    Args:
+        group: The pipeline's process group.
+        device: The device of its collectives.
+    """
+    if device.type == "cpu":
+        return group
+    ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
 
 
 def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
