@@ -1,4 +1,4 @@
-"""Ranks of a process group as forks of a script that has imported all it needs: cheaper than a launcher."""
+"""Processes as forks of a script that has imported all it needs: imports cost more than most tests."""
 
 import os
 import tempfile
@@ -7,17 +7,23 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 
-def run_ranks(function, num_ranks):
-    """Call `function(rank)` in `num_ranks` processes with a gloo group; the first exception ends all."""
+def run_ranks(function, num_ranks, *arguments):
+    """Call `function(*arguments)` in `num_ranks` processes, as torchrun would start them; an exception ends all.
+
+    The processes of several ranks have a gloo group. A single one has none.
+    """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
-            _run, args=(function, num_ranks, f"file://{folder}/store"), nprocs=num_ranks, start_method="fork"
+            _run, (num_ranks, f"file://{folder}/store", function, arguments), nprocs=num_ranks, start_method="fork"
         )
 
 
-def _run(rank, function, num_ranks, init_method):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
-    function(rank)
-    dist.barrier()
-    dist.destroy_process_group()
+def _run(rank, num_ranks, init_method, function, arguments):
+    if num_ranks > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "forked"}
+        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
+    function(*arguments)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -35,7 +35,7 @@ def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> N
 
 def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: torch.Tensor) -> None:
     present = [local(gradient) for gradient in gradients if gradient is not None]
-    if present:
+    if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
         torch._foreach_mul_(present, factor)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:

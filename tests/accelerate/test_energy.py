@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerate.launching import run_with_torchrun
+from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "energy.py"
 
@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "energy.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("energy")
-    run_with_torchrun(SCRIPT, folder)
+    run_script(SCRIPT, folder)
     return folder
 
 

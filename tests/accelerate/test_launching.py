@@ -30,7 +30,7 @@ def test_accelerate_launch_on_cpus_starts_one_process_and_we_say_so():
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
-    run_with_torchrun(SCRIPTS / "refusals.py", folder)
+    run_script(SCRIPTS / "refusals.py", folder)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -19,13 +19,13 @@ from lightning_pfo.core.frequency_plan import uniform_plan
 from lightning_pfo.core.pipeline_schedule import one_f_one_b
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
+from tests.ranks import run_ranks
 
 GPU = replace(load_gpu_config("emulated_a100"), forward_s=0.004, clock_latency_s=0.001)
 FOLDER = Path(sys.argv[1])
-accelerator = Accelerator(cpu=True)
 
 
-def train(listen, is_done):
+def train(accelerator, listen, is_done):
     """Train until `is_done(run, losses)`; `listen` attaches to the pipeline and gives `run`."""
     set_seed(3)
     net = NetWithLoss(width=32)
@@ -53,24 +53,29 @@ def six(run, losses):
     return len(losses) == 6
 
 
-results = {"plain": train(lambda source: nullcontext(), six)[0]}
-settings = ScanSettings(clock_step_mhz=300, iterations_per_clock=2)
-results["profiled"], profiling = train(
-    lambda source: ProfilingRun(source, FOLDER / "profile.csv", settings=settings, gpu=GPU),
-    lambda run, losses: run.done,
-)
-if accelerator.is_main_process:
-    save_frontier(plan_frontier(FOLDER / "profile.csv", num_microbatches=4, num_plans=10), FOLDER / "plans")
-accelerator.wait_for_everyone()
-plan = load_frontier(FOLDER / "plans").least_energy
-for name, chosen in (("top", None), ("plan", plan)):
-    losses, run = train(lambda source, chosen=chosen: PlannedRun(source, chosen, gpu=GPU), six)
-    measured = [[m.iteration, m.time_s, m.energy_j] for m in run.measurements]
-    results[name] = {"losses": losses, "measured": measured, "restored": not run._session.gpu._is_locked}
-try:
-    unfit = uniform_plan(one_f_one_b(2, 8), [1410] * 2)
-    train(lambda source: PlannedRun(source, unfit, gpu=GPU), six)
-except PfoError as error:
-    results["unfit"] = [type(error).__name__, str(error)]
-(FOLDER / f"rank_{accelerator.process_index}.json").write_text(json.dumps(results))
-accelerator.end_training()
+def main():
+    accelerator = Accelerator(cpu=True)
+    results = {"plain": train(accelerator, lambda source: nullcontext(), six)[0]}
+    settings = ScanSettings(clock_step_mhz=300, iterations_per_clock=2)
+    results["profiled"], _ = train(
+        accelerator,
+        lambda source: ProfilingRun(source, FOLDER / "profile.csv", settings=settings, gpu=GPU),
+        lambda run, losses: run.done,
+    )
+    if accelerator.is_main_process:
+        save_frontier(plan_frontier(FOLDER / "profile.csv", num_microbatches=4, num_plans=10), FOLDER / "plans")
+    accelerator.wait_for_everyone()
+    plan = load_frontier(FOLDER / "plans").least_energy
+    for name, chosen in (("top", None), ("plan", plan)):
+        losses, run = train(accelerator, lambda source, chosen=chosen: PlannedRun(source, chosen, gpu=GPU), six)
+        measured = [[m.iteration, m.time_s, m.energy_j] for m in run.measurements]
+        results[name] = {"losses": losses, "measured": measured, "restored": not run._session.gpu._is_locked}
+    try:
+        unfit = uniform_plan(one_f_one_b(2, 8), [1410] * 2)
+        train(accelerator, lambda source: PlannedRun(source, unfit, gpu=GPU), six)
+    except PfoError as error:
+        results["unfit"] = [type(error).__name__, str(error)]
+    (FOLDER / f"rank_{accelerator.process_index}.json").write_text(json.dumps(results))
+
+
+run_ranks(main, 2)

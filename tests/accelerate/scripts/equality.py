@@ -1,14 +1,11 @@
-"""One Accelerate loop, with and without a pipeline; usage: equality.py single|pipeline FOLDER.
-
-With RESUME_FROM in the environment only the second epoch is run, from that checkpoint.
-"""
+"""One Accelerate loop on one process, on a pipeline of 2, and on one that resumes; usage: equality.py FOLDER."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
@@ -16,9 +13,9 @@ from net import Net, make_loaders
 from torch import nn
 
 from lightning_pfo.accelerate import prepare_pipeline
+from tests.ranks import run_ranks
 
-PIPELINED = sys.argv[1] == "pipeline"
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(sys.argv[1])
 loss_fn = nn.functional.cross_entropy
 
 
@@ -39,7 +36,7 @@ class Run:
         optimizer = torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others}], lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
         train, self.val = make_loaders()
-        if PIPELINED:
+        if dist.is_initialized():
             self.model, self.optimizer, self.train = prepare_pipeline(
                 self.accelerator, net, optimizer, train, loss_fn, pipeline_module="layers", **options
             )
@@ -49,10 +46,10 @@ class Run:
         self.history = {"loss": [], "norm": [], "lr": [], "val": [], "accuracy": []}
 
     def loss(self, x, y):
-        return self.model(x, y) if PIPELINED else loss_fn(self.model(x), y)
+        return self.model(x, y) if dist.is_initialized() else loss_fn(self.model(x), y)
 
     def logits(self, x):
-        return self.model.predict(x) if PIPELINED else self.model(x)
+        return self.model.predict(x) if dist.is_initialized() else self.model(x)
 
     def epoch(self):
         self.model.train()
@@ -85,16 +82,17 @@ def resumed_run(resume_from, **options):
     return run
 
 
-def main():
-    if "RESUME_FROM" in os.environ:
-        run = resumed_run(resume_from=os.environ["RESUME_FROM"])
-        run.epoch()
-        (FOLDER / "resumed.json").write_text(json.dumps(run.history))
-        return
-    results = {}
-    run = Run(**({"num_microbatches": 4, "partition": "custom:0,2,5"} if PIPELINED else {}))
+def go_on_alone():
+    run = resumed_run(resume_from=FOLDER / "pipeline")
     run.epoch()
-    run.accelerator.save_state(FOLDER / sys.argv[1])
+    (FOLDER / "resumed.json").write_text(json.dumps(run.history))
+
+
+def main(name):
+    results = {}
+    run = Run(**({"num_microbatches": 4, "partition": "custom:0,2,5"} if dist.is_initialized() else {}))
+    run.epoch()
+    run.accelerator.save_state(FOLDER / name)
     run.epoch()
     results["fp32"] = run.history
     weights = run.accelerator.get_state_dict(run.model)
@@ -106,7 +104,7 @@ def main():
     run.epoch()
     results["from_single"] = run.history
 
-    if PIPELINED:
+    if dist.is_initialized():
         with_dropout = Run(dropout=0.3, schedule="gpipe")
         with_dropout.epoch()
         with_dropout.accelerator.save_state(FOLDER / "dropout")
@@ -121,8 +119,9 @@ def main():
     results["bf16_dtypes"] = sorted(run.forward_dtypes)
     with torch.no_grad():
         results["bf16_logits"] = str(run.logits(next(iter(run.val))[0]).dtype)
-    (FOLDER / f"{sys.argv[1]}_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(results))
-    run.accelerator.end_training()
+    (FOLDER / f"{name}_{run.accelerator.process_index}.json").write_text(json.dumps(results))
 
 
-main()
+run_ranks(main, 1, "single")
+run_ranks(main, 2, "pipeline")
+run_ranks(go_on_alone, 1)

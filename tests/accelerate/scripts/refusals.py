@@ -1,7 +1,6 @@
 """What cannot work is refused with a reason; every rank writes FOLDER/rank_N.json."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from torch import nn
 from lightning_pfo.accelerate import prepare_pipeline
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.plain import PipelinedModel
+from tests.ranks import run_ranks
 
 results = {}
 loss_fn = nn.functional.cross_entropy
@@ -69,12 +69,17 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
-cases = (other_batches, other_norm, odd_batch, prepared_model, prepared_loader, no_loss, half_precision)
-for case in cases:
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    attempt(case.__name__, case)
-if not torch.cuda.is_available():
-    attempt("without_cpu", without_cpu)
-(Path(sys.argv[1]) / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(results))
-dist.destroy_process_group()
+CASES = (other_batches, other_norm, odd_batch, prepared_model, prepared_loader, no_loss, half_precision)
+
+
+def main():
+    for case in CASES:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        attempt(case.__name__, case)
+    if not torch.cuda.is_available():
+        attempt("without_cpu", without_cpu)
+    Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+run_ranks(main, 2)

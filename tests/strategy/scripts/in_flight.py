@@ -114,7 +114,8 @@ def one_process(num_microbatches):
     return {"loss": loss.item(), "norms": gradient_norms(net)}
 
 
-def main(rank):
+def main():
+    rank = dist.get_rank()
     cases = sorted(case for case in hanging_orders() if len(case[0]) == NUM_RANKS)
     results = {
         "measured": {name: {n: measure(name, n) for n in NUM_MICROBATCHES} for name in SCHEDULES},
