@@ -83,31 +83,39 @@ def attach_gradients(
     return attached
 
 
-def sum_shared_gradients(shared: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+def sum_shared_gradients(
+    shared: Sequence[nn.Parameter], group: dist.ProcessGroup | None, hosts: dist.ProcessGroup | None
+) -> None:
     """Sum the gradients of parameters that several ranks hold, so that their copies stay equal.
 
-    One collective: all gradients and a flag each, because a parameter that no rank used keeps `grad=None`.
+    A parameter that no rank used keeps `grad=None`; on this the hosts agree, without waiting for their devices.
+
+    Args:
+        shared: The parameters, the same on every rank.
+        group: The pipeline's process group.
+        hosts: The same processes for tensors on the CPU; see `step_values.host_group`.
     """
     trainable = [parameter for parameter in shared if parameter.requires_grad]
     if not trainable or dist.get_world_size(group) == 1:
         return
+    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
+    dist.all_reduce(used, group=hosts)
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in trainable:
-        by_type.setdefault(parameter.dtype, []).append(parameter)
-    for dtype, parameters in by_type.items():
+    for parameter, is_used in zip(trainable, used.tolist(), strict=True):
+        if is_used:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+    for parameters in by_type.values():
         gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
         own = [local(p.detach()) if g is None else local(g) for p, g in zip(parameters, gradients, strict=True)]
-        used = torch.tensor([g is not None for g in gradients], dtype=dtype, device=own[0].device)
         pieces = [
             torch.zeros_like(part).flatten() if g is None else part.flatten()
             for part, g in zip(own, gradients, strict=True)
         ]
-        flat = torch.cat([used, *pieces])
+        flat = torch.cat(pieces)
         dist.all_reduce(flat, group=group)
-        sums = torch.split(flat[len(parameters) :], [part.numel() for part in own])  # type: ignore[no-untyped-call]
-        flags = flat[: len(parameters)].tolist()
-        for parameter, part, is_used, total in zip(parameters, own, flags, sums, strict=True):
-            parameter.grad = from_local(total.view_as(part), parameter) if is_used else None
+        sums = torch.split(flat, [part.numel() for part in own])  # type: ignore[no-untyped-call]
+        for parameter, part, total in zip(parameters, own, sums, strict=True):
+            parameter.grad = from_local(total.view_as(part), parameter)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -93,7 +93,7 @@ class StepRunner:
         try:
             values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
             engine.iteration_end()
-            sum_shared_gradients(self._shared, engine.group)
+            sum_shared_gradients(self._shared, engine.group, self._hosts)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
