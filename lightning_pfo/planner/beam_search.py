@@ -1,17 +1,24 @@
-r"""Rounding by beam search, guided by the duals of the relaxation.
+r"""Choices that lose little against the relaxation, for many times at once.
 
-For any choice of options and its earliest schedule, let phi_i be the dual flow through node i and f_e that along
+For any choice of options and its earliest schedule, let phi_i be the dual flow through node i, f_e that along
 precedence e. Weak duality holds term by term: the choice costs more than the tangent of the relaxation by exactly ::
 
-    loss = sum_i [c_i + phi_i t_i - min over options (c_i + phi_i t_i)]   an option off the supporting line
-         + sum_e f_e slack_e                                              a valuable wait
+    sum_i [c_i + phi_i t_i - min over options (c_i + phi_i t_i)]     an option off the supporting line
+    + sum_e f_e slack_e                                              a valuable wait
 
-Both are at least zero and known as soon as a node is scheduled. So nodes are scheduled in order of time, a set of
-partial choices is kept, and after each node those of least loss survive. Waits are lost where paths meet; what
-threatens at the next meeting is estimated from how unequally the open paths lag behind the relaxation.
+Nodes are scheduled one by one in order of time. For the nodes scheduled so far the two sums telescope: up to a
+constant they are ::
 
-The iteration time is whatever comes out, near that of the relaxation, faster or slower; a deadline removes partial
-choices from which even the fastest options cannot keep to it.
+    sum of c_i  +  sum over precedences e that lead to nodes still to come of f_e x (end of e's tail)
+
+so a partial choice is valued from its open ends alone. For every time that is wanted (a `Guide`) the best partial
+choices are kept; the guides are searched side by side, as the rows of one array, so that a step of all of them costs
+little more than a step of one.
+
+Waits are lost where paths meet. What threatens at the next meetings is estimated from how far the open ends lag behind
+their ends in the relaxation: a part of it is counted as if they all met now, at the latest of them. That latest lag
+also says whether the choice as a whole is late or early. A guide may ask for another time than its relaxation's own;
+then the schedule of the relaxation is stretched, which keeps its tight precedences tight.
 """
 
 from __future__ import annotations
@@ -21,153 +28,202 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from lightning_pfo.planner.hull import OptionSet
-from lightning_pfo.planner.instruction_dag import InstructionDag
+from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
 from lightning_pfo.planner.linear_programme import RelaxedSolution
 
-_EQUAL_TIMES = 1e-9
-_WIDTH = 100
-_OPTIONS_PER_NODE = 8
-_PENDING_WEIGHT = 0.2
-"""How much of the lag between open paths is expected to be lost."""
+_NOWHERE = -1e30
+"""Lag of an end that nothing waits for any longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Guide:
+    """What to search for.
+
+    Attributes:
+        relaxed: The relaxation whose flows value options and waits.
+        time: Longest path to aim at, near that of the relaxation, in seconds.
+        meeting: Share of the lag between open ends that is expected to be lost.
+        haste: What being late costs beyond its loss, in units of the expected loss at a meeting.
+        patience: What being early costs beyond its loss, likewise.
+        deadline: Longest path allowed in seconds; exceeded only where no option tried keeps to it.
+    """
+
+    relaxed: RelaxedSolution
+    time: float
+    meeting: float
+    haste: float
+    patience: float
+    deadline: float = math.inf
 
 
 def search_beam(
-    dag: InstructionDag, options: Sequence[OptionSet], relaxed: RelaxedSolution, deadline: float = math.inf
-) -> list[int]:
-    """Choose an option for every node with little loss against the tangent of the relaxation.
+    table: ChoiceTable, guides: Sequence[Guide], order: Sequence[int], width: int, options_per_node: int
+) -> Choices:
+    """Choose an option for every node, `width` times for each guide.
 
     Args:
-        dag: The precedences.
-        options: Options of each node.
-        relaxed: The relaxation to stay near.
-        deadline: Time in seconds to keep to; missed where every partial choice of the beam has become too late.
+        table: The options.
+        guides: What to search for; those with a deadline last.
+        order: All nodes in order of time, predecessors first.
+        width: Number of partial choices kept for each guide.
+        options_per_node: Number of options tried at each node: those off the supporting line by least.
 
     Returns:
-        Index into `options[node].times` for each node.
+        Indices into the options, shape (n, guides x width), guide by guide; fewer where there are not so many choices.
     """
-    position = np.empty(dag.num_nodes, dtype=np.int64)
-    position[list(dag.order)] = np.arange(dag.num_nodes)
-    noise = 1e-7 * relaxed.time
-    order = np.lexsort((position, np.round(relaxed.starts / noise))).tolist()
-    flow_of_edge = dict(zip(map(tuple, dag.edges.tolist()), relaxed.edge_flow.tolist(), strict=True))
-    menus = _menus(options, relaxed.flow)
-    fastest = [opts.times[0] for opts in options]
-    limits = np.array(dag.latest_starts(fastest, deadline * (1 + _EQUAL_TIMES))) + fastest
-    beam = _Beam(dag, relaxed, limits)
+    dag, num_guides = table.dag, len(guides)
+    flow, edge_flow, ends = _stack(table, guides)
+    worth = np.array([guide.relaxed.sink_flow.sum() for guide in guides])
+    meeting = np.array([guide.meeting for guide in guides])
+    # In units of the expected loss per second of lag, so that lags need no factor.
+    unit = 1.0 / np.maximum(meeting * worth, 1e-9 * max(worth.max(), 1.0))
+    menu = _menus(table, flow, options_per_node)
+    options_per_node = menu.shape[2]
+    kind = table.kind_of[:, None, None]
+    times = table.times[kind, menu]
+    exists = np.isfinite(times)
+    times[~exists] = 0.0
+    flow, edge_flow = ((1 - meeting) * unit * part for part in (flow, edge_flow))
+    values = table.costs[kind, menu] * unit[:, None] + flow[:, :, None] * times  # infinite where there is no option
+    lags = times - ends[:, :, None]
+    flow, edge_flow, ends = flow[:, :, None], edge_flow[:, :, None], ends[:, :, None]
+    late = np.array([1 + guide.haste for guide in guides])[:, None, None]
+    early = np.array([1 - guide.patience for guide in guides])[:, None, None]
+
+    unlimited = sum(guide.deadline == math.inf for guide in guides)
+    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:, 0])[:, :, None, None]
+    edges_into = _edges_into(table)
+    open_ends = _OpenEnds(table, num_guides)
+    value = np.zeros((num_guides, 1))
     trail = []
     for node in order:
-        ranked, times, excess = menus[options[node], float(relaxed.flow[node])]
-        before = dag.predecessors[node]
-        parents, picks = beam.extend(node, before, [flow_of_edge[b, node] for b in before], times, excess)
-        trail.append((node, parents, ranked[picks]))
-    choice, row = [0] * dag.num_nodes, beam.best(relaxed.sink_flow)
-    for node, parents, chosen in reversed(trail):
-        choice[node] = int(chosen[row])
-        row = parents[row]
-    return choice
-
-
-Menu = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]
-
-
-def _menus(options: Sequence[OptionSet], flow: npt.NDArray[np.float64]) -> dict[tuple[OptionSet, float], Menu]:
-    """For each kind of node and flow: the options of least loss, their times and their losses."""
-    menus: dict[tuple[OptionSet, float], Menu] = {}
-    for opts, worth in zip(options, flow.tolist(), strict=True):
-        if (opts, worth) not in menus:
-            value = np.array(opts.costs) + worth * np.array(opts.times)
-            ranked = np.argsort(value, kind="stable")[:_OPTIONS_PER_NODE]
-            menus[opts, worth] = ranked, np.array(opts.times)[ranked], value[ranked] - value[ranked[0]]
-    return menus
-
-
-@dataclass
-class _Column:
-    """An open node: its column of finish times, its end in the relaxation, and what leaves it to nodes to come."""
-
-    index: int
-    relaxed_end: float
-    outflow: float
-    successors_left: int
-
-
-class _Beam:
-    """The surviving partial choices: a row each, with a column of finish times per node that others still wait for."""
-
-    def __init__(self, dag: InstructionDag, relaxed: RelaxedSolution, limits: npt.NDArray[np.float64]) -> None:
-        self._dag, self._flow, self._limits = dag, relaxed.flow, limits
-        self._ends = relaxed.starts + relaxed.durations
-        self._finish = np.zeros((1, 1))
-        self._loss = np.zeros(1)
-        self._open: dict[int, _Column] = {}
-        self._free: list[int] = [0]
-
-    def extend(
-        self,
-        node: int,
-        before: Sequence[int],
-        flows: Sequence[float],
-        times: npt.NDArray[np.float64],
-        excess: npt.NDArray[np.float64],
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Schedule `node` with every option in every row and keep the best rows.
-
-        Returns:
-            For each new row, the row it comes from and the option it takes.
-        """
+        count = value.shape[1]
+        before, edges = dag.predecessors[node], edges_into[node]
+        start = np.zeros((num_guides, count))
         if before:
-            arrivals = self._finish[:, [self._open[b].index for b in before]]
-            starts = arrivals.max(axis=1)
-            loss = self._loss + starts * sum(flows) - arrivals @ np.array(flows)
+            arrivals = [open_ends.lag_of(b) + ends[b] for b in before]
+            start = arrivals[0]
+            for arrival in arrivals[1:]:
+                start = np.maximum(start, arrival)
+            value = value + flow[node] * start
+            for edge, arrival in zip(edges, arrivals, strict=True):
+                value = value - edge_flow[edge] * arrival
+            open_ends.leave(before)
+        candidates = value[:, :, None] + values[node][:, None, :]
+        lag = start[:, :, None] + lags[node][:, None, :]
+        if unlimited < num_guides:
+            candidates[unlimited:][lag[unlimited:] > limits[node]] = np.inf
+        num_candidates = count * options_per_node
+        if num_candidates > width:
+            latest = np.maximum(open_ends.latest_lag()[:, :, None], lag)
+            score = (candidates + np.maximum(late * latest, early * latest)).reshape(num_guides, -1)
+            kept = np.argpartition(score, width - 1, axis=1)[:, :width]
         else:
-            starts, loss = np.zeros(len(self._loss)), self._loss
-        for b, flow in zip(before, flows, strict=True):
-            self._leave(b, flow)
-        candidates = np.add.outer(loss, excess).ravel()
-        finish = np.add.outer(starts, times).ravel()
-        candidates[finish > self._limits[node]] = np.inf
-        if len(candidates) > _WIDTH:
-            pending = self._pending(finish - self._ends[node], float(self._flow[node]), len(times))
-            kept = np.argpartition(candidates + _PENDING_WEIGHT * pending, _WIDTH)[:_WIDTH]
-        else:
-            kept = np.arange(len(candidates))
-        parents, picks = np.divmod(kept, len(times))
-        self._loss = candidates[kept]
-        self._finish = self._finish[parents]
-        column = self._enter(node)
-        self._finish[:, column] = finish[kept]
-        return parents, picks
+            kept = np.broadcast_to(np.arange(num_candidates), (num_guides, num_candidates))
+        kept = kept + num_candidates * np.arange(num_guides)[:, None]
+        value = candidates.ravel()[kept]
+        kept = kept.ravel()
+        open_ends.keep(kept // options_per_node)
+        open_ends.enter(node, lag.ravel()[kept])
+        trail.append(kept)
 
-    def best(self, sink_flow: npt.NDArray[np.float64]) -> int:
-        """The row of least loss, once every node is scheduled."""
-        ends = self._finish[:, [self._open[sink].index for sink in self._dag.sinks]]
-        return int(np.argmin(self._loss + ends.max(axis=1) * sink_flow.sum() - ends @ sink_flow))
+    guide_of = np.repeat(np.arange(num_guides), value.shape[1])
+    choices, row = np.empty((dag.num_nodes, value.size), dtype=np.int64), np.arange(value.size)
+    for node, kept in zip(reversed(order), reversed(trail), strict=True):
+        candidate = kept[row]
+        row = candidate // options_per_node
+        choices[node] = menu[node, guide_of, candidate % options_per_node]
+    # Where there are fewer choices than the beam is wide, some have taken an option that does not exist.
+    return np.asarray(np.minimum(choices, np.isfinite(table.times).sum(axis=1)[table.kind_of, None] - 1))
 
-    def _pending(self, lag: npt.NDArray[np.float64], flow: float, num_options: int) -> npt.NDArray[np.float64]:
-        """What would be lost if all open paths met now, the new node lagging by `lag` seconds."""
-        columns = [column for column in self._open.values() if column.outflow > 0]
-        if not columns:
-            return np.zeros(len(lag))
-        outflows = np.array([column.outflow for column in columns])
-        lags = self._finish[:, [column.index for column in columns]] - [column.relaxed_end for column in columns]
-        latest = np.maximum(np.repeat(lags.max(axis=1), num_options), lag)
-        weighted = np.repeat(lags @ outflows, num_options) + flow * lag
-        return np.asarray(latest * (outflows.sum() + flow) - weighted, dtype=np.float64)
 
-    def _leave(self, node: int, flow: float) -> None:
-        column = self._open[node]
-        column.outflow -= flow
-        column.successors_left -= 1
-        if column.successors_left == 0:
-            self._free.append(self._open.pop(node).index)
+class _OpenEnds:
+    """The lags of the nodes that others still wait for: a row per node, a column per partial choice."""
 
-    def _enter(self, node: int) -> int:
+    def __init__(self, table: ChoiceTable, num_guides: int) -> None:
+        self._successors, self._num_guides = table.dag.successors, num_guides
+        self._lags = np.full((1, num_guides), _NOWHERE)
+        self._row_of: dict[int, int] = {}
+        self._awaited = [len(after) for after in self._successors]
+        self._free = [0]
+
+    def lag_of(self, node: int) -> Floats:
+        """Lag of an open node in every partial choice, shape (guides, choices)."""
+        return np.asarray(self._lags[self._row_of[node]].reshape(self._num_guides, -1))
+
+    def latest_lag(self) -> Floats:
+        """The largest lag in every partial choice, shape (guides, choices)."""
+        return np.asarray(self._lags.max(axis=0).reshape(self._num_guides, -1))
+
+    def leave(self, nodes: Sequence[int]) -> None:
+        """One node fewer waits for each of these."""
+        for node in nodes:
+            self._awaited[node] -= 1
+            if self._awaited[node] == 0:
+                self._free.append(self._row_of.pop(node))
+                self._lags[self._free[-1]] = _NOWHERE
+
+    def keep(self, columns: Integers) -> None:
+        """Go on with these partial choices."""
+        self._lags = self._lags.take(columns, axis=1)
+
+    def enter(self, node: int, lag: Floats) -> None:
+        """Open a node."""
         if not self._free:
-            self._free.append(self._finish.shape[1])
-            self._finish = np.hstack([self._finish, np.zeros((len(self._finish), 1))])
-        successors = len(self._dag.successors[node])
-        self._open[node] = _Column(self._free.pop(), float(self._ends[node]), float(self._flow[node]), successors)
-        return self._open[node].index
+            self._free.append(len(self._lags))
+            self._lags = np.vstack([self._lags, np.empty((1, self._lags.shape[1]))])
+        self._row_of[node] = self._free.pop()
+        self._lags[self._row_of[node]] = lag
+
+
+def _stack(table: ChoiceTable, guides: Sequence[Guide]) -> tuple[Floats, Floats, Floats]:
+    """Flows of nodes and edges and latest ends, stretched to the time aimed at, a column per guide."""
+    flow = np.array([guide.relaxed.flow for guide in guides]).T
+    edge_flow = np.array([guide.relaxed.edge_flow for guide in guides]).T
+    durations = np.array([guide.relaxed.durations for guide in guides]).T
+    times = np.array([guide.relaxed.time for guide in guides])
+    stretch = np.array([guide.time for guide in guides]) / np.where(times > 0, times, 1.0)
+    return flow, edge_flow, table.latest_ends(durations, times) * stretch
+
+
+def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
+    """The options of least cost plus flow times time, shape (n, guides, options_per_node or as many as there are)."""
+    most = table.times.shape[1]
+    size = min(options_per_node, most)
+    menu = np.zeros((*flow.shape, size), dtype=np.int64)
+    if size == most:
+        menu[:] = np.arange(most)
+        return menu
+    for kind in range(len(table.kinds)):
+        nodes = np.flatnonzero(table.kind_of == kind)
+        # Padding costs infinitely much, whatever the flow.
+        times = np.where(np.isfinite(table.times[kind]), table.times[kind], 0.0)
+        value = table.costs[kind] + flow[nodes][:, :, None] * times
+        menu[nodes] = np.argpartition(value, size - 1, axis=2)[:, :, :size]
+    return menu
+
+
+def _latest_lags(table: ChoiceTable, guides: Sequence[Guide], ends: Floats) -> Floats:
+    """The lag at which even the fastest options just keep to the deadline, a column per guide."""
+    fastest = table.times[table.kind_of, 0]
+    to_the_end = -np.array(table.dag.latest_starts(fastest.tolist(), 0.0)) - fastest
+    deadlines = np.array([guide.deadline for guide in guides]) * (1 + TOLERANCE / 2)
+    return np.asarray(deadlines - to_the_end[:, None] - ends)
+
+
+def order_of_time(table: ChoiceTable, relaxed: RelaxedSolution) -> list[int]:
+    """All nodes by their end in a relaxation, predecessors first."""
+    dag = table.dag
+    position = np.empty(dag.num_nodes, dtype=np.int64)
+    position[list(dag.order)] = np.arange(dag.num_nodes)
+    order: list[int] = np.lexsort((position, np.array(dag.finish_times(relaxed.durations.tolist())))).tolist()
+    return order
+
+
+def _edges_into(table: ChoiceTable) -> list[list[int]]:
+    """Numbers of the edges into each node, in the order of its predecessors."""
+    edges_into: list[list[int]] = [[] for _ in range(table.dag.num_nodes)]
+    for edge, head in enumerate(table.dag.edges[:, 1].tolist()):
+        edges_into[head].append(edge)
+    return edges_into

@@ -2,20 +2,35 @@
 
 Nodes are numbered; for a pipeline schedule node i is `schedule.instructions[i]`. An instruction may start when all
 its predecessors have finished, so the iteration time is the longest path, every node weighing its duration.
-The passes are plain loops over lists: on a graph this thin they are quicker than anything vectorised by level.
+For one set of durations the passes are plain loops over lists: on a graph this thin they are quicker than anything
+vectorised by level. `levels` is for passes over many sets of durations at once (see `choices`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Nodes that do not wait for each other, and their direct neighbours in levels that were handled before.
+
+    Attributes:
+        nodes: Shape (m,).
+        neighbours: The first, second, ... neighbour of each node, shape (m,) each; a node with fewer repeats its last.
+            Empty where the nodes have none.
+    """
+
+    nodes: npt.NDArray[np.int64]
+    neighbours: tuple[npt.NDArray[np.int64], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +61,16 @@ class InstructionDag:
     def sinks(self) -> tuple[int, ...]:
         """Nodes without successors."""
         return tuple(node for node, after in enumerate(self.successors) if not after)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """All nodes, each one level after the last of its predecessors; the first level has none."""
+        return _levels(self.order, self.predecessors)
+
+    @cached_property
+    def levels_from_the_end(self) -> tuple[Level, ...]:
+        """All nodes, each one level after the last of its successors; the first level has none."""
+        return _levels(self.order[::-1], self.successors)
 
     def finish_times(self, durations: Sequence[float]) -> list[float]:
         """Earliest finish of each node in seconds."""
@@ -105,6 +130,7 @@ def make_dag(num_nodes: int, edges: Iterable[tuple[int, int]]) -> InstructionDag
     return InstructionDag(num_nodes, pairs, tuple(order))
 
 
+@lru_cache(maxsize=4)
 def schedule_dag(schedule: PipelineSchedule) -> InstructionDag:
     """The DAG of a pipeline schedule; node i is `schedule.instructions[i]`.
 
@@ -114,6 +140,25 @@ def schedule_dag(schedule: PipelineSchedule) -> InstructionDag:
     schedule.validate()
     number = {instruction: i for i, instruction in enumerate(schedule.instructions)}
     return make_dag(len(number), ((number[before], number[after]) for before, after in schedule.dependencies()))
+
+
+def _levels(order: Sequence[int], neighbours_of: Sequence[Sequence[int]]) -> tuple[Level, ...]:
+    """Group nodes by the longest chain of neighbours that must come before them."""
+    depth = [0] * len(order)
+    by_depth: list[list[int]] = []
+    for node in order:
+        depth[node] = max([depth[before] + 1 for before in neighbours_of[node]], default=0)
+        if depth[node] == len(by_depth):
+            by_depth.append([])
+        by_depth[depth[node]].append(node)
+    levels = []
+    for nodes in by_depth:
+        most = max(len(neighbours_of[node]) for node in nodes)
+        rows = [list(neighbours_of[node]) for node in nodes]
+        padded = [row + row[-1:] * (most - len(row)) for row in rows]
+        columns = np.array(padded, dtype=np.int64).reshape(len(nodes), most).T
+        levels.append(Level(np.array(nodes, dtype=np.int64), tuple(np.ascontiguousarray(columns))))
+    return tuple(levels)
 
 
 def _adjacency(num_nodes: int, pairs: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:

@@ -83,51 +83,50 @@ class RelaxedTradeoff:
     """
 
     def __init__(self, dag: InstructionDag, options: Sequence[OptionSet]) -> None:
-        self._fastest = np.array([opts.times[0] for opts in options])
+        n, kinds = dag.num_nodes, tuple(dict.fromkeys(options))
+        number = {opts: i for i, opts in enumerate(kinds)}
+        kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
+        fastest_of, slowest_of = np.array([(opts.times[0], opts.times[-1]) for opts in kinds]).reshape(-1, 2).T
+        self._fastest = fastest_of[kind_of]
         # Solver tolerances are absolute (1e-7), so instruction times and costs are brought to the order of one.
-        self._time_unit = float(np.mean([opts.times[-1] for opts in options])) or 1.0
-        corners = {opts: _corners(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in set(options)}
-        segments = {opts: _segments(points) for opts, points in corners.items()}
-        lengths = [length for opts in options for length, _ in segments[opts]]
-        slopes = [slope for opts in options for _, slope in segments[opts]]
-        self._cost_unit = max(map(abs, slopes), default=1.0) * self._time_unit
-        self._constant = float(sum([corners[opts][0][1] for opts in options]))
-        self._num_nodes = n = dag.num_nodes
+        self._time_unit = float(slowest_of[kind_of].mean()) or 1.0
+        corners = [_corners(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in kinds]
+        self._constant = float(np.array([points[0][1] for points in corners])[kind_of].sum())
+        num_segments = np.array([len(points) - 1 for points in corners])
+        is_segment = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
+        padded = np.zeros((*is_segment.shape, 2))  # length and slope
+        padded[is_segment] = np.array([pair for points in corners for pair in _segments(points)]).reshape(-1, 2)
+        lengths, slopes = padded[kind_of][is_segment[kind_of]].T
+        self._cost_unit = float(np.abs(slopes).max(initial=0.0) or 1.0) * self._time_unit
+        self._num_nodes = n
         self._time_column = n
         self._num_edges = len(dag.edges)
-        self._owner = np.repeat(np.arange(n), [len(segments[opts]) for opts in options])
+        segments_of = num_segments[kind_of]
+        self._owner = np.repeat(np.arange(n), segments_of)
+        first_segment = n + 1 + np.cumsum(segments_of) - segments_of
 
-        # A row per precedence, and one per sink, whose head is the column of T.
+        # A row per precedence, and one per sink, whose head is the column of T: head, tail, segments of the tail.
         sinks = np.array(dag.sinks, dtype=np.int64)
         self._tails = np.concatenate([dag.edges[:, 0], sinks])
         heads = np.concatenate([dag.edges[:, 1], np.full(len(sinks), n)])
-        rows = np.arange(len(self._tails))
-        rows_of_tail = np.argsort(self._tails, kind="stable")
-        first = np.searchsorted(self._tails[rows_of_tail], np.arange(n + 1))
-        out_degree = np.diff(first)[self._owner]
-        segment_columns = n + 1 + np.repeat(np.arange(len(self._owner)), out_degree)
-        segment_rows = (
-            rows_of_tail[np.concatenate([np.arange(first[i], first[i + 1]) for i in self._owner])]
-            if len(self._owner)
-            else rows[:0]
-        )
-        columns = np.concatenate([self._tails, heads, segment_columns])
-        entries = np.concatenate([rows, rows, segment_rows])
-        values = np.concatenate([-np.ones(len(rows)), np.ones(len(rows)), -np.ones(len(segment_rows))])
-        by_column = np.argsort(columns, kind="stable")
-        num_columns = n + 1 + len(lengths)
+        sizes = 2 + segments_of[self._tails]
+        begins = np.concatenate([[0], np.cumsum(sizes)])
+        columns = np.arange(begins[-1]) + np.repeat(first_segment[self._tails] - 2 - begins[:-1], sizes)
+        columns[begins[:-1]], columns[begins[:-1] + 1] = heads, self._tails
+        values = np.full(len(columns), -1.0)
+        values[begins[:-1]] = 1.0
 
         programme = highspy.HighsLp()
-        programme.num_col_, programme.num_row_ = num_columns, len(rows)
-        programme.col_cost_ = np.concatenate([np.zeros(n + 1), np.array(slopes) * self._time_unit / self._cost_unit])
-        programme.col_lower_ = np.zeros(num_columns)
-        programme.col_upper_ = np.concatenate([np.full(n + 1, highspy.kHighsInf), np.array(lengths) / self._time_unit])
+        programme.num_col_, programme.num_row_ = n + 1 + len(lengths), len(heads)
+        programme.col_cost_ = np.concatenate([np.zeros(n + 1), slopes * self._time_unit / self._cost_unit])
+        programme.col_lower_ = np.zeros(programme.num_col_)
+        programme.col_upper_ = np.concatenate([np.full(n + 1, highspy.kHighsInf), lengths / self._time_unit])
         programme.row_lower_ = self._fastest[self._tails] / self._time_unit
-        programme.row_upper_ = np.full(len(rows), highspy.kHighsInf)
-        programme.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-        programme.a_matrix_.start_ = np.searchsorted(columns[by_column], np.arange(num_columns + 1))
-        programme.a_matrix_.index_ = entries[by_column]
-        programme.a_matrix_.value_ = values[by_column]
+        programme.row_upper_ = np.full(len(heads), highspy.kHighsInf)
+        programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        programme.a_matrix_.start_ = begins
+        programme.a_matrix_.index_ = columns
+        programme.a_matrix_.value_ = values
 
         self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._highs.setOptionValue("output_flag", False)
@@ -135,6 +134,7 @@ class RelaxedTradeoff:
         self._highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
         self._highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
         self._highs.passModel(programme)
+        self._highs.setBasis(_slowest_basis(dag, slowest_of[kind_of].tolist(), len(lengths)))
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum for iteration time `time` in seconds, at least the longest path of the fastest options.
@@ -155,8 +155,7 @@ class RelaxedTradeoff:
         """
         self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
         self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
-        solution = self._run(float("nan"))
-        return self.solve(solution.time)
+        return self._run(float("nan"), rate)
 
     def require(self, starts: Mapping[int, float], durations: Mapping[int, float]) -> None:
         """Add a constraint: a weighted sum of starts and durations of nodes must be at least 0.
@@ -177,7 +176,7 @@ class RelaxedTradeoff:
         lowest = -constant / self._time_unit
         self._highs.addRow(lowest, highspy.kHighsInf, len(columns), np.array(columns, np.int32), np.array(values))
 
-    def _run(self, time: float) -> RelaxedSolution:
+    def _run(self, time: float, rate: float = 0.0) -> RelaxedSolution:
         self._highs.run()
         status = self._highs.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
@@ -195,14 +194,40 @@ class RelaxedTradeoff:
         row_flow = np.maximum(np.array(solution.row_dual[: len(self._tails)]), 0.0) * duals_per_second
         return RelaxedSolution(
             time=time,
-            cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit,
-            slope=min(float(solution.col_dual[n]) * duals_per_second, 0.0),
+            cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit - rate * time,
+            slope=-float(row_flow[self._num_edges :].sum()),
             starts=values[:n] * self._time_unit,
             durations=self._fastest + np.bincount(self._owner, segments, minlength=n),
             edge_flow=row_flow[: self._num_edges],
             sink_flow=row_flow[self._num_edges :],
             flow=np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64),
         )
+
+
+def _slowest_basis(dag: InstructionDag, slowest: Sequence[float], num_segments: int) -> Any:
+    """The basis of the slowest options, every node as early as possible: where the simplex method starts.
+
+    Of the rows into a node the one on its longest path is tight and determines its start.
+    """
+    status = highspy.HighsBasisStatus
+    finish = dag.finish_times(slowest)
+    rows = [status.kBasic] * (len(dag.edges) + len(dag.sinks))
+    starts = [status.kLower] * dag.num_nodes
+    latest = [-1.0] * dag.num_nodes
+    tight = [0] * dag.num_nodes
+    for row, (before, after) in enumerate(dag.edges.tolist()):
+        if finish[before] > latest[after]:
+            latest[after], tight[after] = finish[before], row
+    for node, end in enumerate(latest):
+        if end >= 0.0:
+            starts[node], rows[tight[node]] = status.kBasic, status.kLower
+    last = max(range(len(dag.sinks)), key=lambda sink: finish[dag.sinks[sink]])
+    rows[len(dag.edges) + last] = status.kLower
+    basis = highspy.HighsBasis()
+    basis.col_status = [*starts, status.kBasic, *[status.kUpper] * num_segments]
+    basis.row_status = rows
+    basis.valid = True
+    return basis
 
 
 def _corners(options: OptionSet, shortest: float) -> list[tuple[float, float]]:

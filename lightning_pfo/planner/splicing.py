@@ -1,69 +1,57 @@
-"""Between two good plans: the first part of the iteration from one, the rest from the other.
+"""Between good choices: the first part of the iteration from one, the rest from another.
 
 In the steady state of a long pipeline the relaxation runs every instruction of a kind for the same, mixed duration.
 Options cannot be mixed, and alternating them instruction by instruction loses slack wherever neighbours differ. Two
-plans whose steady states are uniform lose it only once, at the seam between them. So the plans at the corners of the
-frontier found so far, joined at the right moment, come close to the straight line between them, which is where the
-relaxation lies as well.
+choices whose steady states are uniform lose it only once, at the seam between them; joined at the right moment, they
+come close to the straight line between them, which is where the relaxation lies as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pfo.planner.hull import OptionSet
-from lightning_pfo.planner.instruction_dag import InstructionDag
-from lightning_pfo.planner.rounding import chosen_times, spend_slack, total_cost
+import numpy as np
 
-_EQUAL_TIMES = 1e-9
+from lightning_pfo.planner.choices import Choices, Floats, Integers
+
+_NEIGHBOURS = 8
+"""Choices looked at on either side of a time."""
 
 
 def splice(
-    dag: InstructionDag,
-    options: Sequence[OptionSet],
-    slow: Sequence[int],
-    fast: Sequence[int],
-    deadline: float,
-    order: Sequence[int],
-) -> list[int]:
-    """Join a slow and a fast choice so that the longest path just keeps to the deadline.
+    choices: Choices, times: Floats, costs: Floats, targets: Floats, order: Sequence[int], pairs_per_target: int
+) -> tuple[Choices, Integers]:
+    """Join pairs of choices such that the result takes about as long as wanted.
 
-    Both joints are tried: slow first and fast first.
+    For each target those pairs are joined, one on either side of it, whose connecting line is lowest there; each pair
+    both ways, the faster one first and the slower one first.
 
     Args:
-        dag: The precedences.
-        options: Options of each node.
-        slow: A choice that may exceed the deadline.
-        fast: A choice that does not.
-        deadline: Longest allowed path in seconds.
+        choices: What to join, shape (n, choices).
+        times: Longest path of each choice in seconds, strictly increasing.
+        costs: Total cost of each choice in joules.
+        targets: Times wanted, in seconds.
         order: All nodes in order of time.
+        pairs_per_target: Number of pairs joined for each target.
+
+    Returns:
+        What was joined, at most 2 x pairs_per_target for each target and none where no pair encloses it, shape
+        (n, joined); and the number of the target it was joined for, shape (joined,).
     """
-    joints = [_longest_joint(dag, options, slow, fast, deadline, nodes) for nodes in (order, order[::-1])]
-    filled = [spend_slack(dag, options, choice, deadline) for choice in joints]
-    return min(filled, key=lambda choice: total_cost(options, choice))
+    offsets = np.arange(_NEIGHBOURS)
+    first_slower = np.searchsorted(times, targets, side="right")[:, None]
+    faster, slower = first_slower - 1 - offsets, first_slower + offsets
+    target, fast, slow = np.nonzero((faster >= 0)[:, :, None] & (slower < len(times))[:, None, :])
+    fast, slow = faster[target, fast], slower[target, slow]
+    share = (targets[target] - times[fast]) / (times[slow] - times[fast])
+    height = (1 - share) * costs[fast] + share * costs[slow]
+    best = np.lexsort((height, target))
+    rank = np.arange(len(best)) - np.searchsorted(target[best], target[best])
+    best = best[rank < pairs_per_target]
+    fast, slow, share, target = fast[best], slow[best], share[best], target[best]
 
-
-def _longest_joint(
-    dag: InstructionDag,
-    options: Sequence[OptionSet],
-    slow: Sequence[int],
-    fast: Sequence[int],
-    deadline: float,
-    order: Sequence[int],
-) -> list[int]:
-    """As many nodes of `order`, from its begin, as the deadline allows take the slow choice; found by bisection."""
-
-    def joined(count: int) -> list[int]:
-        choice = list(fast)
-        for node in order[:count]:
-            choice[node] = slow[node]
-        return choice
-
-    allowed, excluded = 0, len(order) + 1
-    while excluded - allowed > 1:
-        middle = (allowed + excluded) // 2
-        if dag.longest_path(chosen_times(options, joined(middle))) <= deadline * (1 + _EQUAL_TIMES):
-            allowed = middle
-        else:
-            excluded = middle
-    return joined(allowed)
+    position = np.empty(len(order))
+    position[list(order)] = np.arange(len(order)) / len(order)
+    begins, rests = np.concatenate([fast, slow]), np.concatenate([slow, fast])
+    seams = np.concatenate([1 - share, share])
+    return np.where(position[:, None] < seams, choices[:, begins], choices[:, rests]), np.tile(target, 2)

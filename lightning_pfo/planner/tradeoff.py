@@ -1,54 +1,72 @@
 """The time-cost tradeoff on any DAG: from options per node to a frontier of choices, each with a lower bound.
 
 A choice takes one option for every node; its time is the longest path, its cost the sum of its options' costs plus a
-rate times its time. `trace_tradeoff` sweeps the time from slow to fast. At each target it solves the relaxation and
-rounds it. Where that leaves a gap too large, it works on: at the kinks of the relaxation (there its solution is
-nearly one of real options), by splicing the best choices, and by beam search.
+rate times its time. `trace_tradeoff` solves the relaxation at some times from slow to fast and searches near all
+targets side by side, with the solution nearest to each as its guide. Targets whose gap is still too large get a
+relaxation of their own and wider searches; what was found so far is spliced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
-from typing import TypeVar
 
 import numpy as np
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.planner.beam_search import search_beam
+from lightning_pfo.planner.beam_search import Guide, order_of_time, search_beam
+from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
-from lightning_pfo.planner.rounding import chosen_times, round_to_options, spend_slack, total_cost
+from lightning_pfo.planner.local_search import polish
+from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.splicing import splice
 
-T = TypeVar("T")
+_LARGEST_GAP, _KEPT_GAP, _MEDIAN_GAP = 0.002, 0.0015, 0.001
+"""Work goes on at a target while its gap exceeds the first; where the time must be kept to, the second; and the third
+while the median of all targets exceeds it."""
 
-_EQUAL_TIMES = 1e-9
-"""Relative difference below which two times are the same."""
+_POINTS_PER_RELAXATION = 4
+"""The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end."""
 
-_LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
-"""Work goes on while a gap exceeds the first; where the time must be kept to, or while the median exceeds it, the
-second."""
+_FREE = (
+    *((0.0, 0.2, 0.3, 0.3), (-0.5, 0.1, 0.0, 0.0), (0.5, 0.2, 0.0, 0.0)),
+    *((0.0, 0.1, 0.3, 0.3), (-0.3, 0.35, 0.3, 0.3), (0.3, 0.1, 0.3, 0.3)),
+)
+_KEPT = (
+    *((0.0, 0.2, 1.0, 0.3), (-3e-4, 0.2, 0.3, 0.3), (-6e-4, 0.1, 0.0, 0.0)),
+    *((4e-4, 0.1, 1.0, 0.3), (0.0, 0.1, 0.3, 0.3), (-2e-4, 0.1, 1.0, 0.3)),
+    *((k * 1e-4, 0.1, 0.0, 0.0) for k in range(4, -20, -1)),
+)
+"""Guides for a target: offset of the time aimed at, meeting, haste and patience. Which does best is a matter of luck,
+and several find more than a wide beam for one. Offsets are relative to the reach of a free time, to a time to keep."""
 
-_DEEP_KINK = 5e-4
-"""A bend of the relaxation between two targets that is worth a closer look, relative to the cost."""
+_KEPT_SEAMS = (-3e-4, -6e-4, -1e-3)
+"""Where the time must be kept to, choices are spliced for somewhat shorter times as well."""
 
-_REACH = 0.002
-"""How far a choice may be from a time that need not be kept to, relative to it; never beyond half the spacing."""
 
-_IMPROVED_NODES = 100_000
-"""Each improvement is tried at so many targets that it handles about this many nodes in all."""
+@dataclass(frozen=True)
+class _Effort:
+    """What a round of the search does at a target that is still open."""
 
-_TINY = 1e-300
-_BEAM_TRIES, _SPLICED_PAIRS = 4, 3
+    width: int
+    options_per_node: int
+    free_guides: int
+    kept_guides: int
+    spliced_pairs: int
 
+
+_ROUNDS = (_Effort(6, 4, 1, 3, 2), _Effort(16, 8, 3, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
+"""Cheap to dear."""
+
+_ROWS_AT_ONCE = 2_000_000
+"""Nodes times partial choices searched in one go: what memory is used, and how often progress is reported."""
+
+_KEPT_PER_GUIDE, _KEPT_PER_TIME, _POLISHED = 2, 3, 3
 
 Progress = Callable[[str, int, int], None]
-
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
@@ -94,11 +112,11 @@ def trace_tradeoff(
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    search = _Search(dag, options, rate, on_progress)
-    slowest = max(search.least_cost_time(), fastest)
-    fixed = {min(max(time, fastest), slowest) for time in (*times, *deadlines, fastest, slowest)}
-    search.sweep(fixed, np.linspace(fastest, slowest, num_points).tolist()[1:-1])
-    search.improve()
+    search = _Search(dag, options, rate, fastest, on_progress)
+    kept = {min(max(time, fastest), search.slowest) for time in (*times, *deadlines, fastest, search.slowest)}
+    search.relax(num_points, kept)
+    for effort in _ROUNDS:
+        search.improve(effort)
     return search.frontier()
 
 
@@ -110,7 +128,7 @@ def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: S
     """
     fastest = dag.longest_path([opts.times[0] for opts in options])
     for deadline in deadlines:
-        if not deadline >= fastest * (1 - _EQUAL_TIMES):
+        if not deadline >= fastest * (1 - TOLERANCE):
             raise PlanError(
                 f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than {fastest:.6f} s, the "
                 "iteration time of the fastest plan."
@@ -118,185 +136,184 @@ def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: S
     return fastest
 
 
-@dataclass(frozen=True, eq=False)
-class _Target:
-    """A time to find a good choice for.
-
-    Attributes:
-        relaxed: The relaxation at that time.
-        floor: Shortest time that will do where the time need not be kept to; 0 where it must.
-        limit: Longest time that will do.
-    """
-
-    relaxed: RelaxedSolution
-    floor: float
-    limit: float
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether the time must be kept to."""
-        return self.floor == 0.0
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A choice that was found."""
-
-    time: float
-    cost: float
-    choice: tuple[int, ...]
-
-
 class _Search:
     """The relaxations solved and the choices found so far."""
 
     def __init__(
-        self, dag: InstructionDag, options: Sequence[OptionSet], rate: float, on_progress: Progress | None
+        self,
+        dag: InstructionDag,
+        options: Sequence[OptionSet],
+        rate: float,
+        fastest: float,
+        on_progress: Progress | None,
     ) -> None:
-        self._dag, self._options, self._rate, self._on_progress = dag, options, rate, on_progress
-        self._relaxed = RelaxedTradeoff(dag, options)
-        self._targets: list[_Target] = []
-        self._tangents: list[tuple[float, float]] = []  # value at time 0, slope; the rate included
-        self._pool: list[_Found] = []
+        self._table, self._rate, self._on_progress = ChoiceTable(dag, options), rate, on_progress
+        self._programme = RelaxedTradeoff(dag, options)
+        self._bound = LowerBound(self._table, rate)
+        self._relaxed = [self._programme.solve_with_rate(rate)]
+        self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
+        self._bound.add(self._relaxed[0])
+        self._order = order_of_time(self._table, self._relaxed[0])
+        self._choices = np.zeros((dag.num_nodes, 0), dtype=np.int64)
+        self._times, self._costs = np.zeros(0), np.zeros(0)
 
-    def least_cost_time(self) -> float:
-        """Time of least total cost in the relaxation, in seconds."""
-        return self._relaxed.solve_with_rate(self._rate).time
-
-    def sweep(self, fixed: Set[float], free: Sequence[float]) -> None:
-        """Relax and round at each target time, from slow to fast.
+    def relax(self, num_points: int, kept: Set[float]) -> None:
+        """Set the targets and solve the relaxation at and between them.
 
         Args:
-            fixed: Times that must be kept to.
-            free: Times that only say where choices are wanted; one near it will do.
+            num_points: Number of targets, equally spaced.
+            kept: Further targets, which must be kept to.
         """
-        all_fastest = [0] * self._dag.num_nodes
-        fastest = self._add(all_fastest)  # so that there is a choice for every time
-        self._add(spend_slack(self._dag, self._options, all_fastest, fastest.time))
-        spacing = free[1] - free[0] if len(free) > 1 else math.inf
-        for time in self._tracked("relaxing", sorted({*fixed, *free}, reverse=True)):
-            relaxed = self._relax(time)
-            self._add(round_to_options(self._dag, self._options, relaxed))
-            reach = min(spacing / 2, _REACH * time)
-            floor, limit = (0.0, time) if time in fixed else (time - reach, time + reach)
-            self._targets.append(_Target(relaxed, floor, limit * (1 + _EQUAL_TIMES)))
+        span = self.slowest - self.fastest
+        free = np.linspace(self.slowest, self.fastest, num_points)[1:-1]
+        self._targets = np.array(sorted([*free, *kept], reverse=True))
+        self._is_kept = np.isin(self._targets, list(kept))
+        # A time that need not be kept to may be missed by half the distance to the next one.
+        self._reach = np.where(self._is_kept, 0.0, span / max(num_points - 1, 1) / 2)
+        shares = np.linspace(0.0, 1.0, max(num_points // _POINTS_PER_RELAXATION, 2)) ** 0.6
+        times = sorted({*(self.slowest - span * shares[1:-1]).tolist(), *kept}, reverse=True)
+        for done, time in enumerate(times, 1):
+            if time != self._relaxed[0].time:
+                self._relax(time)
+            self._report("relaxing", done, len(times))
+        self._bound.add_mixtures(self._relaxed)
+        # So that there is a choice for every time.
+        self._add(np.zeros((self._table.dag.num_nodes, 1), dtype=np.int64), [self.fastest])
 
-    def improve(self) -> None:
-        """Work on the targets with the largest gaps."""
-        if not self._unsatisfied():
-            return
-        for kink in self._tracked("relaxing kinks", self._kinks()):
-            self._add(round_to_options(self._dag, self._options, self._relax(kink)))
-        most = max(_IMPROVED_NODES // self._dag.num_nodes, 1)
-        for activity, improve in (
-            ("splicing", self._splice_at),
-            ("searching", self._search_at),
-            ("splicing", self._splice_at),
-        ):
-            for target in self._tracked(activity, self._unsatisfied()[:most]):
-                improve(target)
+    def improve(self, effort: _Effort) -> None:
+        """Search and splice near all targets whose gap is too large."""
+        targets = self._unsatisfied()
+        guides = [guide for target in targets for guide in self._guides(target, effort)]
+        guides.sort(key=lambda guide: guide.deadline < math.inf)
+        at_once = max(_ROWS_AT_ONCE // (effort.width * self._table.dag.num_nodes), 1)
+        for first in range(0, len(guides), at_once):
+            some = guides[first : first + at_once]
+            choices = search_beam(self._table, some, self._order, effort.width, effort.options_per_node)
+            self._add(choices, [guide.deadline for guide in some])
+            self._report("searching", min(first + at_once, len(guides)), len(guides))
+        targets = self._unsatisfied()
+        if targets:
+            self._splice(targets, effort.spliced_pairs)
+        if effort is _ROUNDS[-1]:
+            self._polish()
+        self._prune()
 
     def frontier(self) -> list[TradeoffPoint]:
         """The best choice for each target, without those that another dominates, fast to slow."""
-        chosen = sorted({self._best(target) for target in self._targets}, key=lambda found: (found.time, found.cost))
-        for found in chosen:
-            if self._gap(found) > _LARGEST_GAP:
-                self._relax(found.time)  # a tangent right there is the tightest bound
+        best, gaps = self._best()
+        for found in best[gaps > _LARGEST_GAP]:
+            self._relax(self._times[found])  # a tangent right there is the tightest bound
+        chosen = sorted(set(best.tolist()), key=lambda found: (self._times[found], self._costs[found]))
+        bounds = self._bound.at(self._times)
         points: list[TradeoffPoint] = []
         for found in chosen:
-            if not points or found.cost < points[-1].cost:
+            cost = float(self._costs[found])
+            if not points or cost < points[-1].cost:
                 # Solver tolerance may put the bound of a perfect choice a hair above the choice itself.
-                bound = min(self._bound(found.time), found.cost)
-                points.append(TradeoffPoint(found.time, found.cost, bound, found.choice))
+                bound = min(float(bounds[found]), cost)
+                choice = tuple(self._choices[:, found].tolist())
+                points.append(TradeoffPoint(float(self._times[found]), cost, bound, choice))
         return points
 
-    def _tracked(self, activity: str, items: Sequence[T]) -> Iterator[T]:
-        """The items one by one, with a progress report after each."""
-        for done, item in enumerate(items, 1):
-            yield item
-            if self._on_progress is not None:
-                self._on_progress(activity, done, len(items))
+    def _report(self, activity: str, done: int, total: int) -> None:
+        if self._on_progress is not None:
+            self._on_progress(activity, done, total)
 
     def _relax(self, time: float) -> RelaxedSolution:
-        relaxed = self._relaxed.solve(time)
-        self._tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + self._rate))
-        return relaxed
+        self._relaxed.append(self._programme.solve(time))
+        self._bound.add(self._relaxed[-1])
+        return self._relaxed[-1]
 
-    def _bound(self, time: float) -> float:
-        return max([value + slope * time for value, slope in self._tangents])
+    def _guides(self, target: int, effort: _Effort) -> list[Guide]:
+        """Guides to a target; from the second round on it gets relaxations of its own."""
+        time, reach = float(self._targets[target]), float(self._reach[target])
+        first = effort is _ROUNDS[0]
+        if self._is_kept[target]:
+            guides = []
+            for offset, meeting, haste, patience in _KEPT[: effort.kept_guides]:
+                aim = max(time * (1 + offset), self.fastest)
+                relaxed = self._nearest(aim) if first else self._relax(aim)
+                guides.append(Guide(relaxed, aim, meeting, haste, patience, deadline=time))
+            return guides
+        relaxed = self._nearest(time) if first else self._relax(time)
+        return [Guide(relaxed, time + offset * reach, *weights) for offset, *weights in _FREE[: effort.free_guides]]
 
-    def _gap(self, found: _Found) -> float:
-        bound = self._bound(found.time)
-        return (found.cost - bound) / max(abs(bound), _TINY)
+    def _nearest(self, time: float) -> RelaxedSolution:
+        return min(self._relaxed, key=lambda relaxed: abs(relaxed.time - time))
 
-    def _add(self, choice: Sequence[int]) -> _Found:
-        time = self._dag.longest_path(chosen_times(self._options, choice))
-        found = _Found(time, total_cost(self._options, choice) + self._rate * time, tuple(choice))
-        self._pool.append(found)
-        return found
+    def _splice(self, targets: Sequence[int], num_pairs: int) -> None:
+        order = np.argsort(self._times, kind="stable")
+        order = order[np.diff(self._times[order], prepend=-np.inf) > 0]
+        known = self._choices[:, order], self._times[order], self._costs[order]
+        is_kept = self._is_kept[targets]
+        times = self._targets[targets]
+        deadlines = np.concatenate([np.where(is_kept, times, math.inf), *[times[is_kept]] * len(_KEPT_SEAMS)])
+        aims = np.concatenate([times, *(times[is_kept] * (1 + offset) for offset in _KEPT_SEAMS)])
+        joined, target = splice(*known, aims, self._order, num_pairs)
+        if joined.size:
+            self._add(joined, deadlines[target])
 
-    def _best(self, target: _Target) -> _Found:
-        """For a time to keep to, the cheapest choice; otherwise the choice of least gap in reach, if there is one."""
-        within = [found for found in self._pool if found.time <= target.limit]
-        near = [found for found in within if found.time >= target.floor]
-        if near and not target.is_fixed:
-            return min(near, key=self._gap)
-        return min(within, key=lambda found: (found.cost, found.time))
+    def _polish(self) -> None:
+        """Pair moves where the time must be kept to."""
+        targets = [target for target in self._unsatisfied() if self._is_kept[target]]
+        for done, target in enumerate(targets, 1):
+            time = float(self._targets[target])
+            within = np.flatnonzero(self._times <= time * (1 + TOLERANCE))
+            for found in within[np.argsort(self._costs[within])[:_POLISHED]]:
+                self._add(polish(self._table, self._choices[:, found], time)[:, None], [time])
+            self._report("polishing", done, len(targets))
 
-    def _unsatisfied(self) -> list[_Target]:
-        """Targets to work on: those of the largest gaps, worst first."""
-        gaps = []
-        for target in self._targets:
-            best = self._best(target)
-            bound = self._bound(target.relaxed.time if target.is_fixed else best.time)
-            gaps.append((best.cost - bound) / max(abs(bound), _TINY))
-        threshold = _LARGEST_GAP if median(gaps) <= _MEDIAN_GAP else _MEDIAN_GAP
-        ranked = sorted(zip(gaps, self._targets, strict=True), key=lambda pair: -pair[0])
-        return [target for gap, target in ranked if gap > (_MEDIAN_GAP if target.is_fixed else threshold)]
+    def _add(self, choices: Choices, deadlines: Sequence[float] | Floats) -> None:
+        """Take in the best of the choices found for each deadline, their slack spent: up to it where they keep to it.
 
-    def _kinks(self) -> list[float]:
-        """Times where neighbouring tangents meet far below the line between their points."""
-        kinks = []
-        for slow, fast in pairwise(target.relaxed for target in self._targets):
-            bend = slow.slope - fast.slope
-            if bend * (slow.time - fast.time) > _DEEP_KINK * abs(self._bound(slow.time)):
-                time = (fast.cost - fast.slope * fast.time - slow.cost + slow.slope * slow.time) / bend
-                if fast.time < time < slow.time:
-                    kinks.append(time)
-        return kinks
+        Args:
+            choices: Shape (n, deadlines x choices for each).
+            deadlines: In seconds; infinite where there is none.
+        """
+        times = self._table.longest_paths(choices)
+        costs = self._table.total_costs(choices) + self._rate * times
+        limits = np.asarray(deadlines)[:, None]
+        by_deadline = times.reshape(len(limits), -1)
+        gaps = self._bound.gaps(times, costs).reshape(by_deadline.shape)
+        ranked = np.argsort(np.where(by_deadline > limits * (1 + TOLERANCE), np.inf, gaps), axis=1)
+        kept = (ranked[:, :_KEPT_PER_GUIDE] + by_deadline.shape[1] * np.arange(len(limits))[:, None]).ravel()
+        limits, times = limits[kept // by_deadline.shape[1], 0], times[kept]
+        spend_until = np.where(np.isfinite(limits) & (times < limits), limits, times)
+        choices, times = self._table.spend_slack(choices[:, kept], spend_until)
+        self._choices = np.hstack([self._choices, choices])
+        self._times = np.concatenate([self._times, times])
+        self._costs = np.concatenate([self._costs, self._table.total_costs(choices) + self._rate * times])
 
-    def _splice_at(self, target: _Target) -> None:
-        """Join the pairs whose connecting line is lowest at the target."""
-        time = target.relaxed.time
-        faster = [found for found in self._pool if found.time <= time * (1 + _EQUAL_TIMES)]
-        slower = [found for found in self._pool if found.time > time * (1 + _EQUAL_TIMES)]
-        if not slower:
-            return
-        (fast_time, fast_cost), (slow_time, slow_cost) = (
-            np.array([(found.time, found.cost) for found in side]).T for side in (faster, slower)
-        )
-        share = (time - fast_time)[:, None] / np.subtract.outer(-fast_time, -slow_time)
-        height = (1 - share) * fast_cost[:, None] + share * slow_cost
-        order = np.argsort(target.relaxed.starts, kind="stable").tolist()
-        for pair in np.argsort(height, axis=None)[:_SPLICED_PAIRS].tolist():
-            fast, slow = faster[pair // len(slower)], slower[pair % len(slower)]
-            self._add(splice(self._dag, self._options, slow.choice, fast.choice, time, order))
+    def _prune(self) -> None:
+        """Of the choices of about the same time keep the best."""
+        gaps = self._bound.gaps(self._times, self._costs)
+        slot = np.round((self._times - self.fastest) / np.maximum(self._reach.max(), 1e-300))
+        order = np.lexsort((gaps, slot))
+        rank = np.arange(len(order)) - np.searchsorted(slot[order], slot[order])
+        kept = np.union1d(order[rank < _KEPT_PER_TIME], self._best()[0])
+        self._choices, self._times, self._costs = self._choices[:, kept], self._times[kept], self._costs[kept]
 
-    def _search_at(self, target: _Target) -> None:
-        """Beam search near the target; where it must be kept to, also with a deadline and aiming lower."""
-        time, fastest = target.relaxed.time, self._targets[-1].relaxed.time
-        found = self._search_beam(target.relaxed, max_time=math.inf, spend_until=time)
-        if not target.is_fixed:
-            return
-        self._search_beam(target.relaxed, max_time=time, spend_until=time)
-        aim = time
-        for _ in range(_BEAM_TRIES):
-            aim -= 1.1 * (found.time - time)
-            if found.time <= target.limit or aim <= fastest:
-                return
-            found = self._search_beam(self._relax(aim), max_time=math.inf, spend_until=time)
+    def _best(self) -> tuple[Integers, Floats]:
+        """For each target the choice to take and its gap: within reach the least gap, otherwise the least cost."""
+        gaps = self._bound.gaps(self._times, self._costs)
+        best, best_gaps = [], []
+        at_target = self._bound.at(self._targets)
+        for time, reach, bound in zip(self._targets, self._reach, at_target, strict=True):
+            near = np.flatnonzero(np.abs(self._times - time) <= reach) if reach else np.zeros(0, dtype=int)
+            if len(near):
+                found = near[np.argmin(gaps[near])]
+                gap = gaps[found]
+            else:
+                within = np.flatnonzero(self._times <= time * (1 + TOLERANCE))
+                found = within[np.argmin(self._costs[within])]
+                gap = (self._costs[found] - bound) / max(abs(bound), 1e-300)
+            best.append(int(found))
+            best_gaps.append(gap)
+        return np.array(best), np.array(best_gaps)
 
-    def _search_beam(self, relaxed: RelaxedSolution, *, max_time: float, spend_until: float) -> _Found:
-        choice = search_beam(self._dag, self._options, relaxed, max_time)
-        time = self._dag.longest_path(chosen_times(self._options, choice))
-        return self._add(spend_slack(self._dag, self._options, choice, max(time, spend_until)))
+    def _unsatisfied(self) -> list[int]:
+        """Targets to work on."""
+        gaps = self._best()[1]
+        limit = _LARGEST_GAP if np.median(gaps) <= _MEDIAN_GAP else _MEDIAN_GAP
+        open_targets: list[int] = np.flatnonzero(gaps > np.where(self._is_kept, min(_KEPT_GAP, limit), limit)).tolist()
+        return open_targets

@@ -9,7 +9,6 @@ from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import make_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
-from lightning_pfo.planner.rounding import round_to_options
 
 NODES = 5
 option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(-30, 60)), min_size=1, max_size=4).map(
@@ -30,22 +29,15 @@ def all_choices(dag, options):
 
 @settings(deadline=None, max_examples=60)
 @given(problems, st.floats(0, 1))
-def test_no_choice_beats_the_bound_and_rounding_keeps_the_time(problem, fraction):
+def test_no_choice_beats_the_bound(problem, fraction):
     dag, options = problem
     fastest = dag.longest_path([opts.times[0] for opts in options])
     slowest = dag.longest_path([opts.times[-1] for opts in options])
     target = fastest + fraction * (slowest - fastest)
-    relaxed = RelaxedTradeoff(dag, options)
-    solution = relaxed.solve(target)
-
+    solution = RelaxedTradeoff(dag, options).solve(target)
     for time, cost in all_choices(dag, options):
         assert solution.bound_at(time) <= cost + 1e-5
-    choice = round_to_options(dag, options, solution)
-    rounded = dag.longest_path([opts.times[k] for opts, k in zip(options, choice, strict=True)])
-    assert rounded <= target * (1 + 1e-8)
-    cost = sum(opts.costs[k] for opts, k in zip(options, choice, strict=True))
-    best = min(cost for time, cost in all_choices(dag, options) if time <= target * (1 + 1e-8))
-    assert solution.cost - 1e-5 <= best <= cost + 1e-9
+    assert solution.cost - 1e-5 <= min(c for time, c in all_choices(dag, options) if time <= target * (1 + 1e-8))
 
 
 @settings(deadline=None, max_examples=40)
