@@ -63,7 +63,7 @@ class ChoiceTable:
 
     def latest_ends(self, durations: Floats, deadlines: Floats) -> Floats:
         """Latest end of each node such that everything ends by the deadlines, in seconds, shaped as `durations`."""
-        latest_starts, ends = np.empty((2, *durations.shape))
+        latest_starts, ends = np.empty(durations.shape), np.empty(durations.shape)
         for level in self.dag.levels_from_the_end:
             nodes = level.nodes
             if level.neighbours:
