@@ -18,7 +18,9 @@ def test_long_pipelines_get_plans_with_bounds(name, make_profile, monkeypatch):
     frontier = plan_frontier(
         profile, schedule=schedule, num_plans=4, deadlines_s=[deadline], on_progress=lambda *what: reported.append(what)
     )
-    assert [done for _, done, _ in reported] == list(range(1, reported[-1][2] + 1))
+    finished = {activity for activity, done, total in reported if done == total}
+    assert reported
+    assert finished == {activity for activity, _, _ in reported}
     times = [plan.iteration_time_s for plan in frontier.plans]
     energies = [plan.iteration_energy_j for plan in frontier.plans]
     assert times == sorted(times)
