@@ -70,6 +70,8 @@ class LowerBound:
             times, costs = np.array(opts.hull_points).T
             flow = flows[..., self._table.kind_of == kind]
             # Slopes rise towards zero along the hull: as many corners are passed as fall more steeply than the flow.
-            passed = np.searchsorted(np.diff(costs) / np.diff(times), -flow)
+            with np.errstate(over="ignore"):  # a step is infinitely steep
+                slopes = np.diff(costs) / np.diff(times)
+            passed = np.searchsorted(slopes, -flow)
             total += (costs[passed] + flow * times[passed]).sum(axis=-1)
         return total
