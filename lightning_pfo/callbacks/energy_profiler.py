@@ -93,8 +93,9 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         if self._run.done and self._run.is_open:
             _report(f"the profile is complete: {self.output}")
             self._run.close()
-            if self._stop_when_done:
-                trainer.should_stop = True
+        # replicas of the pipeline measure different GPUs and finish at different times, but must stop together
+        if self._stop_when_done and trainer.strategy.reduce_boolean_decision(self._run.done):
+            trainer.should_stop = True
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

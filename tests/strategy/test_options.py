@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -83,3 +84,12 @@ def test_checkpoints_with_averages_are_those_of_one_device(folder, name):
         for key, value in (expected or {}).items():
             if "metric" not in key and "confusion" not in key and "train_f1" not in key:
                 torch.testing.assert_close(pipeline[kind][key], value, atol=2e-5, rtol=0)
+
+
+def test_replicas_that_profile_stop_together(folder):
+    seen = [json.loads((folder / f"profile_{rank}.json").read_text()) for rank in (0, 1)]
+    clocks = [len(set(pd.read_csv(folder / f"profile_{rank}.csv").frequency)) for rank in (0, 1)]
+    assert clocks == [3, 6]
+    assert seen[0] == seen[1]
+    assert seen[0]["done"]
+    assert seen[0]["steps"] >= clocks[1]

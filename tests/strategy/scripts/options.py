@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from lightning_pfo.callbacks import EnergyProfilerCallback
 from lightning_pfo.strategy import PfoPipelineStrategy
 
 FOLDER = Path(sys.argv[1])
@@ -165,6 +166,30 @@ def fit(name, where):
     return {**{key: module.history[key] for key in ("train", "val", "scale")}, "weights": weights, "dtypes": dtypes}
 
 
+def profile_replicas():
+    """Each replica profiles its own GPU, and the first is done with half of the clocks of the second."""
+    rank = torch.distributed.get_rank()
+    options = {"gpu": "emulated_a40", "iterations_per_clock": 1, "warmup_iterations": 0, "patience": 99}
+    profiler = EnergyProfilerCallback(
+        FOLDER / f"profile_{rank}.csv", clock_step_mhz=(600, 300)[rank], stop_when_done=True, **options
+    )
+    train, _ = make_loaders(num_samples=96, batch_size=16)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2),
+        max_epochs=-1,
+        callbacks=[profiler],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), train)
+    seen = {"done": profiler.done, "steps": trainer.global_step}
+    (FOLDER / f"profile_{rank}.json").write_text(json.dumps(seen))
+
+
 def whole(parameter):
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
@@ -176,6 +201,7 @@ def main(names):
     for name in names:
         result = fit(name, "pipeline")
         (FOLDER / f"{name}_{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
+    profile_replicas()
 
 
 main(sys.argv[2:] or list(RUNS))
