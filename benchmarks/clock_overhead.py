@@ -79,14 +79,17 @@ class Sleeper(nn.Module):
         return _Sleep.apply(x, self.sleep_s)  # type: ignore[no-any-return]
 
 
-class ClocksOnly:
-    """An emulated GPU that takes clock requests but no time: it is told apart from `EmulatedGpu` by its type."""
+class KeptOpen:
+    """A GPU that stays open from turn to turn. An emulated one takes clock requests but no time, told by this type."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._gpu, name)
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def make_model(settings: Settings, device: torch.device) -> tuple[nn.Sequential, torch.Tensor]:
@@ -139,12 +142,11 @@ def run(settings: Settings) -> dict[str, Any]:
     config: GpuConfig = load_gpu_config(settings.gpu)
     config.dry_run = not settings.sets_clocks
     opened = open_gpu(config, 0)
-    gpu: Any = opened if is_real else ClocksOnly(opened)
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if is_real else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=0, world_size=1)
         try:
-            return _compare(settings, device, gpu)
+            return _compare(settings, device, KeptOpen(opened))
         finally:
             dist.destroy_process_group()
             opened.close()

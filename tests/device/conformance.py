@@ -73,7 +73,8 @@ def energy_and_power_agree(gpu: Gpu) -> None:
     energy_mj = gpu.total_energy_mj() - start_mj
     assert energy_mj > 0
     assert gpu.power_mw() > 1000
-    assert energy_mj <= gpu.power_mw() * (time.monotonic() - start_s) * 1.1
+    longest_tick_s = 0.1  # a counter may show at once what was used before
+    assert energy_mj <= gpu.power_mw() * (time.monotonic() - start_s + longest_tick_s) * 1.1
 
 
 def claiming_changes_nothing_and_may_be_repeated(gpu: Gpu) -> None:
