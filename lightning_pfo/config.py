@@ -89,6 +89,8 @@ class PlanConfig:
     """Time in s from a clock request until the clock changes, to plan with."""
     least_dwell_s: float = 0.0
     """Time in s for which a plan keeps every clock at least."""
+    change_cost_j: float = 0.0
+    """Energy in J that one clock change less is worth."""
 
 
 @dataclass

@@ -140,6 +140,7 @@ def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, Frequen
         num_plans=config.plan.num_plans,
         switch_latency_s=config.plan.switch_latency_s,
         least_dwell_s=config.plan.least_dwell_s,
+        change_cost_j=config.plan.change_cost_j,
     )
     select = config.plan.select
     chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)

@@ -95,6 +95,7 @@ def plan_frontier(
     deadlines_s: Sequence[float] = (),
     switch_latency_s: float = 0.0,
     least_dwell_s: float = 0.0,
+    change_cost_j: float = 0.0,
     on_progress: Progress | None = None,
 ) -> Frontier:
     """Find the cheapest clocks for every instruction, for iteration times from the fastest to the least energy.
@@ -111,9 +112,10 @@ def plan_frontier(
             takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
         num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
         deadlines_s: Further iteration times to plan for. Beyond the least-energy plan's time, that plan is the best.
-        switch_latency_s: Time from a request until a clock changes, to be reckoned with. With it or the next one, plans
+        switch_latency_s: Time from a request until a clock changes, to be reckoned with. With it or the next two, plans
             change clocks less often, and say how much energy that costs (see `switching`).
         least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
+        change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies of the plans.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
@@ -123,7 +125,7 @@ def plan_frontier(
     """
     if not isinstance(profile, Profile):
         profile = read_profile(profile)
-    _check_numbers(num_plans, switch_latency_s, least_dwell_s)
+    _check_numbers(num_plans, switch_latency_s, least_dwell_s, change_cost_j)
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
     blocking = resolve_blocking(profile, schedule, p2p_blocking_power_w)
     simulator = Simulator(profile, schedule, blocking)
@@ -146,7 +148,7 @@ def plan_frontier(
         plans.append(FrequencyPlan(schedule, clocks, point.time, point.cost, point.bound))
     if any(power.varies for power in blocking):
         plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
-    if switch_latency_s or least_dwell_s:
+    if switch_latency_s or least_dwell_s or change_cost_j:
         plans = limit_switching(
             plans,
             profile,
@@ -156,18 +158,19 @@ def plan_frontier(
             deadlines_s=[baseline.iteration_time_s, *deadlines_s],
             switch_latency_s=switch_latency_s,
             least_dwell_s=least_dwell_s,
+            change_cost_j=change_cost_j,
             on_progress=on_progress,
         )
     return Frontier(schedule, profile, blocking, baseline, tuple(plans), switch_latency_s, least_dwell_s)
 
 
-def _check_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: float) -> None:
+def _check_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: float, change_cost_j: float) -> None:
     if num_plans < 2:
         raise ConfigurationError(f"num_plans must be at least 2 (fastest and least energy), got {num_plans}.")
-    if not all(0 <= seconds < math.inf for seconds in (switch_latency_s, least_dwell_s)):
+    if not all(0 <= limit < math.inf for limit in (switch_latency_s, least_dwell_s, change_cost_j)):
         raise ConfigurationError(
-            "switch_latency_s and least_dwell_s must be finite times in seconds, at least 0; got "
-            f"{switch_latency_s} and {least_dwell_s}. Changing a clock takes some milliseconds, e.g. "
+            "switch_latency_s, least_dwell_s (seconds) and change_cost_j (joules) must be finite and at least 0; got "
+            f"{switch_latency_s}, {least_dwell_s} and {change_cost_j}. Changing a clock takes some milliseconds, e.g. "
             "switch_latency_s=0.01."
         )
 

@@ -56,6 +56,7 @@ def limit_switching(
     deadlines_s: Sequence[float] = (),
     switch_latency_s: float = 0.0,
     least_dwell_s: float = 0.0,
+    change_cost_j: float = 0.0,
     on_progress: Progress | None = None,
 ) -> list[FrequencyPlan]:
     """Find plans within the limits, none dominated, fast to slow; each says what the limits cost it.
@@ -70,10 +71,12 @@ def limit_switching(
             unlimited plan they come from, as late clocks do.
         switch_latency_s: Time from a request until the clock changes.
         least_dwell_s: Least time between two requests of a rank within the iteration.
+        change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies reported. At 0
+            fewer changes only decide between plans that are equal otherwise.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
     """
     schedule = plans[0].schedule
-    limits = _Limits(profile, schedule, blocking, options, switch_latency_s, least_dwell_s)
+    limits = _Limits(profile, schedule, blocking, options, switch_latency_s, least_dwell_s, change_cost_j)
     found: list[Timeline] = []
     sources = [*starts, *plans]
     for done, plan in enumerate(sources, 1):
@@ -102,9 +105,11 @@ class _Limits:
         options: Sequence[OptionSet],
         latency_s: float,
         least_dwell_s: float,
+        change_cost_j: float,
     ) -> None:
         self._schedule, self._blocking = schedule, blocking
         self._latency_s, self._least_dwell_s = latency_s, least_dwell_s
+        self._change_cost_j = change_cost_j
         self._simulator = Simulator(profile, schedule, blocking, latency_s)
         self._programmes: list[RankProgramme] = []
         self._ranks = [rank for rank, order in enumerate(schedule.orders) for _ in order]
@@ -174,7 +179,7 @@ class _Limits:
         for share in _SHARES_OF_SLACK:
             for rank, programme in enumerate(self._programmes):
                 release, due = self._windows(timeline, rank, deadline_s, share)
-                change_cost = _EQUAL_ENERGIES * timeline.iteration_energy_j
+                change_cost = _change_cost(timeline, self._change_cost_j)
                 row = programme.cheapest(release, due, deadline_s, change_cost=change_cost, price=price)
                 rows = _rows(self._schedule, timeline.clocks_mhz)
                 if row is None or tuple(row) == rows[rank]:
@@ -182,7 +187,7 @@ class _Limits:
                 found = self._play((*rows[:rank], tuple(row), *rows[rank + 1 :]))
                 if (
                     found.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)
-                    and _score(found) < _score(timeline)
+                    and _score(found, self._change_cost_j) < _score(timeline, self._change_cost_j)
                     and self._dwells(found)
                 ):
                     timeline = found
@@ -280,9 +285,13 @@ def _plan(timeline: Timeline) -> FrequencyPlan:
     return FrequencyPlan(timeline.schedule, rows, time_s, energy_j, wait_clocks=timeline.wait_clocks)
 
 
-def _score(timeline: Timeline) -> float:
-    energy_j = timeline.iteration_energy_j
-    return energy_j * (1 + _EQUAL_ENERGIES * sum(len(requests) - 1 for requests in timeline.requests))
+def _change_cost(timeline: Timeline, change_cost_j: float) -> float:
+    return max(change_cost_j, _EQUAL_ENERGIES * timeline.iteration_energy_j)
+
+
+def _score(timeline: Timeline, change_cost_j: float = 0.0) -> float:
+    changes = sum(len(requests) - 1 for requests in timeline.requests)
+    return timeline.iteration_energy_j + _change_cost(timeline, change_cost_j) * changes
 
 
 def _price(plans: Sequence[FrequencyPlan], time_s: float) -> float:

@@ -67,6 +67,19 @@ def test_a_dwell_makes_changes_fewer_and_says_what_that_costs(make_profile, free
     assert frontier.fastest.switching_cost_j == pytest.approx(cost, abs=0.5)
 
 
+def test_what_a_change_is_worth_is_saved_where_changes_cost_less(make_profile, free):
+    worth_j = 1.0
+    frontier = limited(make_profile, change_cost_j=worth_j)
+    few, many = (sum(p.num_clock_changes for p in f.plans) / len(f.plans) for f in (frontier, free))
+    assert few < 0.9 * many
+    for plan in frontier.plans:
+        assert frontier.timeline(plan).iteration_energy_j == pytest.approx(plan.iteration_energy_j, rel=1e-12)
+        like = min(free.plans, key=lambda p: abs(p.iteration_time_s - plan.iteration_time_s))
+        if like.iteration_time_s == pytest.approx(plan.iteration_time_s, rel=1e-4):
+            saved = like.num_clock_changes - plan.num_clock_changes
+            assert plan.iteration_energy_j - like.iteration_energy_j <= worth_j * saved + 0.1
+
+
 def test_a_dwell_as_long_as_the_iteration_leaves_one_clock_per_rank(make_profile):
     frontier = limited(make_profile, least_dwell_s=100.0)
     for plan in frontier.plans:
@@ -75,7 +88,9 @@ def test_a_dwell_as_long_as_the_iteration_leaves_one_clock_per_rank(make_profile
     assert frontier.least_energy.iteration_energy_j < 0.9 * frontier.baseline.iteration_energy_j
 
 
-@pytest.mark.parametrize("options", [{"switch_latency_s": -0.1}, {"least_dwell_s": float("nan")}])
+@pytest.mark.parametrize(
+    "options", [{"switch_latency_s": -0.1}, {"least_dwell_s": float("nan")}, {"change_cost_j": -1}]
+)
 def test_limits_are_times(profile, options):
     with pytest.raises(ConfigurationError, match=r"switch_latency_s=0\.01"):
         plan_frontier(profile, num_microbatches=4, **options)
