@@ -2,6 +2,7 @@
 
 import re
 
+from lightning_pfo.hydra_app import with_selection
 from tests.example_scripts import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -26,9 +27,12 @@ def test_files_and_pictures_exist():
 
 
 def test_options_and_commands_exist():
-    for group, option in re.findall(r"\b(model|gpu|plan|schedule|trainer|profiler|data)=([a-z0-9_,]+)", README):
-        for name in option.split(","):
-            assert (ROOT / "conf" / group / f"{name}.yaml").exists(), f"{group}={name}"
+    for group, option in re.findall(
+        r"\b(model|gpu|plan|schedule|trainer|profiler|data)=([a-z0-9_][a-z0-9_,.]*)", README
+    ):
+        for name in option.rstrip(",.").split(","):
+            is_selection = with_selection(f"{group}={name}").startswith("plan.select=")
+            assert is_selection or (ROOT / "conf" / group / f"{name}.yaml").exists(), f"{group}={name}"
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), flags=re.MULTILINE):
         assert f"\n{target}:" in makefile
