@@ -35,6 +35,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # type: ignore[im
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -77,6 +78,7 @@ def prepare_pipeline(
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
     max_in_flight: int | None = None,
+    data_parallel_size: int = 1,
     pipeline_module: str | None = None,
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
@@ -97,6 +99,8 @@ def prepare_pipeline(
         schedule: A schedule's name or file; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
+        data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
+            do, and gradients are averaged.
         pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
 
     Returns:
@@ -119,6 +123,7 @@ def prepare_pipeline(
         schedule=schedule,
         stages_per_rank=stages_per_rank,
         max_in_flight=max_in_flight,
+        data_parallel_size=data_parallel_size,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")
@@ -219,8 +224,10 @@ def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
         prepared = prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=1,  # all ranks read all batches
-            process_index=0,
+            num_processes=pipeline.num_replicas,  # all ranks of a pipeline read the same batches
+            process_index=pipeline.replica,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
             put_on_device=accelerator.device_placement if device_placement is None else device_placement,
             rng_types=["torch"],  # shuffling draws from it: every epoch starts from rank 0's
             dispatch_batches=False,
@@ -237,6 +244,23 @@ def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
         prepared = prepare_scheduler(scheduler)
         prepared.split_batches = True  # a batch does not grow with the number of processes
         return prepared
+
+    def gather_over_replicas(data: Any, use_gather_object: bool = False) -> Any:
+        if pipeline.num_replicas == 1:
+            return data  # every rank has all of it
+        ends = accelerator.gradient_state.end_of_dataloader and accelerator.gradient_state.remainder > 0
+        size = accelerator.gradient_state.remainder if ends else None  # the last batches were filled up
+        if use_gather_object:
+            parts: list[Any] = [None] * pipeline.num_replicas
+            dist.all_gather_object(parts, data, group=pipeline.replica_group)
+            return [item for part in parts for item in part][:size]
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            tensors = [torch.empty_like(tensor) for _ in range(pipeline.num_replicas)]
+            dist.all_gather(tensors, tensor.contiguous(), group=pipeline.replica_group)
+            return torch.cat(tensors)[:size] if tensor.dim() else torch.stack(tensors)
+
+        return tree_map_only(torch.Tensor, gather, data)
 
     def save_state_and_wait(*args: Any, **kwargs: Any) -> Any:
         location = save_state(*args, **kwargs)
@@ -263,7 +287,7 @@ def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
     accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.prepare_data_loader = prepare_same_data_loader
     accelerator.prepare_scheduler = prepare_single_step_scheduler
-    accelerator.gather_for_metrics = lambda data, use_gather_object=False: data  # every rank has all of it
+    accelerator.gather_for_metrics = gather_over_replicas
     accelerator.get_state_dict = lambda model, unwrap=True: (
         pipeline.full_state_dict() if model is pipeline else get_state_dict(model, unwrap)
     )

@@ -21,6 +21,7 @@ from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.gradients import clip_by_global_norm
+from lightning_pfo.strategy.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.microbatches import (
     batch_size_of,
     default_num_microbatches,
@@ -64,6 +65,7 @@ class PipelinedModel(nn.Module):
         schedule: A schedule's name or file; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
+        data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Raises:
@@ -92,6 +94,7 @@ class PipelinedModel(nn.Module):
         schedule: str = "1f1b",
         stages_per_rank: int | None = None,
         max_in_flight: int | None = None,
+        data_parallel_size: int = 1,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -101,17 +104,19 @@ class PipelinedModel(nn.Module):
                 "script by `torchrun --nproc_per_node=4 script.py` and call "
                 "torch.distributed.init_process_group('gloo') (or 'nccl') first."
             )
+        check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
         check_schedule_name(schedule)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         self.module = module
         self.device = device if device is not None else _default_device()
+        self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
         self._loss_fn = loss_fn
         self._num_microbatches = num_microbatches
         self._make_schedule = partial(
             make_checked_schedule,
             schedule,
-            dist.get_world_size(),
+            self._mesh.num_ranks,
             stages_per_rank=stages_per_rank,
             max_in_flight=max_in_flight,
         )
@@ -126,8 +131,25 @@ class PipelinedModel(nn.Module):
             partition=partition,
             num_microbatches=num_microbatches,
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+            group=self._mesh.pipeline_group,
+            replica_group=self._mesh.replica_group,
             seed=synchronize_random_state(self.device),
         )
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of the pipeline; samplers are distributed over them, not over all processes."""
+        return self._mesh.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """Which replica this process belongs to."""
+        return self._mesh.replica
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same stages in all replicas; None where there is one."""
+        return self._mesh.replica_group
 
     @property
     def instruction_source(self) -> InstructionSource:
@@ -160,7 +182,7 @@ class PipelinedModel(nn.Module):
 
         Returns:
             The batch's loss, 0-dimensional, or a `LossOutput` if the module returns a dict. In training its `backward`
-            adds the gradients to those that are there.
+            adds the gradients, averaged over replicas, to those that are there.
 
         Raises:
             BatchError: If the batch cannot be split, or ranks pass different batches.
@@ -171,11 +193,18 @@ class PipelinedModel(nn.Module):
         self._check_batch(batch, training)
         runner = self._pipeline.runner
         if training:
-            output = runner.train(self._loss, self._training_microbatches(batch), (0, self.iteration), batch, ())
+            output = runner.train(
+                self._loss,
+                self._training_microbatches(batch),
+                self._step_seed(0),
+                batch,
+                (),
+                average_over=self._mesh.replica_group,
+            )
         else:
             microbatches = self._evaluation_microbatches(batch)
             with torch.no_grad():
-                output = runner.evaluate("evaluation", self._loss, microbatches, (1, self.iteration), batch, ())
+                output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
         return LossOutput(output) if isinstance(output, dict) else output
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,14 +226,18 @@ class PipelinedModel(nn.Module):
             **kwargs: Further arguments of the module.
 
         Returns:
-            What the module returns, the same on every rank: tensors of microbatches concatenated along dimension 0.
+            What the module returns, the same on every rank of a replica: tensors of microbatches concatenated along
+            dimension 0.
         """
         batch = (args, kwargs)
         with torch.no_grad():
             merged = self._pipeline.runner.predict(
-                self._output, self._evaluation_microbatches(batch), (2, self.iteration), batch, ()
+                self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
             )
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
+
+    def _step_seed(self, kind: int) -> tuple[int, ...]:
+        return (kind, self.replica, self.iteration)
 
     def _loss(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         if self._loss_fn is None:
@@ -220,17 +253,17 @@ class PipelinedModel(nn.Module):
         index = self._num_checks[training]
         self._num_checks[training] += 1
         if index < _CHECKED_STEPS or index % _CHECK_EVERY == 0:
-            check_same_batch(batch, None, self.device)
+            check_same_batch(batch, self._mesh.pipeline_group, self.device)
 
     def _training_microbatches(self, batch: Any) -> int:
         if self._num_microbatches is None:
             self._num_microbatches = default_num_microbatches(
-                batch_size_of(batch), dist.get_world_size(), self._make_schedule
+                batch_size_of(batch), self._mesh.num_ranks, self._make_schedule
             )
         return self._num_microbatches
 
     def _evaluation_microbatches(self, batch: Any) -> int:
-        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * dist.get_world_size())
+        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self._mesh.num_ranks)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.
@@ -240,7 +273,7 @@ class PipelinedModel(nn.Module):
         """
         clipped = list(self.parameters() if parameters is None else parameters)
         return clip_by_global_norm(
-            clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=dist.get_world_size()
+            clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=self._mesh.num_ranks
         )
 
     # ---- state ----
@@ -256,11 +289,16 @@ class PipelinedModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
-        return checkpoints.gather_module_state(self.module, self._pipeline.engine.last_rank)
+        if self.replica > 0:
+            return {}
+        last_rank = self._pipeline.engine.last_rank
+        return checkpoints.gather_module_state(self.module, last_rank, self._mesh.pipeline_group)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
-        return checkpoints.gather_optimizer_state(optimizer)
+        if self.replica > 0:
+            return {}
+        return checkpoints.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a full optimizer state dict."""

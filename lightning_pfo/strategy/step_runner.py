@@ -16,6 +16,7 @@ from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.engine import PipelineEngine
 from lightning_pfo.strategy.gradients import (
     attach_gradients,
+    average_gradients,
     put_gradients,
     sum_shared_gradients,
     take_gradients,
@@ -68,6 +69,7 @@ class StepRunner:
         batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
+        average_over: dist.ProcessGroup | None = None,
     ) -> Any:
         """Run a training step with gradients.
 
@@ -79,6 +81,7 @@ class StepRunner:
             rest: Its other arguments.
             loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
                 is returned, logged and handed out does not have it.
+            average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
 
         Returns:
             The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
@@ -94,6 +97,7 @@ class StepRunner:
             values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
             engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
+            average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
