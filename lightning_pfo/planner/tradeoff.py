@@ -28,11 +28,12 @@ _LARGEST_GAP, _KEPT_GAP, _MEDIAN_GAP = 0.002, 0.0015, 0.001
 """Work goes on at a target while its gap exceeds the first; where the time must be kept to, the second; and the third
 while the median of all targets exceeds it."""
 
-_POINTS_PER_RELAXATION = 4
-"""The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end."""
+_POINTS_PER_RELAXATION, _DENSER = 3.5, 0.55
+"""The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end: at this power
+of equal parts."""
 
 _FREE = (
-    *((0.0, 0.2, 0.3, 0.3), (-0.5, 0.1, 0.0, 0.0), (0.5, 0.2, 0.0, 0.0)),
+    *((0.0, 0.3, 0.45, 0.45), (-0.5, 0.1, 0.0, 0.0), (0.5, 0.2, 0.0, 0.0)),
     *((0.0, 0.1, 0.3, 0.3), (-0.3, 0.35, 0.3, 0.3), (0.3, 0.1, 0.3, 0.3)),
 )
 _KEPT = (
@@ -58,11 +59,14 @@ class _Effort:
     spliced_pairs: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 3, 2), _Effort(16, 8, 3, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
+_ROUNDS = (_Effort(6, 4, 1, 3, 4), _Effort(16, 8, 3, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
 """Cheap to dear."""
 
 _ROWS_AT_ONCE = 2_000_000
 """Nodes times partial choices searched in one go: what memory is used, and how often progress is reported."""
+
+_SMALL = 5000
+"""With more nodes times targets, no further round is begun only because targets share a choice."""
 
 _KEPT_PER_GUIDE, _KEPT_PER_TIME, _POLISHED = 2, 3, 3
 
@@ -170,8 +174,9 @@ class _Search:
         self._is_kept = np.isin(self._targets, list(kept))
         # A time that need not be kept to may be missed by half the distance to the next one.
         self._reach = np.where(self._is_kept, 0.0, span / max(num_points - 1, 1) / 2)
-        shares = np.linspace(0.0, 1.0, max(num_points // _POINTS_PER_RELAXATION, 2)) ** 0.6
-        times = sorted({*(self.slowest - span * shares[1:-1]).tolist(), *kept}, reverse=True)
+        shares = np.linspace(0.0, 1.0, max(int(num_points / _POINTS_PER_RELAXATION), 2)) ** _DENSER
+        # Nowhere does the relaxation bend more than next to the fastest time.
+        times = sorted({*(self.slowest - span * shares[1:-1]).tolist(), *free[-1:].tolist(), *kept}, reverse=True)
         for done, time in enumerate(times, 1):
             if time != self._relaxed[0].time:
                 self._relax(time)
@@ -191,7 +196,7 @@ class _Search:
             choices = search_beam(self._table, some, self._order, effort.width, effort.options_per_node)
             self._add(choices, [guide.deadline for guide in some])
             self._report("searching", min(first + at_once, len(guides)), len(guides))
-        targets = self._unsatisfied()
+        targets = sorted({*self._unsatisfied(), *(self._shared() if effort is _ROUNDS[0] else ())})
         if targets:
             self._splice(targets, effort.spliced_pairs)
         if effort is _ROUNDS[-1]:
@@ -296,24 +301,32 @@ class _Search:
     def _best(self) -> tuple[Integers, Floats]:
         """For each target the choice to take and its gap: within reach the least gap, otherwise the least cost."""
         gaps = self._bound.gaps(self._times, self._costs)
-        best, best_gaps = [], []
-        at_target = self._bound.at(self._targets)
-        for time, reach, bound in zip(self._targets, self._reach, at_target, strict=True):
-            near = np.flatnonzero(np.abs(self._times - time) <= reach) if reach else np.zeros(0, dtype=int)
-            if len(near):
-                found = near[np.argmin(gaps[near])]
-                gap = gaps[found]
-            else:
-                within = np.flatnonzero(self._times <= time * (1 + TOLERANCE))
-                found = within[np.argmin(self._costs[within])]
-                gap = (self._costs[found] - bound) / max(abs(bound), 1e-300)
-            best.append(int(found))
-            best_gaps.append(gap)
-        return np.array(best), np.array(best_gaps)
+        distances = np.abs(self._times - self._targets[:, None])
+        reach = np.where(self._is_kept, -1.0, self._reach)[:, None]
+        near = np.where((distances <= reach) & (gaps <= _LARGEST_GAP), gaps, np.inf)
+        # Rather a good choice of a neighbour than a bad one.
+        wider = np.where(distances <= 2 * reach, gaps, np.inf)
+        has_good = np.asarray(np.isfinite(near).any(axis=1))
+        near = np.where(has_good[:, None], near, wider)
+        within = np.where(self._times <= self._targets[:, None] * (1 + TOLERANCE), self._costs, np.inf)
+        bounds = self._bound.at(self._targets)
+        is_near = np.isfinite(near).any(axis=1)
+        best = np.where(is_near, near.argmin(axis=1), within.argmin(axis=1))
+        at_target = (self._costs[best] - bounds) / np.maximum(np.abs(bounds), np.finfo(float).tiny)
+        return best, np.where(is_near, gaps[best], at_target)
+
+    def _shared(self) -> list[int]:
+        """Targets for which there is only a choice that another has taken as well."""
+        best, _ = self._best()
+        _, first = np.unique(best, return_index=True)
+        shared: list[int] = np.setdiff1d(np.flatnonzero(~self._is_kept), first).tolist()
+        return shared
 
     def _unsatisfied(self) -> list[int]:
         """Targets to work on."""
         gaps = self._best()[1]
         limit = _LARGEST_GAP if np.median(gaps) <= _MEDIAN_GAP else _MEDIAN_GAP
-        open_targets: list[int] = np.flatnonzero(gaps > np.where(self._is_kept, min(_KEPT_GAP, limit), limit)).tolist()
-        return open_targets
+        open_targets = set(np.flatnonzero(gaps > np.where(self._is_kept, min(_KEPT_GAP, limit), limit)).tolist())
+        if open_targets or self._table.dag.num_nodes * len(gaps) <= _SMALL:
+            open_targets.update(self._shared())
+        return sorted(open_targets)
