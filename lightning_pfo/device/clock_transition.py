@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from lightning_pfo.device.gpu import Gpu
 
@@ -64,6 +65,17 @@ class ClockStatistics:
     latency_p90_s: float
     not_reached: dict[int, int]
     limits: frozenset[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: without nan, and clocks as text."""
+        seen = self.num_observed > 0
+        return {
+            "num_changes": self.num_changes,
+            "latency_s": self.latency_s if seen else None,
+            "latency_p90_s": self.latency_p90_s if seen else None,
+            "not_reached": {str(clock_mhz): count for clock_mhz, count in self.not_reached.items()},
+            "limits": sorted(self.limits),
+        }
 
     def __str__(self) -> str:
         parts = [f"{self.num_changes} clock changes"]

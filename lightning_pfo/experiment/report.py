@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ class TrainingResult:
         iteration_energies_j: Energy of all GPUs during each measured iteration.
         losses: Training loss of every step, warm-up included.
         val_loss: Validation loss after the last step; None without validation.
+        clocks: What became of rank 0's clock changes; see `ClockStatistics.as_dict`.
     """
 
     iteration_times_s: tuple[float, ...]
     iteration_energies_j: tuple[float, ...]
     losses: tuple[float, ...]
     val_loss: float | None
+    clocks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def iteration_time_s(self) -> float:

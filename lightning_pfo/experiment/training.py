@@ -95,6 +95,7 @@ def train(
         tuple(one.energy_j for one in measured),
         tuple(history.losses),
         None if val_loss is None else float(val_loss),
+        applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
     )
 
 

@@ -56,6 +56,7 @@ def test_a_clock_that_lands_is_timed_from_its_request(now: list[float]) -> None:
     statistics = log.statistics(1)
     assert (statistics.num_observed, statistics.not_reached) == (1, {})
     assert str(statistics) == "1 clock changes; reached after 3.0 ms (nine in ten: 3.0 ms)"
+    assert statistics.as_dict()["latency_s"] == statistics.latency_s
 
 
 def test_a_reading_nearer_than_half_a_step_counts(now: list[float]) -> None:
@@ -70,6 +71,13 @@ def test_a_clock_that_is_never_there_is_not_reached_and_costs_few_readings(now: 
     assert log.watch(1410, 100.0, sleeper(now)).latency_s is None  # type: ignore[arg-type]
     assert len(gpu.shown_mhz) > 940
     assert str(log.statistics(1)) == "1 clock changes; not reached: 1410 MHz 1 times (power_cap)"
+    assert log.statistics(1).as_dict() == {
+        "num_changes": 1,
+        "latency_s": None,
+        "latency_p90_s": None,
+        "not_reached": {"1410": 1},
+        "limits": ["power_cap"],
+    }
 
 
 @pytest.mark.parametrize(("limits", "not_reached"), [(frozenset(), {}), (frozenset({"thermal"}), {1410: 1})])

@@ -32,6 +32,7 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
         assert len(report[run]["iteration_times_s"]) == 3  # four steps, one of them warm-up
         assert report[run]["iteration_time_s"] == statistics.median(report[run]["iteration_times_s"])
         assert report[run]["iteration_energy_j"] > 0
+        assert report[run]["clocks"]["num_changes"] > 0
         assert report[run]["val_loss"] > 0
 
     frontier = load_frontier(tmp_path / "plans")
