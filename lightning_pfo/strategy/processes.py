@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import (
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -119,6 +120,12 @@ class MeshStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Lightning would seed workers by process, and the ranks of a pipeline augment the same batch differently
+        _auto_add_worker_init_fn(dataloader, self.mesh.replica)
+        return super().process_dataloader(dataloader)
 
     @property
     def mesh(self) -> ProcessMesh:

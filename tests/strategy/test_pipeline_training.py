@@ -111,6 +111,11 @@ def test_ranks_see_the_same_batches_and_random_numbers(ranks):
     assert ranks[0]["randomness_first"]["noise"] == ranks[-1]["randomness_first"]["noise"]
 
 
+def test_workers_of_data_loaders_augment_alike_on_all_ranks(ranks):
+    assert len(set(ranks[0]["augmented"])) == 2
+    assert [seen["augmented"] for seen in ranks] == [ranks[0]["augmented"]] * DEVICES
+
+
 def test_batch_norm_sees_each_microbatch_once(ranks):
     assert [seen["batches_tracked"] for seen in ranks] == [[12], [], []]
 

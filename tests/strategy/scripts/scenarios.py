@@ -21,8 +21,8 @@ DEVICES = 3
 results = {}
 
 
-def fit(module, loader=None, max_steps=2, strategy=None, validate=False, seed=3, **options):
-    L.seed_everything(seed)
+def fit(module, loader=None, max_steps=2, strategy=None, validate=False, seed=3, seed_workers=False, **options):
+    L.seed_everything(seed, workers=seed_workers)
     train, val = make_loaders(num_samples=48, batch_size=12)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -107,6 +107,22 @@ def randomness():
             "noise": module.noise_sums,
             "losses": module.history["train"],
         }
+
+
+class Augmented(TensorDataset):
+    """Draws random numbers in the worker process of the DataLoader."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + torch.rand_like(x), y
+
+
+def workers():
+    x = torch.ones(24, 6)
+    module = KeepsBatches()
+    module.noise_sums, module.batch_sums = [], []
+    fit(module, DataLoader(Augmented(x, x[:, 0].long()), batch_size=12, num_workers=1), seed_workers=True)
+    results["augmented"] = module.batch_sums
 
 
 class BatchNormModule(PlainModule):
@@ -295,6 +311,7 @@ def refusals():
 def main(output):
     events()
     randomness()
+    workers()
     batch_norm()
     tuples_and_dicts()
     refusals()
