@@ -1,4 +1,4 @@
-"""Makes `strategy="pfo_pipeline"` known to Lightning without importing Lightning.
+"""Makes `strategy="pfo_pipeline"` and its variants known to Lightning without importing Lightning.
 
 Lightning looks a strategy name up in its registry, and has no entry point that is read early enough. Where Lightning is
 imported already the name is registered at once, otherwise as soon as Lightning's strategies have been imported.
@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-STRATEGY_NAME = "pfo_pipeline"
+STRATEGIES = {
+    "pfo_pipeline": "popen",
+    "pfo_pipeline_spawn": "spawn",
+    "pfo_pipeline_fork": "fork",
+    "pfo_pipeline_notebook": "fork",
+}
+"""Names for `Trainer(strategy=...)`, named as Lightning names its DDP, and how processes are started."""
 _STRATEGIES_MODULE = "lightning.pytorch.strategies"
 
 
@@ -28,12 +34,14 @@ def register_when_lightning_is_imported() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    if STRATEGY_NAME not in strategies.StrategyRegistry:
-        strategies.StrategyRegistry.register(
-            STRATEGY_NAME,
-            _make_strategy,
-            description="Pipeline parallelism with instruction events, for least-energy training",
-        )
+    for name, start_method in STRATEGIES.items():
+        if name not in strategies.StrategyRegistry:
+            strategies.StrategyRegistry.register(
+                name,
+                _make_strategy,
+                description=f"Pipeline parallelism for least-energy training, start_method={start_method!r}",
+                start_method=start_method,
+            )
 
 
 def _make_strategy(**kwargs: Any) -> Any:

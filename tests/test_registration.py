@@ -11,8 +11,9 @@ def run(code):
 
 
 USE = """
-strategy = lightning.Trainer(strategy="pfo_pipeline", accelerator="cpu", devices=2, logger=False).strategy
-print(type(strategy).__module__, type(strategy).__name__)
+for name in ("pfo_pipeline", "pfo_pipeline_spawn", "pfo_pipeline_notebook"):
+    strategy = lightning.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
+    print(type(strategy).__module__, type(strategy).__name__, strategy.launcher.is_interactive_compatible)
 """
 
 
@@ -22,7 +23,8 @@ print(type(strategy).__module__, type(strategy).__name__)
 )
 def test_the_name_is_known_in_any_order(imports):
     result = run(imports + USE)
-    assert "lightning_pfo.strategy.pipeline_strategy PfoPipelineStrategy" in result.stdout, result.stderr
+    lines = [f"lightning_pfo.strategy.pipeline_strategy PfoPipelineStrategy {value}" for value in (False, False, True)]
+    assert result.stdout.splitlines()[-3:] == lines, result.stderr
 
 
 def test_lightning_without_us_does_not_know_the_name():

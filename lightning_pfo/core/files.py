@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,3 +38,68 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def temporary_sibling(path: str | os.PathLike[str]) -> Path:
+    """Where something large is written before it becomes `path`; the same on every process of a run.
+
+    The name contains nothing of `path`'s, so that those who look for files by name never take it for a finished one.
+    """
+    target = Path(path).absolute()
+    digest = hashlib.blake2b(target.name.encode(), digest_size=8).hexdigest()
+    return target.with_name(f".saving-{digest}.tmp")
+
+
+def move_into_place(written: Path, target: Path) -> None:
+    """Make the file or folder `written` the one at `target`, in one step, and remove what was there before.
+
+    A crash at any moment leaves the old one or the new one at `target`. Where the system cannot exchange two names at
+    once, a folder that is replaced stays beside `target` until the new one is in place.
+    """
+    _sync(written)
+    if written.is_dir() or (target.is_dir() and not target.is_symlink()):
+        _move_folder_into_place(written, target)
+    else:
+        written.replace(target)
+    _sync(target.parent)
+
+
+def _move_folder_into_place(written: Path, target: Path) -> None:
+    if not os.path.lexists(target):
+        written.rename(target)
+        return
+    if _exchange(written, target):
+        _remove(written)
+        return
+    earlier = written.with_suffix(".replaced")
+    _remove(earlier)
+    target.rename(earlier)
+    written.rename(target)
+    _remove(earlier)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names atomically (Linux's renameat2); False where that is not possible."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_working_directory, exchange_flag = -100, 2
+    names = os.fsencode(one), os.fsencode(other)
+    return (
+        rename is not None
+        and rename(at_working_directory, names[0], at_working_directory, names[1], exchange_flag) == 0
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file's or folder's content written to the disk, so that a power cut after renaming finds it there."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -66,7 +66,7 @@ class PipelineEngine:
         self._layers = [layer for own in layers.values() for layer in own]
         self._placement = tuple(placement)
         self._make_schedule = make_schedule
-        self._seed = seed
+        self.seed = seed
         self._emitter = EventEmitter()
         self._counted_work: CountedWork | None = None
         last = self.num_stages - 1
@@ -219,7 +219,7 @@ class PipelineEngine:
         if stage == 0 and microbatch not in self._modules[0].inputs:  # the trial forward has left that of microbatch 0
             assert self._inputs is not None
             self._modules[0].inputs = {microbatch: self._inputs(microbatch)}
-        random_state.seed(self.device, self._seed, *self._step_seed, microbatch, 1 + stage)
+        random_state.seed(self.device, self.seed, *self._step_seed, microbatch, 1 + stage)
 
     def _compute_loss(self, output: Any, microbatch: int) -> torch.Tensor:
         assert self._loss_function is not None

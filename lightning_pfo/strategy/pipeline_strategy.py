@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +16,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -31,8 +28,8 @@ from lightning_pfo.core.pipeline_schedule import (
 )
 from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.core.schedules.families import file_of
-from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
+from lightning_pfo.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_pfo.strategy.configuration_checks import check_configuration
 from lightning_pfo.strategy.gradients import average_gradients
 from lightning_pfo.strategy.loss_scaling import loss_scale_of
@@ -46,15 +43,15 @@ from lightning_pfo.strategy.microbatches import (
 from lightning_pfo.strategy.ownership import move_local_tensors
 from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
 from lightning_pfo.strategy.precision import adapt_to_pipeline, restore, scaler_of
-from lightning_pfo.strategy.processes import MeshStrategy, take_sigterm_without_collectives
+from lightning_pfo.strategy.signals import obey_signals_together
 from lightning_pfo.strategy.step_runner import synchronize_random_state
-from lightning_pfo.strategy.weight_averaging import gather_averages, split_averages
+from lightning_pfo.strategy.weight_averaging import split_averages
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
 
 
-class PfoPipelineStrategy(MeshStrategy):
+class PfoPipelineStrategy(CheckpointStrategy):
     """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
 
     The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its layers are held
@@ -79,8 +76,12 @@ class PfoPipelineStrategy(MeshStrategy):
             them whole on each.
         activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
         compile: Compile the layers of each stage with torch.compile.
+        save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
+            one file. Either kind loads in any number of stages.
+        start_method: How processes are started: `popen` runs the script again for each, `spawn`, `fork` (notebooks) and
+            `forkserver` are those of multiprocessing. Without effect under torchrun and SLURM.
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
-        timeout: How long a rank waits for others in a collective.
+        timeout: How long a rank waits for others that live; dead ones are noticed at once.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -116,6 +117,8 @@ class PfoPipelineStrategy(MeshStrategy):
         fully_shard: bool = False,
         activation_checkpointing: bool = False,
         compile: bool = False,
+        save_distributed_checkpoint: bool = False,
+        start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         accelerator: Accelerator | None = None,
@@ -128,6 +131,7 @@ class PfoPipelineStrategy(MeshStrategy):
             data_parallel_size,
             tensor_parallel_size,
             mesh_order,
+            start_method,
             process_group_backend,
             timeout,
             accelerator,
@@ -151,15 +155,10 @@ class PfoPipelineStrategy(MeshStrategy):
         self._fully_shard = fully_shard
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
+        self._save_distributed_checkpoint = save_distributed_checkpoint
         self._accumulating = False
         self._layer_sync: Any = None  # where the Trainer leaves what sync_batchnorm=True asks for
-        self._seed = 0
         self._pipeline: Pipeline | None = None
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
 
     @property
     def instruction_source(self) -> InstructionSource:
@@ -174,6 +173,15 @@ class PfoPipelineStrategy(MeshStrategy):
         if self._pipeline is None:
             raise RuntimeError("Accessing the pipeline before setup() is not possible; use it from on_fit_start on.")
         return self._pipeline
+
+    @property
+    @override
+    def _last_rank(self) -> int:
+        return self._get_pipeline().engine.last_rank
+
+    @override
+    def _reseed(self, seed: int) -> None:
+        self._seed = self._get_pipeline().engine.seed = seed
 
     @override
     def setup_environment(self) -> None:
@@ -192,9 +200,10 @@ class PfoPipelineStrategy(MeshStrategy):
             synchronises_batch_norm=self._layer_sync is not None,
             divides_layers=self._fully_shard or self.mesh.tensor_group is not None,
             compiles=self._compile,
+            shards_checkpoints=self._save_distributed_checkpoint,
         )
         _silence_sync_dist_advice()
-        take_sigterm_without_collectives(trainer)
+        obey_signals_together(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._split(self._module())
         split_averages(trainer, self._module())
@@ -205,10 +214,6 @@ class PfoPipelineStrategy(MeshStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             shared = self._get_pipeline().shared
             adapt_to_pipeline(self.precision_plugin, shared, self.root_device, self.mesh.num_ranks)
-
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     def _split(self, module: pl.LightningModule) -> None:
         self._pipeline = pipeline = build_pipeline(
@@ -330,40 +335,6 @@ class PfoPipelineStrategy(MeshStrategy):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         if not self._accumulating:
             average_gradients(self._get_pipeline().trainable, self.mesh.replica_group)
-
-    # ---- checkpoints ----
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._gather_module_state(self._module())
-
-    def _gather_module_state(self, module: nn.Module) -> dict[str, Any]:
-        if self.mesh.replica > 0:
-            return {}
-        return checkpoints.gather_module_state(module, self._get_pipeline().engine.last_rank, self.mesh.pipeline_group)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        gather_averages(self._module().trainer, checkpoint, self._gather_module_state)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self.mesh.replica > 0:
-            return {}
-        return checkpoints.gather_optimizer_state(getattr(optimizer, "_optimizer", optimizer), self.mesh.pipeline_group)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoints.load_module_state(self._module(), checkpoint["state_dict"], strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            checkpoints.load_optimizer_state(optimizer, state)
-        _optimizers_to_device(self.optimizers, self.root_device)
 
     @override
     def teardown(self) -> None:

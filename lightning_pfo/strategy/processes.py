@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -20,28 +18,17 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
 from typing_extensions import override
 
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.launchers import START_METHODS, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.rank_watch import RankWatch, check_ranks, watch_ranks
 
-
-def take_sigterm_without_collectives(trainer: pl.Trainer) -> None:
-    """Let a SIGTERM only be noted, so that training ends at the next batch; to be called before training.
-
-    Lightning's handler broadcasts to the other ranks from within the signal handler. Where that interrupts a wait for
-    a neighbour, the ranks wait for each other until the timeout. At each batch Lightning tells all ranks anyway.
-    """
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        connector = trainer._signal_connector
-        if not connector.received_sigterm and trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)
-        connector.received_sigterm = True
-
-    trainer._signal_connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+_GRACE_S = 30.0
 
 
 class MeshStrategy(ParallelStrategy):
@@ -51,6 +38,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: Number of replicas.
         tensor_parallel_size: Number of processes that share the layers of a pipeline rank.
         mesh_order: Which processes are neighbours; see `mesh_dimensions`.
+        start_method: One of `START_METHODS`.
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
         timeout: How long a rank waits for others in a collective.
         accelerator: Set by the Trainer.
@@ -60,7 +48,7 @@ class MeshStrategy(ParallelStrategy):
         precision_plugin: Set by the Trainer.
 
     Raises:
-        ConfigurationError: If `mesh_order` is unknown.
+        ConfigurationError: If `mesh_order` or `start_method` is unknown.
     """
 
     def __init__(
@@ -68,6 +56,7 @@ class MeshStrategy(ParallelStrategy):
         data_parallel_size: int,
         tensor_parallel_size: int,
         mesh_order: str,
+        start_method: str,
         process_group_backend: str | None,
         timeout: timedelta,
         accelerator: Accelerator | None,
@@ -80,10 +69,14 @@ class MeshStrategy(ParallelStrategy):
         mesh_dimensions(mesh_order)
         self._data_parallel_size = data_parallel_size
         self._tensor_parallel_size = tensor_parallel_size
+        if start_method not in START_METHODS:
+            raise ConfigurationError(f"start_method is one of {', '.join(START_METHODS)}; got {start_method!r}.")
+        self._start_method: Any = start_method
         self._mesh_order = mesh_order
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._num_nodes = 1
+        self.rank_watch: RankWatch | None = None
         self._mesh: ProcessMesh | None = None
 
     @property
@@ -141,11 +134,15 @@ class MeshStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        # also where it starts nothing: it limits the threads of each process to its share of the cores
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self._start_method == "popen":
+            # also where it starts nothing: it limits the threads of each process to its share of the cores
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = ForkLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
+        check_ranks()
         super().setup_environment()
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -155,6 +152,14 @@ class MeshStrategy(ParallelStrategy):
         backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
         _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        self.rank_watch = watch_ranks(
+            self.cluster_environment.main_address,
+            _abort_process_group,
+            one_node=self.num_nodes == 1,
+            grace_s=min(_GRACE_S, self._timeout.total_seconds()),
+        )
+        if self.rank_watch is not None:
+            self.rank_watch.begin()
         self._mesh = make_mesh(
             self.root_device.type, self._data_parallel_size, self._tensor_parallel_size, self._mesh_order
         )

@@ -37,6 +37,25 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
         sys.modules["numpy"].random.set_state(state["numpy"])
 
 
+def portable_state() -> dict[str, Any]:
+    """The global generators on the CPU, of tensors and plain values only, so that a checkpoint may hold them."""
+    state = get_state(torch.device("cpu"))
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        state["numpy"] = (str(name), torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def set_portable_state(state: dict[str, Any]) -> None:
+    """Put back what `portable_state` captured."""
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        state = {**state, "numpy": (name, keys.numpy().astype("uint32"), *rest)}
+    if "numpy" in state and "numpy" not in sys.modules:
+        del state["numpy"]
+    set_state(state, torch.device("cpu"))
+
+
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Leave the global generators as they were before the block."""

@@ -2,6 +2,7 @@ import stat
 
 import pytest
 
+from lightning_pfo.core import files
 from lightning_pfo.core.files import atomic_path, write_text_atomically
 
 
@@ -35,3 +36,35 @@ def test_the_temporary_name_keeps_the_suffix(tmp_path):
     with atomic_path(tmp_path / "picture.png") as temporary:
         assert temporary.suffix == ".png"
         assert temporary.parent == tmp_path
+
+
+def written(path, text):
+    """A file, or a folder with a file, that holds `text`."""
+    if path.suffix == ".file":
+        path.write_text(text)
+    else:
+        path.mkdir()
+        (path / "part").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("new_kind", ["file", "folder"])
+@pytest.mark.parametrize("old_kind", ["file", "folder", None])
+def test_files_and_folders_replace_each_other(tmp_path, monkeypatch, can_exchange, new_kind, old_kind):
+    if not can_exchange:
+        monkeypatch.setattr(files, "_exchange", lambda one, other: False)
+    target = tmp_path / "last.ckpt"
+    if old_kind is not None:
+        written(tmp_path / f"old.{old_kind}", "old").rename(target)
+    new = written(tmp_path / f"new.{new_kind}", "new")
+    files.move_into_place(new, target)
+    assert (target / "part" if new_kind == "folder" else target).read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_temporary_sibling_cannot_be_taken_for_the_file(tmp_path):
+    temporary = files.temporary_sibling(tmp_path / "hpc_ckpt_1.ckpt")
+    assert temporary.parent == tmp_path
+    assert "ckpt" not in temporary.name
+    assert temporary != files.temporary_sibling(tmp_path / "last.ckpt")
