@@ -38,6 +38,15 @@ def check_resumed(seen, way):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
+def test_divided_tensors_are_saved_whole_or_in_shards_and_divided_again(seen, kind):
+    for way in ("tensor parallel to plain", "tensor parallel"):
+        losses, rates = seen["divided"][f"{kind}, {way}"]
+        assert len(losses) == 8
+        assert losses == pytest.approx(seen["uninterrupted"][0][-8:], abs=1e-6), way
+        assert rates == seen["uninterrupted"][1][-8:]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
 def test_weights_are_those_of_one_device_and_come_back_to_the_process_that_forked(seen, kind):
     assert sorted(seen[f"weights_{kind}"]) == sorted(seen["weights"])
     for key, values in seen["weights"].items():

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from plain_module import PlainModule, make_loaders
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.files import temporary_sibling
@@ -49,11 +51,12 @@ def fit(devices, epochs=3, save=None, ckpt_path=None, shuffle=False, seed=3, mod
     if not shuffle:
         train = DataLoader(train.dataset, batch_size=12)
     sharded, top_k = options.pop("sharded", False), options.pop("save_top_k", -1)
+    mesh = options.pop("mesh", {})
     weights_only = options.pop("weights_only", None)
     strategy = {}
     if devices > 1:
         strategy["strategy"] = PfoPipelineStrategy(
-            num_microbatches=4, start_method="fork", save_distributed_checkpoint=sharded
+            num_microbatches=4, start_method="fork", save_distributed_checkpoint=sharded, **mesh
         )
     callbacks = []
     if save is not None:
@@ -112,6 +115,29 @@ def consolidate(folder, output):
         runpy.run_module("lightning.pytorch.utilities.consolidate_checkpoint", run_name="__main__")
     finally:
         sys.argv = argv
+
+
+class Divided(Module):
+    """Each linear layer of the pipelined module is computed by several processes."""
+
+    def configure_model(self):
+        for layer in self.model:
+            parallelize_module(
+                layer[0], self.device_mesh["tensor_parallel"], ColwiseParallel(output_layouts=Replicate())
+            )
+
+
+def divided_tensors():
+    mesh = {"tensor_parallel_size": 2}
+    results["divided"] = {}
+    for kind, sharded in (("file", False), ("folder", True)):
+        report = FOLDER / "divided.json"
+        fit(4, epochs=1, save=f"tensor_{kind}", mesh=mesh, module=Divided(report), sharded=sharded)
+        ckpt = FOLDER / f"tensor_{kind}/epoch=0.ckpt"
+        results["divided"] |= {
+            f"{kind}, tensor parallel to plain": fit(2, ckpt_path=ckpt)[0],
+            f"{kind}, tensor parallel": fit(4, ckpt_path=ckpt, mesh=mesh, module=Divided(report))[0],
+        }
 
 
 def randomness():
@@ -208,7 +234,7 @@ def interrupted_saves():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for part in (any_number_of_stages, randomness, top_k_and_last, weights_only, interrupted_saves):
+    for part in (any_number_of_stages, divided_tensors, randomness, top_k_and_last, weights_only, interrupted_saves):
         begin = time.process_time()
         part()
         print(part.__name__, time.process_time() - begin)
