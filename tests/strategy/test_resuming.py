@@ -38,12 +38,10 @@ def check_resumed(seen, way):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_divided_tensors_are_saved_whole_or_in_shards_and_divided_again(seen, kind):
-    for way in ("tensor parallel to plain", "tensor parallel"):
-        losses, rates = seen["divided"][f"{kind}, {way}"]
-        assert len(losses) == 8
-        assert losses == pytest.approx(seen["uninterrupted"][0][-8:], abs=1e-6), way
-        assert rates == seen["uninterrupted"][1][-8:]
+def test_tensors_divided_over_processes_are_saved_and_loaded_whole_or_in_parts(seen, kind):
+    losses, rates = seen["divided"][kind]
+    assert losses == pytest.approx(seen["uninterrupted"][0][-4:], abs=1e-6)
+    assert rates == seen["uninterrupted"][1][-4:]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
