@@ -31,7 +31,7 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
     Args:
         plan: A frontier file (`frontier.json` or its folder), a `Frontier`, a `FrequencyPlan`, or `"top_clocks"` for
             the highest clock everywhere, the baseline to compare with.
-        select: Which plan of a frontier: `no_slowdown`, `1.02x`, `2.84s`, `least_energy`, an index; see `select_plan`.
+        select: Which plan of a frontier: `no_slowdown`, `1.02x`, `2.84s`, `T'=2.9s`, ...; see `select_plan`.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
 
     Raises:

@@ -8,7 +8,9 @@ allowed. Some of them mean something here:
 - `rank` or `dp_rank`, `pp_rank`, `tp_rank`: several GPUs work on one stage. A stage is as slow as its slowest rank,
   and energies add up, so that the energy of a stage is that of all its GPUs.
 
-Rows named `load` (the batch loading of the Perseus artifact) have no clock to choose and are skipped.
+These are the dialects of Zeus' documentation (the contract columns), of Merak (rank columns), of the Perseus artifact
+(rows named `load`, the loading of a batch, have no clock to choose and are skipped) and of Kareus (columns that say how
+it partitions, which are ignored; one configuration per clock).
 """
 
 from __future__ import annotations
@@ -245,7 +247,7 @@ def _read_rows(where: Path) -> list[_Row]:
     if missing:
         raise ProfileError(
             f"A profile has the columns {', '.join(COLUMNS)}; {where} lacks {', '.join(missing)} "
-            f"(it has: {', '.join(header) or 'nothing at all'})."
+            f"(it has: {', '.join(header) or 'nothing at all'}).{_hint(header)}"
         )
     rows = []
     for line, cells in lines:
@@ -259,6 +261,12 @@ def _read_rows(where: Path) -> list[_Row]:
     if not rows:
         raise ProfileError(f"The profile {where} has no measurements. Profile again and let it finish one clock.")
     return rows
+
+
+def _hint(header: Sequence[str]) -> str:
+    if "power limit" not in header:
+        return ""
+    return " Its points differ by power limit; a plan sets clocks, so profile over clocks."
 
 
 def _parse_row(where: Path, line: int, record: Mapping[str, str]) -> _Row:
