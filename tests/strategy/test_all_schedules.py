@@ -31,7 +31,6 @@ NAMES = {
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schedules")
     (folder / "order.txt").write_text(ORDER)
-    run_script(SCRIPT, "single", folder / "single.json")
     run_script(SCRIPT, folder)
     names = ("single", "rank_0", "rank_1")
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

@@ -16,8 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "data_parallel.py"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data_parallel")
-    for kind in ("ddp", "dp_pp", "pp_dp"):
-        run_script(SCRIPT, kind, folder)
+    run_script(SCRIPT, folder)
     return folder
 
 

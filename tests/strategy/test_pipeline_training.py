@@ -14,12 +14,8 @@ DEVICES = 3
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("equality")
-    results = {}
-    for devices in (1, 4):
-        output = folder / f"{devices}.json"
-        run_script(SCRIPTS / "equality.py", devices, output)
-        results[devices] = json.loads(output.read_text())
-    return results
+    run_script(SCRIPTS / "equality.py", folder)
+    return {devices: json.loads((folder / f"{devices}.json").read_text()) for devices in (1, 4)}
 
 
 def test_the_pipeline_trains_like_one_device(runs):

@@ -1,4 +1,4 @@
-"""Trains with every schedule in one launch of 2 processes; every rank writes OUTPUT/rank_N.json."""
+"""Trains on one process, and with every schedule on 2; writes FOLDER/single.json and FOLDER/rank_N.json."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from plain_module import PlainModule, make_loaders
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
 
 SCHEDULES = {
     "1f1b": None,
@@ -72,7 +73,11 @@ def train(strategy, devices):
     return seen
 
 
-def main(folder):
+def single(folder):
+    Path(folder, "single.json").write_text(json.dumps(train("auto", devices=1)))
+
+
+def pipeline(folder):
     order = Path(folder, "order.txt")
     results = {}
     for name, stages_per_rank in SCHEDULES.items():
@@ -86,7 +91,5 @@ def main(folder):
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(results))
 
 
-if sys.argv[1:2] == ["single"]:
-    Path(sys.argv[2]).write_text(json.dumps(train("auto", devices=1)))
-else:
-    main(sys.argv[1])
+run_ranks(single, 1, sys.argv[1])
+run_ranks(pipeline, 2, sys.argv[1])

@@ -1,4 +1,4 @@
-"""Trains with Lightning's DDP or with replicas of a pipeline; usage: data_parallel.py ddp|dp_pp|pp_dp FOLDER."""
+"""Trains with Lightning's DDP and with replicas of a pipeline; usage: data_parallel.py FOLDER."""
 
 import json
 import sys
@@ -9,6 +9,7 @@ import torch
 from plain_module import PlainModule, make_loaders
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
 
 
 class Synchronised(PlainModule):
@@ -51,4 +52,5 @@ def main(kind, folder):
         (folder / f"{kind}_weights.json").write_text(json.dumps(weights))
 
 
-main(*sys.argv[1:])
+for kind, num_processes in (("ddp", 2), ("dp_pp", 4), ("pp_dp", 4)):
+    run_ranks(main, num_processes, kind, sys.argv[1])

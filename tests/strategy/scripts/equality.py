@@ -1,4 +1,4 @@
-"""Trains on one device or on a pipeline and writes what it saw; usage: equality.py DEVICES OUTPUT.json."""
+"""Trains on one device and on a pipeline of four and writes what it saw; usage: equality.py FOLDER."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from plain_module import PlainModule, make_loaders
 
 import lightning_pfo  # noqa: F401
+from tests.ranks import run_ranks
 
 
 def main(devices, output):
@@ -49,4 +50,5 @@ def main(devices, output):
         Path(output).write_text(json.dumps(result))
 
 
-main(int(sys.argv[1]), sys.argv[2])
+for devices in (1, 4):
+    run_ranks(main, devices, devices, f"{sys.argv[1]}/{devices}.json")

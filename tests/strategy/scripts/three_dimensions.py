@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
 
 NUM_EPOCHS = 2
 RUNS = {
@@ -137,8 +138,10 @@ def local_part(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def run_single(replicas, folder):
+def run_single(folder):
     """Train on one device; a batch is what the replicas had at the same time."""
+    folder = Path(folder)
+    replicas = json.loads((folder / "replicas.json").read_text())
     steps = [
         [torch.cat([torch.tensor(batch[part]) for batch in batches]) for part in range(2)]
         for batches in zip(*replicas, strict=True)
@@ -159,7 +162,8 @@ def main(folder):
     for name in RUNS:
         replicas = run_parallel(name, folder)
     if dist.get_rank() == 0:
-        run_single(replicas, folder)
+        (folder / "replicas.json").write_text(json.dumps(replicas))
 
 
-main(sys.argv[1])
+run_ranks(main, 8, sys.argv[1])
+run_ranks(run_single, 1, sys.argv[1])
