@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.executor import Executor
-from lightning_pfo.strategy.pipelined_module import StageModule
 from lightning_pfo.strategy.shapes import StageShapes, infer_shapes
 from lightning_pfo.strategy.stage import CountedWork, Stage
 from lightning_pfo.strategy.stage_layers import accumulate_only, reduce_over_replicas, release_gathered
+from lightning_pfo.strategy.stage_module import StageModule
 from lightning_pfo.strategy.step_redirection import ModuleInputs
 from lightning_pfo.strategy.torch_runtime import check_split_backward
 
@@ -32,54 +31,43 @@ class PipelineEngine:
     """Runs the stages of one rank; implements `lightning_pfo.core.events.InstructionSource`.
 
     Args:
-        layers: The layers of each stage of this rank, on `device`.
+        modules: What each stage of this rank runs, on `device`.
         placement: Rank of every stage.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
         group: Process group of the pipeline; None is the world.
         local_device_index: Index of this rank's GPU on its node.
-        loss_parameters: Parameters outside all layers, which the loss function may use.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
     """
 
     def __init__(
         self,
-        layers: Mapping[int, Sequence[nn.Module]],
+        modules: Mapping[int, StageModule],
         placement: Sequence[int],
         make_schedule: Callable[[int], PipelineSchedule],
         device: torch.device,
         *,
         group: dist.ProcessGroup | None = None,
         local_device_index: int = 0,
-        loss_parameters: Sequence[nn.Parameter] = (),
         seed: int = 0,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.num_stages = len(placement)
-        self.stages = tuple(sorted(layers))
+        self.stages = tuple(sorted(modules))
         self.last_rank = placement[-1]
         self.local_device_index = local_device_index
         self.device = device
         self.group = group
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
-        self._layers = [layer for own in layers.values() for layer in own]
+        self._layers = [layer for module in modules.values() for layer in module.layers]
         self._placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
         self._emitter = EventEmitter()
         self._counted_work: CountedWork | None = None
-        last = self.num_stages - 1
-        self._modules = {
-            stage: StageModule(
-                own,
-                is_first=stage == 0,
-                is_last=stage == last,
-                loss_parameters=loss_parameters if stage == last else (),
-            )
-            for stage, own in layers.items()
-        }
-        self._executors: dict[Any, Executor] = {}
+        self._modules = dict(modules)
+        self._executors: dict[Any, tuple[Executor, dict[int, Any]]] = {}
         self._inputs: Callable[[int], ModuleInputs] | None = None
         self._loss_function: LossFunction | None = None
         self._step_seed: tuple[int, ...] = ()
@@ -158,8 +146,8 @@ class PipelineEngine:
             num_microbatches: Number of microbatches.
             signature: Hashable description of shapes and dtypes of a microbatch, equal on all ranks.
             step_seed: Makes the random numbers of this step differ from those of others; equal on all ranks.
-            inputs: Called on the rank of the first stage only, in each of its forwards; returns the model's inputs for
-                a microbatch.
+            inputs: Called in each forward of the first stage, and of every stage that takes inputs; returns the model's
+                inputs for a microbatch.
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
@@ -174,8 +162,9 @@ class PipelineEngine:
         try:
             if key not in self._executors:
                 self._executors[key] = self._make_executor(num_microbatches, train)
-            executor = self._executors[key]
-            for stage in executor.stages.values():
+            executor, layouts = self._executors[key]
+            for index, stage in executor.stages.items():
+                self._modules[index].layout = layouts[index]
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
             if train:
@@ -193,15 +182,15 @@ class PipelineEngine:
             if not train:
                 release_gathered(self._layers)
 
-    def _make_executor(self, num_microbatches: int, train: bool) -> Executor:
+    def _make_executor(self, num_microbatches: int, train: bool) -> tuple[Executor, dict[int, Any]]:
         shapes = infer_shapes(
             self._modules, self._placement, self.device, self.group, before_forward=self._before_forward, train=train
         )
         stages = {stage: self._make_stage(stage, shapes[stage], train) for stage in self.stages}
-        if train:
-            assert self.schedule is not None
-            return Executor(self.schedule, stages, self.group)
-        return Executor(forward_only(self._placement, num_microbatches), stages, self.group)
+        schedule = self.schedule if train else forward_only(self._placement, num_microbatches)
+        assert schedule is not None
+        layouts = {stage: module.layout for stage, module in self._modules.items()}
+        return Executor(schedule, stages, self.group), layouts
 
     def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> Stage:
         return Stage(
@@ -216,9 +205,11 @@ class PipelineEngine:
         )
 
     def _before_forward(self, stage: int, microbatch: int) -> None:
-        if stage == 0 and microbatch not in self._modules[0].inputs:  # the trial forward has left that of microbatch 0
+        module = self._modules[stage]
+        takes_inputs = module.is_first or module.takes_inputs_everywhere
+        if takes_inputs and microbatch not in module.inputs:  # the trial forward has left that of microbatch 0
             assert self._inputs is not None
-            self._modules[0].inputs = {microbatch: self._inputs(microbatch)}
+            module.inputs = {microbatch: self._inputs(microbatch)}
         random_state.seed(self.device, self.seed, *self._step_seed, microbatch, 1 + stage)
 
     def _compute_loss(self, output: Any, microbatch: int) -> torch.Tensor:

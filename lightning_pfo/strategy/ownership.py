@@ -1,14 +1,14 @@
 """Which rank holds which parameters.
 
-Layers of other ranks stay in the module as placeholders on the meta device: names, parameter order and optimizer ids
-are those of a single device, so `configure_optimizers` and checkpoints need no change. Parameters outside the pipelined
-module, and those shared by layers of several stages (tied), are kept on every rank; their gradients are summed.
+Modules of other ranks stay in the module as placeholders on the meta device: names, parameter order and optimizer ids
+are those of a single device, so `configure_optimizers` and checkpoints need no change. Parameters outside the parts of
+the stages, and those that several stages use (tied), are kept on every rank; their gradients are summed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -19,19 +19,26 @@ from lightning_pfo.core.errors import ConfigurationError
 _SPLIT = "_pfo_split"
 
 
-def find_shared_parameters(root: nn.Module, pipelined: nn.Sequential, boundaries: Sequence[int]) -> list[nn.Parameter]:
+@dataclass(frozen=True)
+class Part:
+    """A module, e.g. a layer, and the stages that run it."""
+
+    module: nn.Module
+    stages: frozenset[int]
+
+
+def find_shared_parameters(root: nn.Module, parts: Sequence[Part]) -> list[nn.Parameter]:
     """List the parameters every rank keeps, in the order of `root.parameters()`."""
     users: dict[int, set[int]] = {}
-    for stage, (start, stop) in enumerate(pairwise(boundaries)):
-        for layer in list(pipelined)[start:stop]:
-            for parameter in layer.parameters():
-                users.setdefault(id(parameter), set()).add(stage)
-    outside = _parameters_outside(root, pipelined)
+    for part in parts:
+        for parameter in part.module.parameters():
+            users.setdefault(id(parameter), set()).update(part.stages)
+    outside = _parameters_outside(root, parts)
     return [p for p in root.parameters() if id(p) in outside or len(users[id(p)]) > 1]
 
 
-def _parameters_outside(root: nn.Module, pipelined: nn.Module) -> set[int]:
-    within = set(map(id, pipelined.modules()))
+def _parameters_outside(root: nn.Module, parts: Sequence[Part]) -> set[int]:
+    within = {id(module) for part in parts for module in part.module.modules()}
     return {
         id(parameter)
         for module in root.modules()
@@ -40,35 +47,49 @@ def _parameters_outside(root: nn.Module, pipelined: nn.Module) -> set[int]:
     }
 
 
-def release_other_layers(
-    pipelined: nn.Sequential, boundaries: Sequence[int], stages: Sequence[int], shared: Sequence[nn.Parameter]
-) -> None:
-    """Replace the tensors of layers outside `stages` by placeholders on the meta device.
+def modules_elsewhere(parts: Sequence[Part], stages: Collection[int]) -> list[nn.Module]:
+    """The modules, at any depth, of which no stage in `stages` runs anything."""
+    here = {id(m) for part in parts if not part.stages.isdisjoint(stages) for m in part.module.modules()}
+    unique = {id(m): m for part in parts for m in part.module.modules() if id(m) not in here}
+    return list(unique.values())
+
+
+def earlier_boundaries(pipelined: nn.Module) -> tuple[int, ...] | None:
+    """The boundaries at which a module was split before; None if it was not."""
+    before = pipelined.__dict__.get(_SPLIT)
+    return None if before is None else before[0]
+
+
+def remember_split(pipelined: nn.Module, boundaries: Sequence[int], stages: Sequence[int]) -> None:
+    """Note how a module is split.
 
     Raises:
-        ConfigurationError: If the module was split before in another way, so that tensors this stage needs are gone.
+        ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
     """
     split = (tuple(boundaries), tuple(stages))
-    before = pipelined.__dict__.get(_SPLIT)
-    if before is not None:
-        if before != split:
-            raise ConfigurationError(
-                f"This model was split before with boundaries {list(before[0])} and holds only the layers of stages "
-                f"{list(before[1])}; now {list(boundaries)} (stages {list(stages)}) is asked for. Build the model "
-                f"anew, or keep the partition, the schedule and the number of devices."
-            )
-        return
+    before = pipelined.__dict__.setdefault(_SPLIT, split)
+    if before != split:
+        raise ConfigurationError(
+            f"This model was split before with boundaries {list(before[0])} and holds only the layers of stages "
+            f"{list(before[1])}; now {list(boundaries)} (stages {list(stages)}) is asked for. Build the model anew, or "
+            f"keep the partition, the schedule and the number of devices."
+        )
+
+
+def release_other_parts(parts: Sequence[Part], stages: Sequence[int], shared: Sequence[nn.Parameter]) -> None:
+    """Replace the tensors of modules that none of `stages` runs by placeholders on the meta device."""
     keep = {id(parameter) for parameter in shared}
-    for index, layer in enumerate(pipelined):
-        if any(boundaries[stage] <= index < boundaries[stage + 1] for stage in stages):
-            continue
-        for module in layer.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) not in keep:
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                module._buffers[name] = buffer.to("meta")
-    pipelined.__dict__[_SPLIT] = split
+    placeholders: dict[int, nn.Parameter] = {}  # what is tied stays tied, so that optimizers count alike everywhere
+    for module in modules_elsewhere(parts, stages):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.is_meta or id(parameter) in keep:
+                continue
+            if id(parameter) not in placeholders:
+                on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                placeholders[id(parameter)] = on_meta
+            module._parameters[name] = placeholders[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:

@@ -1,9 +1,10 @@
-"""Which layers go to which stage: integers in, boundaries out."""
+"""Which layers go to which stage: numbers in, boundaries out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from lightning_pfo.core.errors import PartitionError
 
@@ -11,14 +12,25 @@ Boundaries = tuple[int, ...]
 """Stage s owns layers `boundaries[s]` up to, not including, `boundaries[s + 1]`."""
 
 
-def partition_layers(spec: str, layer_weights: Sequence[float], num_stages: int) -> Boundaries:
+def partition_layers(
+    spec: str,
+    num_parameters: Sequence[float],
+    num_stages: int,
+    *,
+    types: Sequence[str] = (),
+    times_s: Sequence[float] = (),
+) -> Boundaries:
     """Divide layers into contiguous stages.
 
     Args:
-        spec: `uniform` (equal layer counts, the first stages take the remainder), `parameters` (least heaviest stage by
-            `layer_weights`), or `custom:0,3,6,10` (the boundaries themselves).
-        layer_weights: One weight per layer, e.g. its number of parameters.
+        spec: `uniform` (equal layer counts, the first stages take the remainder), `parameters` (balances numbers of
+            parameters), `type:REGEX` (balances the number of layers whose class has a matching name), `profile`
+            (balances measured times), or `custom:0,3,6,10` (the boundaries themselves). For what is balanced, see
+            `balance`.
+        num_parameters: Number of parameters of each layer, with what runs around it.
         num_stages: Number of stages; each gets at least one layer.
+        types: Class name of each layer; for `type:REGEX`.
+        times_s: Measured time of each layer in seconds, forward and backward; for `profile`.
 
     Returns:
         `num_stages + 1` boundaries from 0 to the number of layers.
@@ -26,7 +38,7 @@ def partition_layers(spec: str, layer_weights: Sequence[float], num_stages: int)
     Raises:
         PartitionError: If there are fewer layers than stages, or the spec is malformed or does not fit.
     """
-    num_layers = len(layer_weights)
+    num_layers = len(num_parameters)
     if num_layers < num_stages:
         raise PartitionError(
             f"Each stage needs at least one layer; the pipelined module has {num_layers} layers for {num_stages} "
@@ -35,16 +47,73 @@ def partition_layers(spec: str, layer_weights: Sequence[float], num_stages: int)
     kind, _, argument = spec.partition(":")
     if kind == "uniform" and not argument:
         base, extra = divmod(num_layers, num_stages)
-        sizes = [base + (stage < extra) for stage in range(num_stages)]
-        return tuple(sum(sizes[:stage]) for stage in range(num_stages + 1))
+        return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
     if kind == "parameters" and not argument:
-        return _least_heaviest_stage(layer_weights, num_stages)
+        return balance(num_parameters, num_stages)
+    if kind == "profile" and len(times_s) == num_layers:
+        return balance(times_s, num_stages)
+    if kind == "type":
+        return _by_type(argument, types, num_stages)
     if kind == "custom":
         return _custom(argument, num_layers, num_stages)
     raise PartitionError(
-        f"partition is 'uniform', 'parameters' or 'custom:0,...,{num_layers}'; got {spec!r}. "
+        f"partition is 'uniform', 'parameters', 'type:REGEX', 'profile' or 'custom:0,...,{num_layers}'; got {spec!r}. "
         f"For {num_stages} stages try partition='uniform'."
     )
+
+
+def balance(weights: Sequence[float], num_stages: int) -> Boundaries:
+    """Make the heaviest stage as light as possible, and of these divisions take the most even one.
+
+    The heaviest stage sets the pace of a pipeline. Among divisions with the same heaviest stage, the one with the least
+    sum of squares is taken: the sum of all stages is fixed, so that is the one of least variance. Both steps are exact,
+    by dynamic programming over (stages, layers) in O(stages x layers^2) time.
+
+    Args:
+        weights: One non-negative weight per layer.
+        num_stages: Number of stages, at most the number of layers.
+    """
+    prefix = list(accumulate(weights, initial=0.0))
+    heaviest, _ = _cheapest(prefix, num_stages, max, float("inf"))
+    equal = heaviest * (1 + 1e-9)  # sums of floats differ in their last digits
+    return _cheapest(prefix, num_stages, lambda before, stage: before + stage * stage, equal)[1]
+
+
+def _cheapest(
+    prefix: Sequence[float], num_stages: int, add: Callable[[float, float], float], limit: float
+) -> tuple[float, Boundaries]:
+    """Minimise a cost over divisions whose stages weigh `limit` at most; `add` takes the cost so far and a stage."""
+    impossible: tuple[float, Boundaries] = (float("inf"), ())
+    # best[end]: (cost, boundaries) of dividing layers [0, end) into the stages so far
+    best: list[tuple[float, Boundaries]] = [(0.0, (0,))] + [impossible] * (len(prefix) - 1)
+    for stage in range(1, num_stages + 1):
+        best = [
+            min(
+                (
+                    (add(best[cut][0], prefix[end] - prefix[cut]), (*best[cut][1], end))
+                    for cut in range(stage - 1, end)
+                    if best[cut][1] and prefix[end] - prefix[cut] <= limit
+                ),
+                default=impossible,
+            )
+            for end in range(len(prefix))
+        ]
+    return best[-1]
+
+
+def _by_type(pattern: str, types: Sequence[str], num_stages: int) -> Boundaries:
+    try:
+        matches = [bool(re.search(pattern, name, re.IGNORECASE)) for name in types]
+    except re.error as error:
+        raise PartitionError(
+            f"partition='type:REGEX' takes a regular expression; {pattern!r} is none: {error}."
+        ) from error
+    if not pattern or sum(matches) < num_stages:
+        raise PartitionError(
+            f"partition='type:REGEX' gives each of the {num_stages} stages a layer of a matching class; {pattern!r} "
+            f"matches {sum(matches) if pattern else 0} of the layers, whose classes are {sorted(set(types))}."
+        )
+    return balance(matches, num_stages)
 
 
 def _custom(argument: str, num_layers: int, num_stages: int) -> Boundaries:
@@ -62,29 +131,29 @@ def _custom(argument: str, num_layers: int, num_stages: int) -> Boundaries:
     return boundaries
 
 
-def _least_heaviest_stage(weights: Sequence[float], num_stages: int) -> Boundaries:
-    """Minimise the heaviest stage exactly by dynamic programming over (stages, layers)."""
-    num_layers = len(weights)
-    prefix = [0.0]
-    for weight in weights:
-        prefix.append(prefix[-1] + weight)
-    # best[end]: (heaviest stage, boundaries) of dividing layers [0, end) into the stages so far
-    best: list[tuple[float, Boundaries]] = [(prefix[end], (0, end)) for end in range(num_layers + 1)]
-    for stage in range(2, num_stages + 1):
-        best = [
-            min(
-                ((max(best[cut][0], prefix[end] - prefix[cut]), (*best[cut][1], end)) for cut in range(stage - 1, end)),
-                default=(float("inf"), ()),
-            )
-            for end in range(num_layers + 1)
-        ]
-    return best[num_layers][1]
-
-
-def describe_partition(name: str, boundaries: Boundaries, weights: Sequence[int], placement: Sequence[int]) -> str:
-    """Say which layers and how many parameters each stage has."""
+def describe_partition(
+    name: str,
+    boundaries: Boundaries,
+    num_parameters: Sequence[int],
+    placement: Sequence[int],
+    times_s: Sequence[float] = (),
+) -> str:
+    """Say which layers, how many parameters and which measured time each stage has, and how unequal the stages are."""
+    parameters = _sums(num_parameters, boundaries)
+    times = _sums(times_s, boundaries) if times_s else []
     lines = [f"{name!r} runs in {len(placement)} stages:"]
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
-        lines.append(f"  stage {stage}{where}: layers {start}-{stop - 1}, {sum(weights[start:stop]):,} parameters")
-    return "\n".join(lines)
+        time = f", {times[stage] * 1e3:,.1f} ms" if times else ""
+        lines.append(f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]:,} parameters{time}")
+    imbalances = [f"{_imbalance(parameters)} by parameters"]
+    imbalances += [f"{_imbalance(times)} by measured time"] if times else []
+    return "\n".join([*lines, f"  imbalance (heaviest / lightest stage): {', '.join(imbalances)}"])
+
+
+def _sums(weights: Sequence[float], boundaries: Boundaries) -> list[float]:
+    return [sum(weights[start:stop]) for start, stop in pairwise(boundaries)]
+
+
+def _imbalance(stages: Sequence[float]) -> str:
+    return f"{max(stages) / min(stages):.2f}" if min(stages) > 0 else "infinite"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
 from lightning_pfo.strategy.engine import PipelineEngine
+from lightning_pfo.strategy.layer_times import agree_on_layer_times
+from lightning_pfo.strategy.materialise import materialise
 from lightning_pfo.strategy.ownership import (
+    earlier_boundaries,
     find_shared_parameters,
     local_parameters,
     move_local_tensors,
-    release_other_layers,
+    release_other_parts,
+    remember_split,
 )
 from lightning_pfo.strategy.partition import describe_partition, partition_layers
-from lightning_pfo.strategy.pipelined_module import find_pipelined_module
+from lightning_pfo.strategy.pipelined_module import PipelinedModule
 from lightning_pfo.strategy.process_exit import let_collectives_settle_at_exit
 from lightning_pfo.strategy.sharded_tensors import is_divided_over, local
+from lightning_pfo.strategy.split import find_split
 from lightning_pfo.strategy.stage_layers import (
     check_compilable,
     check_not_sharded,
@@ -71,6 +77,7 @@ def build_pipeline(
     owner: nn.Module | None = None,
     pipeline_module: str | None = None,
     partition: str = "uniform",
+    measure: Callable[[PipelinedModule], list[float]] | None = None,
     num_microbatches: int | None = None,
     local_device_index: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -92,8 +99,10 @@ def build_pipeline(
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
         owner: The module that logs; None is `model`.
-        pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
+        pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
+            unambiguous.
         partition: Which layers go to which stage; see `partition_layers`.
+        measure: For the partition `profile`, returns the time of each layer in seconds; called on the first rank only.
         num_microbatches: Microbatches per training batch, if they are known by now.
         local_device_index: Index of this rank's GPU on its node.
         group: The pipeline's processes; None is the world.
@@ -111,47 +120,54 @@ def build_pipeline(
     """
     let_collectives_settle_at_exit()
     check_not_sharded(model)
-    name, pipelined = find_pipelined_module(model, pipeline_module)
-    layers = list(pipelined)
-    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    split = find_split(model, pipeline_module)
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
     if compile:
         check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
-    boundaries = partition_layers(partition, weights, sample.num_stages)
-    shared = find_shared_parameters(model, pipelined, boundaries)
-    release_other_layers(pipelined, boundaries, stages, shared)
+    boundaries = earlier_boundaries(split.pipelined.module)
+    times_s: list[float] = []
+    if boundaries is None or partition != "profile":  # layers can be measured only while all are there
+        if partition == "profile":
+            times_s = agree_on_layer_times(measure and partial(measure, split.pipelined))
+        boundaries = partition_layers(
+            partition, split.num_parameters, sample.num_stages, types=split.types, times_s=times_s
+        )
+    parts = split.parts(boundaries)
+    remember_split(split.pipelined.module, boundaries, stages)
+    materialise(model, parts, stages, find_shared_parameters(model, parts), device, seed)
+    shared = find_shared_parameters(model, parts)
+    release_other_parts(parts, stages, shared)
     move_local_tensors(model, device)
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
-    own_layers = {stage: layers[boundaries[stage] : boundaries[stage + 1]] for stage in stages}
-    all_own = [layer for stage_layers in own_layers.values() for layer in stage_layers]
+    own_layers = [layer for stage in stages for layer in split.layers(stage, boundaries)]
     if activation_checkpointing:
-        recompute_activations(all_own)
+        recompute_activations(own_layers)
     if compile:
-        compile_layers(all_own)
+        compile_layers(own_layers)
+    modules = {stage: split.stage_module(stage, boundaries, parts, device, shared) for stage in stages}
     if shard_over is not None:
-        shard_over_replicas(all_own, shard_over, shared)
+        shard_over_replicas((layer for module in modules.values() for layer in module.layers), shard_over, shared)
     engine = PipelineEngine(
-        own_layers,
+        modules,
         placement,
         make_schedule,
         device,
         group=group,
         local_device_index=local_device_index,
-        loss_parameters=shared,
         seed=seed,
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
     owner = model if owner is None else owner
-    redirection = StepRedirection(owner, pipelined, name)
+    redirection = StepRedirection(owner, split.pipelined.module, split.pipelined.name)
     redirection.install()
     trainable = [parameter for parameter in local_parameters(model) if parameter.requires_grad]
     runner = StepRunner(engine, owner, redirection, trainable, shared, replica_group)
-    description = describe_partition(name, boundaries, weights, placement)
-    return Pipeline(engine, runner, all_own, redirection, shared, trainable, description)
+    description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
+    return Pipeline(engine, runner, own_layers, redirection, shared, trainable, description)
 
 
 def _agree_on_initial_values(

@@ -15,6 +15,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -28,20 +29,24 @@ from lightning_pfo.core.pipeline_schedule import (
 )
 from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.core.schedules.families import file_of
+from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_pfo.strategy.configuration_checks import check_configuration
 from lightning_pfo.strategy.gradients import average_gradients
+from lightning_pfo.strategy.layer_times import measure_training_step
 from lightning_pfo.strategy.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.microbatches import (
     batch_size_of,
     default_num_microbatches,
     evaluation_num_microbatches,
     not_divisible,
+    split_batch,
     training_batch_sizes,
 )
 from lightning_pfo.strategy.ownership import move_local_tensors
 from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
+from lightning_pfo.strategy.pipelined_module import PipelinedModule
 from lightning_pfo.strategy.precision import adapt_to_pipeline, restore, scaler_of
 from lightning_pfo.strategy.signals import obey_signals_together
 from lightning_pfo.strategy.step_runner import synchronize_random_state
@@ -54,13 +59,15 @@ _CHECK_EVERY = 50  # ... and then once in so many batches
 class PfoPipelineStrategy(CheckpointStrategy):
     """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
 
-    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its layers are held
-    in an `nn.Sequential` that the steps call exactly once. Listeners follow every instruction through
-    `instruction_source`.
+    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its steps call
+    exactly once an `nn.Sequential`, or a module that calls the layers of an `nn.ModuleList` one after the other, as
+    Hugging Face models do. Listeners follow every instruction through `instruction_source`.
 
     Args:
-        pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
-        partition: `uniform`, `parameters` or `custom:0,8,14,21,27`; see `partition_layers`.
+        pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
+            unambiguous.
+        partition: `uniform`, `parameters`, `type:REGEX`, `profile` or `custom:0,8,14,21,27`; see `partition_layers`.
+            `profile` runs a few training steps of the whole model on the first rank, on the first training batch.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`, or
             what the schedule's file has.
         schedule: `1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv`, `dualpipev`,
@@ -222,6 +229,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
             self.root_device,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
+            measure=self._measure_layers if module.trainer.state.fn == TrainerFn.FITTING else None,
             num_microbatches=self._num_microbatches,
             local_device_index=self.local_rank,
             group=self.mesh.pipeline_group,
@@ -234,6 +242,20 @@ class PfoPipelineStrategy(CheckpointStrategy):
         )
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
+
+    def _measure_layers(self, pipelined: PipelinedModule) -> list[float]:
+        module = self._module()
+        loader = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
+        with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
+            batch, _, dataloader_idx = next(iter(loader))
+        batch = self.batch_to_device(batch, self.root_device, dataloader_idx)
+        number = self._num_microbatches
+        number = number or default_num_microbatches(batch_size_of(batch), self.mesh.num_ranks, self._make_schedule)
+        microbatch = split_batch(batch, number)[0]
+        with self.precision_plugin.train_step_context():
+            return measure_training_step(
+                module, pipelined, lambda: module.training_step(microbatch, 0), self.root_device
+            )
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
         return make_checked_schedule(

@@ -1,120 +1,159 @@
-"""Finding the submodule to split, and the part of it that one stage runs."""
+"""Finding the module to split, and its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError
 
 
-def find_pipelined_module(root: nn.Module, name: str | None = None) -> tuple[str, nn.Sequential]:
-    """Find the `nn.Sequential` to split.
+@dataclass(frozen=True)
+class Site:
+    """A module and where its parent holds it."""
+
+    parent: nn.Module
+    key: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class PipelinedModule:
+    """A module whose call the pipeline runs.
+
+    It is an `nn.Sequential`, whose layers a stage runs one after the other, or a module with a tower: `nn.ModuleList`s
+    of layers that its own `forward` calls one after the other. Of a tower each stage runs the module's `forward`.
+
+    Attributes:
+        name: Dotted name in the user's module; empty for the user's module itself.
+        module: The module.
+        layers: Its layers, in the order in which they are called.
+        surroundings: Of a tower the other modules with parameters: embeddings, final norms, heads.
+    """
+
+    name: str
+    module: nn.Module
+    layers: tuple[Site, ...]
+    surroundings: tuple[Site, ...] = ()
+
+    @property
+    def is_tower(self) -> bool:
+        """Whether stages run the module's own `forward`."""
+        return not isinstance(self.module, nn.Sequential)
+
+
+def find_pipelined_module(root: nn.Module, name: str | None = None) -> PipelinedModule:
+    """Find the module to split.
 
     Args:
         root: The user's module, e.g. a LightningModule.
-        name: Dotted name of the submodule; None searches: the one `nn.Sequential` among the children of `root`, or else
-            among the children of these.
-
-    Returns:
-        The dotted name and the module.
+        name: Dotted name of an `nn.Sequential`, of an `nn.ModuleList` (then its parent is called), or of a module that
+            holds such lists. None searches: the one `nn.Sequential` among the children of `root`, or else the one child
+            that holds `nn.ModuleList`s or grandchild that is an `nn.Sequential`, or else `root` if it holds an
+            `nn.ModuleList` itself.
 
     Raises:
         ConfigurationError: If the name is wrong, or the search finds nothing or several; lists the candidates.
     """
     if name is not None:
-        try:
-            module = root.get_submodule(name)
-        except AttributeError:
-            module = None
-        if not name or not isinstance(module, nn.Sequential):
-            found = "nothing" if module is None else f"a {type(module).__name__}"
+        found = _named(root, name)
+        if found is None:
             raise ConfigurationError(
-                f"pipeline_module names an nn.Sequential of {type(root).__name__}; {name!r} is {found}. "
-                f"{_candidates(root)}"
+                f"pipeline_module names an nn.Sequential of {type(root).__name__}, an nn.ModuleList of layers or a "
+                f"module that has one; {name!r} is {_kind_of(root, name)}. {_candidates(root)}"
             )
-        return name, module
-    level: list[tuple[str, nn.Module]] = list(root.named_children())
-    for _ in range(2):
-        found_here = [(path, module) for path, module in level if isinstance(module, nn.Sequential)]
-        if len(found_here) == 1:
-            return found_here[0]
-        if found_here:
+        return found
+    children = [(path, module) for path, module in root.named_children() if not isinstance(module, nn.ModuleList)]
+    sequentials = [path for path, module in children if isinstance(module, nn.Sequential)]
+    towers = [path for path, module in children if any(_lists_in(module))]
+    towers += [
+        f"{path}.{key}"
+        for path, module in children
+        for key, child in module.named_children()
+        if isinstance(child, nn.Sequential) and not isinstance(module, nn.ModuleList)
+    ]
+    itself = [""] if any(isinstance(child, nn.ModuleList) for child in root.children()) else []
+    for level in (sequentials, towers, itself):
+        if len(level) > 1:
             raise ConfigurationError(
-                f"{type(root).__name__} has more than one nn.Sequential, so which to split into stages is ambiguous. "
-                f"Name it: PfoPipelineStrategy(pipeline_module={found_here[0][0]!r}). {_candidates(root)}"
+                f"{type(root).__name__} has more than one module to split into stages, so which to split is ambiguous. "
+                f"Name it: PfoPipelineStrategy(pipeline_module={level[0]!r}). {_candidates(root)}"
             )
-        level = [(f"{path}.{child}", module) for path, parent in level for child, module in parent.named_children()]
+        found = _named(root, level[0]) if level else None
+        if found is not None:
+            return found
     raise ConfigurationError(
-        f"{type(root).__name__} has no nn.Sequential to split into stages. Hold the layers in one, e.g. self.model = "
-        f"nn.Sequential(...), or name it with PfoPipelineStrategy(pipeline_module=...). {_candidates(root)}"
+        f"{type(root).__name__} has no nn.Sequential and no nn.ModuleList of layers to split into stages. Hold the "
+        f"layers in one, e.g. self.model = nn.Sequential(...), or name it: PfoPipelineStrategy(pipeline_module=...). "
+        f"{_candidates(root)}"
     )
 
 
+def calls_its_layers(module: nn.Module) -> bool:
+    """Whether a module as a whole can be split: it is an `nn.Sequential`, or holds lists of layers and no such one."""
+    children = list(module.children())
+    holds_sequential = any(isinstance(child, nn.Sequential) for child in children)
+    return isinstance(module, nn.Sequential) or (any(_lists_in(module)) and not holds_sequential)
+
+
+def _named(root: nn.Module, name: str) -> PipelinedModule | None:
+    try:
+        module = root.get_submodule(name)
+    except AttributeError:
+        return None
+    if isinstance(module, nn.Sequential):
+        return PipelinedModule(name, module, _sites(module))
+    if isinstance(module, nn.ModuleList):
+        name = name.rpartition(".")[0]
+        lists = [module]
+        module = root.get_submodule(name)
+    else:
+        lists = list(_lists_in(module))
+    layers = tuple(site for layer_list in lists for site in _sites(layer_list))
+    if not layers:
+        return None
+    return PipelinedModule(name, module, layers, tuple(_surroundings(module, {id(site.module) for site in layers})))
+
+
+def _sites(parent: nn.Module) -> tuple[Site, ...]:
+    return tuple(Site(parent, key, module) for key, module in parent._modules.items() if module is not None)
+
+
+def _lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The outermost lists of layers; what is inside an `nn.Sequential` is called by it."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            if len(child):
+                yield child
+        elif not isinstance(child, nn.Sequential):
+            yield from _lists_in(child)
+
+
+def _surroundings(parent: nn.Module, layers: set[int]) -> Iterator[Site]:
+    for site in _sites(parent):
+        if id(site.module) in layers:
+            continue
+        holds_layers = any(id(module) in layers for module in site.module.modules())
+        if holds_layers or isinstance(site.module, (nn.ModuleList, nn.ModuleDict)):  # those are not called
+            yield from _surroundings(site.module, layers)
+        elif any(True for _ in site.module.parameters()):
+            yield site
+
+
+def _kind_of(root: nn.Module, name: str) -> str:
+    try:
+        return f"a {type(root.get_submodule(name)).__name__}"
+    except AttributeError:
+        return "nothing"
+
+
 def _candidates(root: nn.Module) -> str:
-    names = [
-        f"{path!r} ({len(module)} layers)"
-        for path, module in root.named_modules()
-        if path and isinstance(module, nn.Sequential)
-    ]
-    return f"Candidates: {', '.join(names)}." if names else "It contains no nn.Sequential at all."
-
-
-class StageModule(nn.Module):
-    """The layers of one stage.
-
-    The first stage is called with the index of a microbatch and looks its inputs up in `inputs`, so that a user's model
-    may take any arguments. The last stage keeps its output in `output` in the form the model returned it.
-
-    Args:
-        layers: The layers.
-        is_first: Whether this is the first stage.
-        is_last: Whether this is the last stage.
-        loss_parameters: On the last stage, parameters outside the layers that the loss may use. torch asks the module
-            for its parameters when it computes weight gradients on their own.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        *,
-        is_first: bool,
-        is_last: bool,
-        loss_parameters: Sequence[nn.Parameter] = (),
-    ) -> None:
-        super().__init__()
-        self.loss_parameters = nn.ParameterList(loss_parameters)
-        self.layers = nn.ModuleList(layers)
-        self.is_first = is_first
-        self.is_last = is_last
-        self.receives_tuple = False
-        self.inputs: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self.output: Any = None
-
-    def forward(self, *args: torch.Tensor) -> Any:
-        """Run the layers on a microbatch index (first stage) or on what the previous stage sent."""
-        layers = iter(self.layers)
-        if self.is_first:
-            user_args, user_kwargs = self.inputs[int(args[0])]
-            value = next(layers)(*user_args, **user_kwargs)
-        else:
-            value = args if self.receives_tuple else args[0]
-        for layer in layers:
-            value = layer(value)
-        if self.is_last:
-            self.output = value
-            tensors = tuple(leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-            return tensors[0] if len(tensors) == 1 else tensors
-        if isinstance(value, torch.Tensor):
-            return value.contiguous()  # gloo sends contiguous tensors only
-        if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
-            return tuple(item.contiguous() for item in value)
-        raise ConfigurationError(
-            f"What a stage sends to the next one is a tensor or a tuple of tensors; layer "
-            f"{type(self.layers[-1]).__name__} returned {type(value).__name__}. Change the layer's output, or move the "
-            f"stage boundary with partition='custom:...'."
-        )
+    outermost: dict[str, int] = {}
+    for path, module in root.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in outermost)
+        if path and not inside and isinstance(module, (nn.Sequential, nn.ModuleList)):
+            outermost[path] = len(module)
+    names = [f"{path!r} ({length} layers)" for path, length in outermost.items()]
+    return f"Candidates: {', '.join(names)}." if names else "It contains neither."

@@ -28,6 +28,7 @@ from lightning_pfo.strategy.microbatches import (
     evaluation_num_microbatches,
 )
 from lightning_pfo.strategy.pipeline import build_pipeline
+from lightning_pfo.strategy.pipelined_module import calls_its_layers
 from lightning_pfo.strategy.step_runner import synchronize_random_state
 
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
@@ -55,13 +56,13 @@ class PipelinedModel(nn.Module):
 
     Args:
         module: A module whose call computes the loss (a one-element tensor, or a dict with it under `loss`), or the
-            output for `loss_fn`. It calls an `nn.Sequential` that holds the layers to split exactly once, or is one.
-            Changed in place.
+            output for `loss_fn`. It is a module that can be split (an `nn.Sequential`, a Hugging Face model), or calls
+            one exactly once; see `find_pipelined_module`. Changed in place.
         loss_fn: `loss_fn(output, target)`; the call then takes the inputs of `module`, and the target last. A mean
             over samples, since the loss of a batch is the mean of its microbatches' losses.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
-        pipeline_module: Dotted name of the `nn.Sequential` to split; None finds it when it is unambiguous.
-        partition: `uniform`, `parameters` or `custom:0,8,14,21,27`; see `partition_layers`.
+        pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+        partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.pipeline_schedule.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
@@ -121,13 +122,13 @@ class PipelinedModel(nn.Module):
             max_in_flight=max_in_flight,
         )
         self._num_checks = {True: 0, False: 0}
-        is_all_layers = isinstance(module, nn.Sequential) and pipeline_module is None
+        is_split_as_a_whole = pipeline_module is None and calls_its_layers(module)
         self._pipeline = build_pipeline(
-            self if is_all_layers else module,
+            self if is_split_as_a_whole else module,
             self._make_schedule,
             self.device,
             owner=self,
-            pipeline_module="module" if is_all_layers else pipeline_module,
+            pipeline_module="module" if is_split_as_a_whole else pipeline_module,
             partition=partition,
             num_microbatches=num_microbatches,
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
-from lightning_pfo.strategy.pipelined_module import StageModule
+from lightning_pfo.strategy.stage_module import StageModule
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def infer_shapes(
     Raises:
         PfoError: If a stage fails on another rank.
     """
+    if any(module.takes_inputs_everywhere for module in modules.values()):
+        _tell_what_to_send(modules, group, before_forward)
     received: tuple[TensorSpec, ...] | None = None
     is_tuple = False
     shapes: dict[int, StageShapes] = {}
@@ -117,10 +119,37 @@ def infer_shapes(
     return shapes
 
 
+def _tell_what_to_send(
+    modules: Mapping[int, StageModule], group: dist.ProcessGroup | None, before_forward: Callable[[int, int], None]
+) -> None:
+    """Tell each stage what the next one has to receive."""
+    received: dict[int, tuple[int, ...]] = {}
+    failure: Exception | None = None
+    try:
+        for stage, module in modules.items():
+            before_forward(stage, 0)
+            received[stage] = module.find_received()
+    except Exception as error:
+        failure = error
+    message = f"{type(failure).__name__}: {failure}" if failure is not None else ""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (message, received), group=group)
+    if failure is not None:
+        raise failure
+    failures = [f"Rank {rank} failed before its first layer. {text}" for rank, (text, _) in enumerate(found) if text]
+    if failures:
+        raise PfoError(failures[0])
+    needed = {stage: positions for _, of_rank in found for stage, positions in of_rank.items()}
+    for stage, module in modules.items():
+        module.send(needed.get(stage + 1, ()))
+
+
 def _trial_forward(module: StageModule, inputs: tuple[torch.Tensor, ...], train: bool) -> Any:
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    module.checks = True
     with torch.set_grad_enabled(train):
         output = module(*inputs)
+    module.checks = False
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -14,8 +14,8 @@ import torch
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.strategy.pipelined_module import StageModule
 from lightning_pfo.strategy.shapes import StageShapes, TensorSpec
+from lightning_pfo.strategy.stage_module import StageModule
 from lightning_pfo.strategy.torch_runtime import backward_of_inputs, backward_of_weights
 from lightning_pfo.strategy.work_counter import WorkCounter
 

@@ -157,7 +157,7 @@ class StepRunner:
                 if kind != "train":
                     results.append(result)
                     return torch.zeros(())
-                loss = _loss_of(result)
+                loss = loss_of(result)
                 # nothing else is kept: what a step returns besides may be large
                 results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
                 loss = loss / num_microbatches
@@ -188,7 +188,12 @@ class StepRunner:
             self._owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
 
 
-def _loss_of(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        ConfigurationError: If it returned none.
+    """
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ConfigurationError(

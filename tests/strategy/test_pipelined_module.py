@@ -3,8 +3,10 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.ownership import find_shared_parameters, release_other_layers
-from lightning_pfo.strategy.pipelined_module import StageModule, find_pipelined_module
+from lightning_pfo.strategy.ownership import find_shared_parameters, release_other_parts, remember_split
+from lightning_pfo.strategy.pipelined_module import find_pipelined_module
+from lightning_pfo.strategy.split import find_split
+from lightning_pfo.strategy.stage_module import StageModule
 
 
 class Holder(nn.Module):
@@ -20,22 +22,43 @@ def tower(n=3):
 
 def test_the_only_sequential_is_found():
     root = Holder(stem=nn.Linear(2, 2), model=tower())
-    assert find_pipelined_module(root) == ("model", root.model)
+    found = find_pipelined_module(root)
+    assert (found.name, found.module, found.is_tower) == ("model", root.model, False)
+    assert [site.module for site in found.layers] == list(root.model)
 
 
 def test_the_sequential_of_the_only_child_that_has_one_is_found():
     root = Holder(metric=nn.Identity(), net=Holder(layers=tower(), norm=nn.LayerNorm(2)))
-    assert find_pipelined_module(root)[0] == "net.layers"
+    assert find_pipelined_module(root).name == "net.layers"
 
 
 def test_nested_sequentials_do_not_matter():
     root = Holder(model=nn.Sequential(tower(), tower()))
-    assert find_pipelined_module(root)[0] == "model"
+    assert find_pipelined_module(root).name == "model"
 
 
 def test_a_named_module_is_taken():
     root = Holder(a=tower(), b=Holder(c=tower(5)))
-    assert find_pipelined_module(root, "b.c") == ("b.c", root.b.c)
+    assert find_pipelined_module(root, "b.c").module is root.b.c
+
+
+def test_lists_of_layers_are_found_with_what_surrounds_them():
+    net = Holder(
+        embed=nn.Embedding(2, 2),
+        encoder=Holder(layers=nn.ModuleList([Holder(inner=nn.ModuleList([nn.Linear(2, 2)]))]), drop=nn.Dropout()),
+        decoder=Holder(layers=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), norm=nn.LayerNorm(2)),
+        heads=nn.ModuleDict({"lm": nn.Linear(2, 2)}),
+    )
+    root = Holder(metric=nn.Identity(), net=net)
+    found = find_pipelined_module(root)
+    assert (found.name, found.module, found.is_tower) == ("net", net, True)
+    assert [site.module for site in found.layers] == [*net.encoder.layers, *net.decoder.layers]
+    assert [site.module for site in found.surroundings] == [net.embed, net.decoder.norm, net.heads["lm"]]
+    named = find_pipelined_module(root, "net.decoder.layers")
+    assert (named.name, named.module) == ("net.decoder", net.decoder)
+    assert [site.module for site in named.layers] == list(net.decoder.layers)
+    itself = find_pipelined_module(net.decoder)
+    assert (itself.name, itself.module, len(itself.layers)) == ("", net.decoder, 2)
 
 
 @pytest.mark.parametrize(
@@ -46,10 +69,16 @@ def test_a_named_module_is_taken():
             None,
             r"more than one.*pipeline_module='a'.*'a' \(3 layers\), 'b' \(4 layers\)",
         ),
-        (Holder(a=nn.Linear(1, 1)), None, "no nn.Sequential to split.*contains no nn.Sequential at all"),
+        (Holder(a=nn.Linear(1, 1)), None, "no nn.Sequential and no nn.ModuleList.*It contains neither"),
+        (
+            Holder(a=Holder(b=nn.ModuleList([nn.Identity()])), c=Holder(d=tower())),
+            None,
+            r"ambiguous.*pipeline_module='a'.*'a.b' \(1 layers\), 'c.d' \(3 layers\)",
+        ),
         (Holder(a=tower()), "model", r"'model' is nothing. Candidates: 'a' \(3 layers\)"),
         (Holder(a=tower(), b=nn.Linear(1, 1)), "b", "'b' is a Linear"),
         (Holder(a=tower()), "", "'' is a Holder"),
+        (Holder(a=Holder(b=nn.ModuleList())), "a.b", "'a.b' is a ModuleList"),
     ],
 )
 def test_what_cannot_be_found_is_refused_with_the_candidates(root, name, message):
@@ -87,10 +116,14 @@ def test_other_layers_become_placeholders_and_shared_parameters_stay():
         stem=nn.Linear(2, 2), model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
     )
     root.model[2].weight = root.model[0].weight
-    shared = find_shared_parameters(root, root.model, (0, 1, 3))
+    split = find_split(root)
+    assert split.num_parameters == [6, 4, 4]
+    parts = split.parts((0, 1, 3))
+    shared = find_shared_parameters(root, parts)
     assert [id(p) for p in shared] == [id(p) for p in (root.stem.weight, root.stem.bias, root.model[0].weight)]
     names = [name for name, _ in root.named_parameters()]
-    release_other_layers(root.model, (0, 1, 3), [0], shared)
+    remember_split(root.model, (0, 1, 3), [0])
+    release_other_parts(parts, [0], shared)
     assert [name for name, _ in root.named_parameters()] == names
     assert {name for name, value in root.state_dict().items() if value.is_meta} == {
         *(
@@ -102,6 +135,21 @@ def test_other_layers_become_placeholders_and_shared_parameters_stay():
         )
     }
     assert root.model[2].weight is root.model[0].weight
-    release_other_layers(root.model, (0, 1, 3), [0], shared)
+    placeholder = root.model[1].weight
+    remember_split(root.model, (0, 1, 3), [0])
+    release_other_parts(parts, [0], shared)
+    assert root.model[1].weight is placeholder
     with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 3\].*now \[0, 2, 3\]"):
-        release_other_layers(root.model, (0, 2, 3), [0], shared)
+        remember_split(root.model, (0, 2, 3), [0])
+
+
+def test_what_is_tied_within_another_stage_stays_tied():
+    root = Holder(model=tower(4))
+    root.model[3].weight = root.model[2].weight
+    names = [name for name, _ in root.named_parameters()]
+    parts = find_split(root).parts((0, 2, 4))
+    assert find_shared_parameters(root, parts) == []
+    release_other_parts(parts, [0], [])
+    assert root.model[3].weight.is_meta
+    assert root.model[3].weight is root.model[2].weight
+    assert [name for name, _ in root.named_parameters()] == names
