@@ -1,4 +1,4 @@
-"""Trains Hugging Face models; every rank writes OUTPUT/rank_N_of_DEVICES.json. Arguments: DEVICES OUTPUT"""
+"""Trains Hugging Face models on 1 and on 3 processes; every rank writes OUTPUT/rank_N_of_DEVICES.json."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.plain import PipelinedModel
+from tests.ranks import run_ranks
 from tests.strategy import families
 
 PARTITIONS = {"llama": "type:DecoderLayer", "gpt2": "custom:0,1,3,4", "t5": "parameters", "opt": "profile"}
@@ -118,4 +119,5 @@ def main(devices, output):
     Path(output, f"rank_{rank}_of_{devices}.json").write_text(json.dumps(results))
 
 
-main(int(sys.argv[1]), sys.argv[2])
+for num_ranks in (1, 3):
+    run_ranks(main, num_ranks, num_ranks, sys.argv[1])
