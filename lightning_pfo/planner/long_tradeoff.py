@@ -63,15 +63,18 @@ def trace_long_tradeoff(
     for done, target in enumerate(targets, 1):
         relaxed = programme.solve(target)
         tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + rate))
-        choice = round_to_options(dag, options, relaxed)
-        for sweeps in _SWEEPS:
-            choice = spend_slack(dag, options, moves.improve(choice, target, sweeps), target)
-        time = dag.longest_path(chosen_times(options, choice))
-        found.append((time, total_cost(options, choice) + rate * time, choice))
+        choices = [round_to_options(dag, options, relaxed)]
+        if target == fastest:  # where there may be no uniform steady state to round
+            choices.append([0] * dag.num_nodes)
+        for choice in choices:
+            for sweeps in _SWEEPS:
+                choice = spend_slack(dag, options, moves.improve(choice, target, sweeps), target)
+            time = dag.longest_path(chosen_times(options, choice))
+            found.append((time, total_cost(options, choice) + rate * time, choice))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
     points: list[TradeoffPoint] = []
-    for time, cost, choice in sorted(found):
+    for time, cost, choice in sorted(found, key=lambda one: one[:2]):
         if not points or cost < points[-1].cost:
             bound = max(value + slope * time for value, slope in tangents)
             points.append(TradeoffPoint(time, cost, min(bound, cost), tuple(choice)))

@@ -41,6 +41,9 @@ _VIOLATED = 1e-3
 """A precedence is violated if it is by this part of a typical duration."""
 
 _MOST_ROUNDS = 12
+
+_STRETCHES = (1.0, 1.001, 1.003, 1.01)
+"""Where a time cannot be kept to with uniform steady states, these multiples of it are tried."""
 _END = OptionSet((0.0,), (0.0,), (0,), (0,))
 
 
@@ -67,7 +70,8 @@ class MergedTradeoff:
     def solve(self, time: float) -> RelaxedSolution:
         """Cost and flow of the optimum from below, starts and durations of the optimum from above.
 
-        Where no uniform steady state is as fast (near the fastest time), starts and durations are also from below.
+        Where no uniform steady state is as fast (near the fastest time), the timetable is that of a longer time,
+        compressed: its durations do not fit it. Where none is found, it is also from below.
 
         Args:
             time: Iteration time in seconds.
@@ -76,11 +80,13 @@ class MergedTradeoff:
             PlanError: If the time is shorter than the longest path of the fastest options.
         """
         below = self._bounded(self._below.solve(time))
-        try:
-            starts, durations = self._timetable(time)
-        except PlanError:
-            return below
-        return replace(below, starts=starts, durations=durations)
+        for stretch in _STRETCHES:
+            try:
+                starts, durations = self._timetable(time * stretch)
+            except PlanError:
+                continue
+            return replace(below, starts=starts / stretch, durations=durations)
+        return below
 
     def solve_with_rate(self, rate: float) -> RelaxedSolution:
         """Optimum over all iteration times when every second costs `rate` joules more; all of it from below."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ MARGIN = 16
 _LEAST_MICROBATCHES = 32
 """A middle is worth having if it spans so many."""
 
+_PIECES = 6
 _CLEARLY_LONGER = 1.05
 _LEAST_PERIODS = 4
 
@@ -59,6 +61,7 @@ class _Repetition:
 def steady_middles(schedule: PipelineSchedule) -> list[Run]:
     """The middle of each periodic part of each rank's order: whole periods, `MARGIN` microbatches from its ends.
 
+    A middle is cut into pieces of about equal length, so that the pace may change along it.
     Parts whose middle is short are left out, so a pipeline of few microbatches has none.
     """
     runs, first = [], 0
@@ -68,7 +71,8 @@ def steady_middles(schedule: PipelineSchedule) -> list[Run]:
             periods = part.num_periods - 2 * skipped
             if periods * abs(part.shift) >= _LEAST_MICROBATCHES:
                 begin = first + part.begin + skipped * part.period
-                runs.append(Run(begin, begin + periods * part.period, part.period))
+                bounds = [begin + part.period * (periods * i // _PIECES) for i in range(_PIECES + 1)]
+                runs += [Run(*piece, part.period) for piece in pairwise(bounds) if piece[0] < piece[1]]
         first += len(order)
     return sorted(runs, key=lambda run: run.begin)
 

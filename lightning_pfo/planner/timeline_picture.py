@@ -6,9 +6,10 @@ import os
 from itertools import compress
 from typing import Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.collections import PatchCollection
+from matplotlib.collections import PatchCollection, PolyCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -89,14 +90,14 @@ def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normali
     for rank in range(len(schedule.orders)):
         axes.add_patch(Rectangle((0, rank - _BAR / 2), end, _BAR, color=_BLOCKED, linewidth=0, zorder=1))
     rank_of = [rank for rank, order in enumerate(schedule.orders) for _ in order]
-    boxes = [
-        Rectangle((start, rank - _BAR / 2), duration, _BAR)
-        for start, duration, rank in zip(timeline.starts_s, timeline.durations_s, rank_of, strict=True)
-    ]
+    starts, ends = np.array(timeline.starts_s), np.array(timeline.starts_s) + timeline.durations_s
+    top = np.array(rank_of) - _BAR / 2
+    corners = [(starts, top), (ends, top), (ends, top + _BAR), (starts, top + _BAR)]
+    boxes = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
     values = _values(timeline, colour)
     crowded = len(boxes) / len(schedule.orders) > 60
     edge = 0.15 if crowded else 0.5
-    filled = PatchCollection(boxes, cmap="viridis", norm=norm, edgecolor="white", linewidth=edge, zorder=2)
+    filled = PolyCollection(list(boxes), cmap="viridis", norm=norm, edgecolor="white", linewidth=edge, zorder=2)
     filled.set_array(values)
     axes.add_collection(filled)
     _mark_forwards(axes, timeline, rank_of, crowded)

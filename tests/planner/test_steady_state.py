@@ -32,10 +32,11 @@ def test_every_instruction_of_a_run_recurs_a_period_later(name):
 def test_the_steady_state_of_1f1b_is_found_between_warm_up_and_cool_down():
     schedule = make_schedule("1f1b", 4, 100)
     runs = steady_middles(schedule)
-    assert len(runs) == 4
-    for rank, run in enumerate(runs):
-        inside = schedule.instructions[run.begin : run.end]
-        assert run.period == 2
+    for rank in range(4):
+        mine = [run for run in runs if schedule.rank_of(schedule.instructions[run.begin].stage) == rank]
+        assert all(before.end == after.begin for before, after in itertools.pairwise(mine))
+        assert {run.period for run in mine} == {2}
+        inside = schedule.instructions[mine[0].begin : mine[-1].end]
         forwards = [inst.microbatch for inst in inside if inst.type.value == "F"]
         assert min(forwards) >= 3 - rank + MARGIN
         assert max(forwards) < 100 - MARGIN
