@@ -21,6 +21,7 @@ Measurements that contradict nothing stay exactly as they are. Of clocks that be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -158,10 +159,28 @@ def _make_convex(
             for row, fit in zip(rows, fitted, strict=True):
                 if off[row] * errors_j[row] > _UNCHANGED * energies[row]:
                     energies[row] = fit
+            _fit_between(rows, times, energies)
             break
         outliers[worst] = off[worst]
         rows.remove(worst)
     return replace(measured, energies_j=tuple(energies)), outliers
+
+
+def _fit_between(rows: Sequence[int], times: Sequence[float], energies: list[float]) -> None:
+    """Keep the powers of rows that were not fitted between those of the fitted ones around them."""
+    above, following = math.inf, iter(rows)
+    fitted = next(following)
+    for row, time in enumerate(times):
+        power = energies[row] / time
+        if row > fitted:
+            fitted = next(following, fitted)
+        if row != fitted:
+            least = energies[fitted] / times[fitted] if row < fitted else 0.0
+            clamped = min(max(power, least), above)
+            if clamped != power:
+                energies[row] = clamped * time
+                power = clamped
+        above = power
 
 
 def _convex_energies(times: Sequence[float], energies: Sequence[float], errors: Sequence[float]) -> list[float] | None:

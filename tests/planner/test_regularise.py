@@ -2,7 +2,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.instruction import InstructionType
@@ -16,6 +16,8 @@ def one_stage(measured):
     return Profile({(0, F): measured, (0, B): measured})
 
 
+@example([(5.75, 1.0), (6.0, 1.0), (8.0, 8.0), (7.0, 3.0)])
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(positive, positive), min_size=1, max_size=10))
 def test_times_never_fall_and_powers_never_rise_with_falling_clock(points):
     times, energies = zip(*points, strict=True)
