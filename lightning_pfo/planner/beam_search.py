@@ -78,7 +78,12 @@ def search_beam(
     meeting = np.array([guide.meeting for guide in guides])
     # In units of the expected loss per second of lag, so that lags need no factor.
     unit = 1.0 / np.maximum(meeting * worth, 1e-9 * max(worth.max(), 1.0))
+    unlimited = sum(guide.deadline == math.inf for guide in guides)
     menu = _menus(table, flow, options_per_node)
+    # With a deadline the fastest option must be among them.
+    lacking = (menu != 0).all(axis=2)
+    lacking[:, :unlimited] = False
+    menu[lacking, -1] = 0
     options_per_node = menu.shape[2]
     kind = table.kind_of[:, None, None]
     times = table.times[kind, menu]
@@ -91,7 +96,6 @@ def search_beam(
     late = np.array([1 + guide.haste for guide in guides])[:, None, None]
     early = np.array([1 - guide.patience for guide in guides])[:, None, None]
 
-    unlimited = sum(guide.deadline == math.inf for guide in guides)
     limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:, 0])[:, :, None, None]
     edges_into = _edges_into(table)
     open_ends = _OpenEnds(table, num_guides)

@@ -26,7 +26,7 @@ def polish(table: ChoiceTable, choice: Choices, deadline: float) -> Choices:
     num_nodes = len(choice)
     strides = -(-2 * num_nodes * num_nodes // _AT_ONCE)
     tried_in_vain = 0
-    for move in range(_MOST_MOVES * strides):
+    for move in range(_MOST_MOVES):
         nodes = np.tile(np.arange(move % strides, num_nodes, strides), 2)
         steps = np.repeat([1, 2], len(nodes) // 2)
         faster = np.repeat(choice[:, None], len(nodes), axis=1)

@@ -24,9 +24,8 @@ from lightning_pfo.planner.local_search import polish
 from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.splicing import splice
 
-_LARGEST_GAP, _KEPT_GAP, _MEDIAN_GAP = 0.002, 0.0015, 0.001
-"""Work goes on at a target while its gap exceeds the first; where the time must be kept to, the second; and the third
-while the median of all targets exceeds it."""
+_LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
+"""Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
 _POINTS_PER_RELAXATION, _DENSER = 3.5, 0.55
 """The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end: at this power
@@ -59,7 +58,7 @@ class _Effort:
     spliced_pairs: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 3, 4), _Effort(16, 8, 3, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
+_ROUNDS = (_Effort(6, 4, 1, 3, 4), _Effort(12, 8, 2, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
 """Cheap to dear."""
 
 _ROWS_AT_ONCE = 2_000_000
@@ -69,6 +68,9 @@ _SMALL = 5000
 """With more nodes times targets, no further round is begun only because targets share a choice."""
 
 _KEPT_PER_GUIDE, _KEPT_PER_TIME, _POLISHED = 2, 3, 3
+
+_MOST_POLISHED = 400
+"""Nodes up to which pair moves are tried: their time grows with the cube."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -199,7 +201,7 @@ class _Search:
         targets = sorted({*self._unsatisfied(), *(self._shared() if effort is _ROUNDS[0] else ())})
         if targets:
             self._splice(targets, effort.spliced_pairs)
-        if effort is _ROUNDS[-1]:
+        if effort is _ROUNDS[-1] and self._table.dag.num_nodes <= _MOST_POLISHED:
             self._polish()
         self._prune()
 
@@ -324,9 +326,10 @@ class _Search:
 
     def _unsatisfied(self) -> list[int]:
         """Targets to work on."""
-        gaps = self._best()[1]
-        limit = _LARGEST_GAP if np.median(gaps) <= _MEDIAN_GAP else _MEDIAN_GAP
-        open_targets = set(np.flatnonzero(gaps > np.where(self._is_kept, min(_KEPT_GAP, limit), limit)).tolist())
+        best, gaps = self._best()
+        distinct = np.unique(best, return_index=True)[1]  # as they will be on the frontier
+        limit = _LARGEST_GAP if np.median(gaps[distinct]) <= _MEDIAN_GAP else _MEDIAN_GAP
+        open_targets = set(np.flatnonzero(gaps > limit).tolist())
         if open_targets or self._table.dag.num_nodes * len(gaps) <= _SMALL:
             open_targets.update(self._shared())
         return sorted(open_targets)
