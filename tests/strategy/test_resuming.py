@@ -38,10 +38,12 @@ def check_resumed(seen, way):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_tensors_divided_over_processes_are_saved_and_loaded_whole_or_in_parts(seen, kind):
-    losses, rates = seen["divided"][kind]
-    assert losses == pytest.approx(seen["uninterrupted"][0][-4:], abs=1e-6)
-    assert rates == seen["uninterrupted"][1][-4:]
+def test_tensors_divided_over_processes_are_saved_and_resumed_whole(seen, kind):
+    """By tensor parallelism and saved as a file, and by FSDP2 and saved in shards."""
+    (losses, rates), (expected_losses, expected_rates) = seen["divided"][kind]
+    assert len(losses) in (2, 4)
+    assert losses == pytest.approx(expected_losses[-len(losses) :], abs=1e-6)
+    assert rates == expected_rates[-len(rates) :]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

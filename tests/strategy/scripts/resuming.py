@@ -128,15 +128,14 @@ class Divided(Module):
 
 
 def divided_tensors():
-    mesh = {"tensor_parallel_size": 2}
-    report = FOLDER / "divided.json"
-    for kind, sharded in (("file", False), ("folder", True)):
-        L.seed_everything(3, verbose=False)
-        fit(4, epochs=2, save=f"divided_{kind}", mesh=mesh, module=Divided(report), sharded=sharded)
-    results["divided"] = {
-        "file": fit(2, ckpt_path=FOLDER / "divided_file/epoch=1.ckpt")[0],
-        "folder": fit(4, ckpt_path=FOLDER / "divided_folder/epoch=1.ckpt", mesh=mesh, module=Divided(report))[0],
-    }
+    L.seed_everything(3, verbose=False)
+    module = Divided(FOLDER / "divided.json")
+    fit(4, epochs=2, save="tensor_parallel", mesh={"tensor_parallel_size": 2}, module=module)
+    whole = fit(2, ckpt_path=FOLDER / "tensor_parallel/epoch=1.ckpt")[0]
+    replicas = {"data_parallel_size": 2}
+    uninterrupted, _ = fit(4, save="fsdp", mesh={**replicas, "fully_shard": True}, sharded=True)
+    resumed, _ = fit(4, ckpt_path=FOLDER / "fsdp/epoch=1.ckpt", mesh=replicas)
+    results["divided"] = {"file": [whole, results["uninterrupted"]], "folder": [resumed, uninterrupted]}
 
 
 def randomness():
