@@ -80,9 +80,8 @@ def test_a_rank_that_left_between_runs_is_missed_in_the_next(forked):
     assert re.search(r"begin: rank 2 .* died", forked[1]["a rank that has left is missed later"])
 
 
-def test_spawned_processes_give_the_whole_model_back(tmp_path):
-    run_script(SCRIPT, "spawn", tmp_path)
-    seen = read(tmp_path, "spawn")
+def test_spawned_processes_give_the_whole_model_back(forked):
+    seen = read(forked[0], "spawn")
     assert not any(seen["meta"])
     assert seen["validated"][0]["val_loss"] == pytest.approx(seen["loss"], abs=1e-6)
 

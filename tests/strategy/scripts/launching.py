@@ -1,6 +1,6 @@
 """Trains in processes that are started in many ways, and die in many ways; usage: launching.py PART FOLDER.
 
-Parts: `forks` (SLURM, deaths; all forked from this process), `spawn`, `script`, `node` (under torchrun).
+Parts: `forks` (SLURM, deaths, all forked from this process; and spawned ones), `script`, `node` (under torchrun).
 """
 
 import json
@@ -244,5 +244,6 @@ if __name__ == "__main__":
         slurm(sys.argv[3])
         deaths()
         watching()
+        spawn()
     else:
-        {"spawn": spawn, "script": script, "node": node}[sys.argv[1]]()
+        {"script": script, "node": node}[sys.argv[1]]()
