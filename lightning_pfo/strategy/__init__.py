@@ -1,4 +1,4 @@
-"""Running a model as a pipeline with torch.distributed.pipelining, and telling listeners about every instruction."""
+"""Running a model as a pipeline over torch.distributed, and telling listeners about every instruction."""
 
 from __future__ import annotations
 
