@@ -1,10 +1,12 @@
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy import layer_times
 from lightning_pfo.strategy.layer_times import measure_layer_times, measure_training_step
 from lightning_pfo.strategy.pipelined_module import find_pipelined_module
 
@@ -64,7 +66,8 @@ def test_times_add_up_to_the_step_also_where_layers_are_frozen(monkeypatch):
     owner.model[0].requires_grad_(False)
     owner.model[1].requires_grad_(False)
     ticks = iter(range(1000))
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    # the module's own clock: other threads of the process may read the real one
+    monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     loss = lambda: owner.model(torch.randn(3, 2)).sum()  # noqa: E731
     times = measure_layer_times(find_pipelined_module(owner), loss, torch.device("cpu"), repeats=1)
     # stamps: begin, layers 1, 2, 3, loss forward; loss, layer 3 and the end backward: one tick apart
