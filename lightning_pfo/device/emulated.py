@@ -29,8 +29,9 @@ _DONE_S = 1e-9  # what is left of an instruction after rounding
 class EmulatedGpu:
     """A live model of a GPU, with all methods of `Gpu`.
 
-    One thread computes (`begin_work`, `finish_work`, `set_waiting`); any thread may lock clocks or read. Locking takes
-    no lock of ours, so that a signal handler which waits for a locking thread cannot deadlock.
+    One thread computes (`begin_work`, `finish_work`, `set_waiting`); any thread may lock clocks or read. Locking and
+    reading clocks take no lock of ours, so that a signal handler which waits for the thread that sets clocks cannot
+    deadlock with the computing thread that it has interrupted.
 
     Attributes:
         physics: The model: time and power at each clock.
@@ -117,20 +118,24 @@ class EmulatedGpu:
 
     def graphics_clock_mhz(self) -> int:
         """The clock now, MHz; below the locked one where the power cap (while computing) or throttling holds it."""
-        with self._lock:
-            self._advance(self._clock.now_s())
-            if self._state == "computing":
-                return round(self.physics.effective_clock_mhz(self._landed_mhz))
-            return min(self._landed_mhz, self.config.throttle_clock_mhz or self._landed_mhz)
+        landed_mhz = self._landed_now_mhz()
+        if self._state == "computing":
+            return round(self.physics.effective_clock_mhz(landed_mhz))
+        return min(landed_mhz, self.config.throttle_clock_mhz or landed_mhz)
 
     def clock_limits(self) -> frozenset[str]:
         """`power_cap` while it holds the clock of computing down, `thermal` while throttling does."""
-        with self._lock:
-            self._advance(self._clock.now_s())
-            throttle_mhz = self.config.throttle_clock_mhz or math.inf
-            if self._state == "computing" and self.physics.capped_clock_mhz < min(self._landed_mhz, throttle_mhz):
-                return frozenset({"power_cap"})
-            return frozenset({"thermal"} if throttle_mhz < self._landed_mhz else ())
+        landed_mhz = self._landed_now_mhz()
+        throttle_mhz = self.config.throttle_clock_mhz or math.inf
+        if self._state == "computing" and self.physics.capped_clock_mhz < min(landed_mhz, throttle_mhz):
+            return frozenset({"power_cap"})
+        return frozenset({"thermal"} if throttle_mhz < landed_mhz else ())
+
+    def _landed_now_mhz(self) -> int:
+        """The requested clock that has landed last, without landing it."""
+        requests, now_s = self._requests.copy(), self._clock.now_s()
+        landed = [clock_mhz for lands_s, clock_mhz in requests if lands_s <= now_s]
+        return landed[-1] if landed else self._landed_mhz
 
     @property
     def energy_is_continuous(self) -> bool:
