@@ -45,13 +45,14 @@ from lightning_pfo.strategy.step_runner import synchronize_random_state
 
 _STATE_FILE = "lightning_pfo.json"
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_PRECISIONS = ("no", "bf16", "fp16")
 
 
 class AcceleratedPipeline(PipelinedModel):
     """A `PipelinedModel` that runs in the accelerator's mixed precision."""
 
     def __init__(self, accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, scaler=accelerator.scaler, **kwargs)
         self._autocast = accelerator.autocast
         self._is_accelerate_prepared = True  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
 
@@ -108,7 +109,7 @@ def prepare_pipeline(
 
     Raises:
         ConfigurationError: If processes were not started as Accelerate needs it, model or loader were prepared before,
-            the accelerator uses fp16 or another kind of parallelism, or the model cannot be split as asked.
+            the accelerator uses fp8 or another kind of parallelism, or the model cannot be split as asked.
     """
     _check_processes(accelerator)
     _refuse_unsupported(accelerator, model, dataloader)
@@ -166,10 +167,11 @@ def _refuse_unsupported(accelerator: Accelerator, model: nn.Module, dataloader: 
             f"prepare_pipeline works with Accelerate's plain processes (MULTI_GPU, MULTI_CPU); this Accelerator uses "
             f"{accelerator.distributed_type.value}. Launch without --use_fsdp, --use_deepspeed, --use_megatron_lm."
         )
-    if accelerator.mixed_precision not in ("no", "bf16"):
+    if accelerator.mixed_precision not in _PRECISIONS:
         raise ConfigurationError(
-            f"prepare_pipeline does not support mixed_precision={accelerator.mixed_precision!r}: stages would not "
-            f"agree on the loss scale. Use Accelerator(mixed_precision='bf16') or 'no'."
+            f"prepare_pipeline runs with mixed_precision {', '.join(map(repr, _PRECISIONS))}; got "
+            f"{accelerator.mixed_precision!r}, which replaces layers in ways that were not tried on stages. Use "
+            f"Accelerator(mixed_precision='bf16')."
         )
     if isinstance(model, DistributedDataParallel) or model in accelerator._models:
         raise ConfigurationError(
@@ -215,6 +217,7 @@ def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
             return clip(to_clip, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
+        accelerator.unscale_gradients()
         return pipeline.clip_grad_norm_(max_norm, to_clip)
 
     def prepare_same_data_loader(loader: Any, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -21,6 +22,7 @@ from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.strategy import checkpoint as checkpoints
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.gradients import clip_by_global_norm
+from lightning_pfo.strategy.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.microbatches import (
     batch_size_of,
@@ -67,6 +69,8 @@ class PipelinedModel(nn.Module):
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.
+        scaler: Scales the loss of fp16 autocast, as on one device: `scaler.scale(loss).backward()` (or `step`),
+            `scaler.step(optimizer)`, `scaler.update()`. Where one rank finds an overflow, all skip the step.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Raises:
@@ -96,6 +100,7 @@ class PipelinedModel(nn.Module):
         stages_per_rank: int | None = None,
         max_in_flight: int | None = None,
         data_parallel_size: int = 1,
+        scaler: GradScaler | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -113,6 +118,9 @@ class PipelinedModel(nn.Module):
         self.device = device if device is not None else _default_device()
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
         self._loss_fn = loss_fn
+        self._scaler = scaler
+        if scaler is not None:
+            skip_together(scaler)
         self._num_microbatches = num_microbatches
         self._make_schedule = partial(
             make_checked_schedule,
@@ -200,6 +208,7 @@ class PipelinedModel(nn.Module):
                 self._step_seed(0),
                 batch,
                 (),
+                loss_scale_of(self._scaler, self.device),
                 average_over=self._mesh.replica_group,
             )
         else:
@@ -216,7 +225,7 @@ class PipelinedModel(nn.Module):
         """
         output = self(*args, **kwargs)
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,3 +75,18 @@ def test_bf16_mixed_precision(runs):
         assert rank["bf16_dtypes"] == single["bf16_dtypes"] == ["torch.bfloat16"]
         assert rank["dtypes"] == ["torch.float32"]
         assert rank["bf16_logits"] == single["bf16_logits"] == "torch.float32"
+
+
+def test_fp16_mixed_precision_skips_steps_together(runs):
+    """In each epoch the first stage alone overflows once; the scale doubles after three good steps."""
+    single, *ranks = runs
+    half = len(single["fp16"]["loss"]) // 2
+    assert single["fp16"]["skipped"][:half] == [False, False, False, True, True, False, False]
+    assert single["fp16"]["scale"][:half] == [2.0**12, 2.0**12, 2.0**12, 2.0**11, 2.0**11, 2.0**11, 2.0**11]
+    assert single["fp16_dtypes"] == ["torch.float16"]
+    resumed = {key: values[len(values) // 2 :] for key, values in single["fp16"].items()}
+    for rank in ranks:
+        assert rank["fp16_dtypes"] == single["fp16_dtypes"]
+        for mine, theirs in ((rank["fp16"], single["fp16"]), (rank["fp16_from_single"], resumed)):
+            assert mine["skipped"] == theirs["skipped"]
+            assert_equal_histories(mine, theirs, tolerance=2e-3)

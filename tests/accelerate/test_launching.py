@@ -43,7 +43,7 @@ def refusals(tmp_path_factory):
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
         ("prepared_loader", "ConfigurationError", r"Leave the loader out of accelerator\.prepare"),
         ("no_loss", "ConfigurationError", r"returns the loss as a one-element tensor .* shape \(2, 3\)"),
-        ("half_precision", "ConfigurationError", r"mixed_precision='fp16'.* Use Accelerator\(mixed_precision='bf16'\)"),
+        ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         pytest.param(
             "without_cpu",
             "ConfigurationError",

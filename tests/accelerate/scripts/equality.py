@@ -19,6 +19,19 @@ FOLDER = Path(sys.argv[1])
 loss_fn = nn.functional.cross_entropy
 
 
+class Overflow(torch.autograd.Function):
+    """Lets the backward of one step overflow, in one layer."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
 class Run:
     """An accelerator with everything it trains."""
 
@@ -27,7 +40,12 @@ class Run:
         GradientState._reset_state()
         set_seed(3)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision)
+        if mixed_precision == "fp16":  # Accelerate itself has it on GPUs only
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
         net = Net(dropout=dropout)
+        self.overflow = 1.0
+        net.stem.register_forward_hook(lambda *a: Overflow.apply(a[2], self.overflow))
         self.forward_dtypes = set()
         for layer in net.layers:
             layer[0].register_forward_hook(lambda *a: self.forward_dtypes.add(str(a[2].dtype)))
@@ -43,7 +61,7 @@ class Run:
         else:
             self.model, self.optimizer, self.train = self.accelerator.prepare(net, optimizer, train)
         self.val, self.scheduler = self.accelerator.prepare(self.val, scheduler)
-        self.history = {"loss": [], "norm": [], "lr": [], "val": [], "accuracy": []}
+        self.history = {"loss": [], "norm": [], "lr": [], "val": [], "accuracy": [], "scale": [], "skipped": []}
 
     def loss(self, x, y):
         return self.model(x, y) if dist.is_initialized() else loss_fn(self.model(x), y)
@@ -53,17 +71,21 @@ class Run:
 
     def epoch(self):
         self.model.train()
-        for x, y in self.train:
+        for index, (x, y) in enumerate(self.train):
+            self.overflow = 1e30 if self.accelerator.scaler is not None and index == 3 else 1.0
             with self.accelerator.accumulate(self.model):
                 loss = self.loss(x, y)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.3)
-                    self.history["norm"].append(float(norm))
+                    self.history["norm"].append(float(norm) if norm.isfinite() else -1.0)
                 self.optimizer.step()
                 self.scheduler.step()
                 self.optimizer.zero_grad()
             self.history["loss"].append(loss.item())
+            self.history["skipped"].append(self.optimizer.step_was_skipped)
+            if self.accelerator.scaler is not None:
+                self.history["scale"].append(self.accelerator.scaler.get_scale())
             self.history["lr"].append(self.scheduler.get_last_lr()[0])
         self.model.eval()
         correct, count = 0, 0
@@ -119,6 +141,16 @@ def main(name):
     results["bf16_dtypes"] = sorted(run.forward_dtypes)
     with torch.no_grad():
         results["bf16_logits"] = str(run.logits(next(iter(run.val))[0]).dtype)
+
+    run = Run(mixed_precision="fp16")
+    run.epoch()
+    run.accelerator.save_state(FOLDER / f"{name}_fp16")
+    run.epoch()
+    results["fp16"] = run.history
+    results["fp16_dtypes"] = sorted(run.forward_dtypes)
+    run = resumed_run(mixed_precision="fp16", resume_from=FOLDER / "single_fp16")
+    run.epoch()
+    results["fp16_from_single"] = run.history
     (FOLDER / f"{name}_{run.accelerator.process_index}.json").write_text(json.dumps(results))
 
 

@@ -58,9 +58,9 @@ def no_loss():
     PipelinedModel(Net(), pipeline_module="layers", num_microbatches=4).step(torch.zeros(8, 6))
 
 
-def half_precision():
+def fp8_layers():
     accelerator = Accelerator(cpu=True)
-    accelerator.state._mixed_precision = "fp16"  # Accelerate itself refuses it without a GPU
+    accelerator.state._mixed_precision = "fp8"  # Accelerate itself refuses it without a GPU
     prepare_pipeline(accelerator, Net(), loss_fn=loss_fn)
 
 
@@ -69,7 +69,7 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
-CASES = (other_batches, other_norm, odd_batch, prepared_model, prepared_loader, no_loss, half_precision)
+CASES = (other_batches, other_norm, odd_batch, prepared_model, prepared_loader, no_loss, fp8_layers)
 
 
 def main():
