@@ -19,6 +19,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import checkpoint as whole
 from lightning_pfo.strategy import random_state, sharded_checkpoint
 from lightning_pfo.strategy.checkpoint_files import SafeCheckpointIO
+from lightning_pfo.strategy.finetuning import restore_groups
 from lightning_pfo.strategy.processes import MeshStrategy
 from lightning_pfo.strategy.weight_averaging import gather_averages
 
@@ -107,6 +108,7 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        restore_groups(self._module().trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             whole.load_optimizer_state(optimizer, state)
         _optimizers_to_device(self.optimizers, self.root_device)

@@ -51,7 +51,7 @@ class Pipeline:
         layers: The layers of this rank's stages.
         redirection: What patches the pipelined module.
         shared: Parameters that every rank holds.
-        trainable: Parameters this rank holds that are trained.
+        held: Parameters this rank holds.
         description: The stages, for people.
     """
 
@@ -60,7 +60,7 @@ class Pipeline:
     layers: list[nn.Module]
     redirection: StepRedirection
     shared: list[nn.Parameter]
-    trainable: list[nn.Parameter]
+    held: list[nn.Parameter]
     description: str
 
     def release(self) -> None:
@@ -164,10 +164,10 @@ def build_pipeline(
     owner = model if owner is None else owner
     redirection = StepRedirection(owner, split.pipelined.module, split.pipelined.name)
     redirection.install()
-    trainable = [parameter for parameter in local_parameters(model) if parameter.requires_grad]
-    runner = StepRunner(engine, owner, redirection, trainable, shared, replica_group)
+    held = local_parameters(model)
+    runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), replica_group)
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
-    return Pipeline(engine, runner, own_layers, redirection, shared, trainable, description)
+    return Pipeline(engine, runner, own_layers, redirection, shared, held, description)
 
 
 def _agree_on_initial_values(

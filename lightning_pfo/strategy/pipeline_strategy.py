@@ -33,6 +33,7 @@ from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_pfo.strategy.configuration_checks import check_configuration
+from lightning_pfo.strategy.finetuning import add_the_same_everywhere, compare_values
 from lightning_pfo.strategy.gradients import average_gradients
 from lightning_pfo.strategy.layer_times import measure_training_step
 from lightning_pfo.strategy.loss_scaling import loss_scale_of
@@ -214,6 +215,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._split(self._module())
         split_averages(trainer, self._module())
+        add_the_same_everywhere(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -356,13 +358,14 @@ class PfoPipelineStrategy(CheckpointStrategy):
     @override
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         if not self._accumulating:
-            average_gradients(self._get_pipeline().trainable, self.mesh.replica_group)
+            average_gradients(self._get_pipeline().held, self.mesh.replica_group)
 
     @override
     def teardown(self) -> None:
         if self._pipeline is not None:
             self._pipeline.release()
         restore(self.precision_plugin)
+        compare_values()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             move_local_tensors(self.lightning_module, torch.device("cpu"))

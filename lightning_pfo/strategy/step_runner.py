@@ -37,8 +37,9 @@ class StepRunner:
         engine: The pipeline engine of this rank.
         owner: The user's module whose steps are run.
         redirection: Patches the pipelined module of `owner`.
-        parameters: Trainable parameters this rank holds.
+        parameters: Parameters this rank holds.
         shared: Parameters every rank holds.
+        everywhere: All parameters of the model, those of other ranks too; which of them are trained may change.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
     """
 
@@ -49,6 +50,7 @@ class StepRunner:
         redirection: StepRedirection,
         parameters: list[nn.Parameter],
         shared: list[nn.Parameter],
+        everywhere: list[nn.Parameter],
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine = engine
@@ -56,6 +58,7 @@ class StepRunner:
         self._redirection = redirection
         self._parameters = parameters
         self._shared = shared
+        self._everywhere = everywhere
         self._hosts = host_group(engine.group, engine.device)
         self._exchanges: dict[str, ValueExchange] = {}
         for metric in metrics_of(owner):
@@ -168,6 +171,8 @@ class StepRunner:
 
         with random_state.isolated(engine.device):
             signature = _signature(microbatches[0])
+            if kind == "train":  # what is trained decides which gradients stages send
+                signature = (signature, tuple(parameter.requires_grad for parameter in self._everywhere))
             engine.run(num_microbatches, signature, step_seed, inputs, loss_function, train=kind == "train")
         mine = None
         if engine.is_last:

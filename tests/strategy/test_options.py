@@ -23,6 +23,7 @@ TOLERANCE = {
     "clip_by_value": 2e-5,
     "frozen_first": 2e-5,
     "frozen_last": 2e-5,
+    "finetuned": 2e-5,
     "recomputed": 2e-5,
     "ema": 2e-5,
     "swa": 2e-5,

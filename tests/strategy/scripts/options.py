@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import PlainModule, make_loaders
 from torch.distributed.tensor import DTensor, Replicate
@@ -86,6 +86,23 @@ class Divided(Overflows):
                 parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
 
 
+class Finetuned(Module):
+    """Only the head is trained at first."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze([module.stem, module.model])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch < 2:  # of two stages the last one comes first
+            layers = module.model[4:] if epoch == 0 else [module.stem, module.model[:4]]
+            self.unfreeze_and_add_param_group(layers, optimizer)
+
+
 class SavesFirstEpoch(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -112,6 +129,10 @@ def swa():
     return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)], "max_epochs": 3}
 
 
+def finetuning():
+    return {"callbacks": [Unfreezes()], "max_epochs": 3}
+
+
 RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "16_mixed": (Module, lambda: fp16(2.0**20) | {"accumulate_grad_batches": 2}, {}),
     "16_mixed_overflow": (Overflows, lambda: fp16(2.0**16) | {"gradient_clip_val": None}, {}),
@@ -127,6 +148,7 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "clip_by_value": (Module, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
     "frozen_first": (partial(Module, ["stem", "model.0", "model.1", "model.2"]), dict, {}),
     "frozen_last": (partial(Module, ["head", "model.3", "model.4", "model.5"]), dict, {}),
+    "finetuned": (Finetuned, finetuning, {}),
     "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
     "ema": (Module, ema, {}),
     "swa": (Module, swa, {}),
@@ -155,11 +177,11 @@ def fit(name, where):
             devices=1 if where == "single" else 2,
             **defaults | trainer_options(),
         )
-        averaging = trainer.max_epochs > 1
-        if averaging and ckpt_path is None:
+        resumed = trainer.max_epochs > 1
+        if resumed and ckpt_path is None:
             trainer.callbacks.append(SavesFirstEpoch(checkpoint))
         trainer.fit(module, train, val, ckpt_path=ckpt_path)
-        if not averaging:
+        if not resumed:
             break
     weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
