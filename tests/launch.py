@@ -1,18 +1,23 @@
 """Running training scripts in processes of their own, and leaving none behind."""
 
 import contextlib
+import functools
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
 
-def run_script(script, *arguments, timeout_s=180, expect_success=True, **environment):
+def run_script(script, *arguments, timeout_s=180, expect_success=True, fresh=False, **environment):
     """Run a Python script; returns the completed process with its output (stdout and stderr together)."""
-    process = start_script(script, *arguments, **environment)
+    process = start_script(script, *arguments, fresh=fresh, **environment)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     finally:
@@ -22,8 +27,11 @@ def run_script(script, *arguments, timeout_s=180, expect_success=True, **environ
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def start_script(script, *arguments, **environment):
-    """Start a Python script in a session of its own, with a clean distributed environment."""
+def start_script(script, *arguments, fresh=False, **environment):
+    """Start a Python script in a session of its own, with a clean distributed environment.
+
+    It is forked from a process that has imported all it needs; if `fresh`, it is started as users do.
+    """
     dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {
@@ -31,16 +39,71 @@ def start_script(script, *arguments, **environment):
         "OMP_NUM_THREADS": "1",
         **environment,
     }
+    command = [str(script), *map(str, arguments)]
+    if not fresh:
+        return ForkedScript(command, env)
+    return start_interpreter(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def start_interpreter(command, env, **options):
     return subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        [sys.executable, *command],
         stdin=subprocess.DEVNULL,
-        text=True,
         env=env,
         start_new_session=True,
         preexec_fn=heed_signals,
+        **options,
     )
+
+
+class ForkedScript:
+    """A script forked by `script_server.py`; has what is used here of `subprocess.Popen`."""
+
+    def __init__(self, command, env):
+        self.args, self.returncode = command, None
+        (output, write_output), (state, write_state) = os.pipe(), os.pipe()
+        self.stdout, self._state = os.fdopen(output), os.fdopen(state)
+        message = json.dumps({"arguments": command, "environment": env}).encode()
+        socket.send_fds(_script_server(), [message], [write_output, write_state])
+        os.close(write_output)
+        os.close(write_state)
+        self.pid = int(self._state.readline())
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            self.returncode = int(self._read(self._state, timeout))
+            self._state.close()
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        output = self._read(self.stdout, timeout)
+        self.stdout.close()
+        self.wait(timeout)
+        return output, None
+
+    def _read(self, file, timeout):
+        """Returns all until the end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        poll, parts = select.poll(), []
+        poll.register(file, select.POLLIN)
+        while poll.poll(None if deadline is None else max(0, 1e3 * (deadline - time.monotonic()))):
+            part = os.read(file.fileno(), 1 << 16)
+            if not part:
+                return b"".join(parts).decode()
+            parts.append(part)
+        raise subprocess.TimeoutExpired(self.args, timeout, b"".join(parts))
+
+
+@functools.cache
+def _script_server():
+    """The connection to it; it ends when the connection is closed, at the latest when this process ends."""
+    connection, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    script = Path(__file__).with_name("script_server.py")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [str(script), str(of_server.fileno())]
+    start_interpreter(command, env, stdout=subprocess.DEVNULL, pass_fds=[of_server.fileno()])
+    of_server.close()
+    return connection
 
 
 def heed_signals():

@@ -5,7 +5,7 @@ from tests.launch import run_script
 
 def run_with_torchrun(script, *arguments, num_processes=2, **options):
     """`torchrun --nproc_per_node NUM_PROCESSES SCRIPT ARGUMENTS`."""
-    return run_script("-m", *torchrun(num_processes), script, *arguments, **options)
+    return run_script("-m", *torchrun(num_processes), script, *arguments, fresh=True, **options)
 
 
 def torchrun(num_processes):
@@ -15,4 +15,4 @@ def torchrun(num_processes):
 
 def run_with_accelerate(*arguments, **options):
     """`accelerate launch ARGUMENTS`."""
-    return run_script("-m", "accelerate.commands.launch", *arguments, **options)
+    return run_script("-m", "accelerate.commands.launch", *arguments, fresh=True, **options)

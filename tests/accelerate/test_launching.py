@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def test_one_process_is_a_pipeline_of_one_stage():
-    output = run_script(SCRIPTS / "alone.py").stdout
+    output = run_script(SCRIPTS / "alone.py", fresh=True).stdout
     assert "on 1 processes" in output
     assert "imported Lightning: False" in output
 

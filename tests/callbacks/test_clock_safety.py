@@ -22,7 +22,7 @@ def environment_of(driver, scenario="normal"):
 
 
 def test_clocks_follow_the_plan_and_are_restored_at_the_end(fake_driver):  # noqa: F811
-    output = run_script(SCRIPT, "return", **environment_of(fake_driver)).stdout
+    output = run_script(SCRIPT, "return", "forks", **environment_of(fake_driver)).stdout
     assert "finished 6" in output
     changes = fake_driver.changes()
     assert {change.gpu for change in changes} == {0, 1}
@@ -32,7 +32,7 @@ def test_clocks_follow_the_plan_and_are_restored_at_the_end(fake_driver):  # noq
 
 
 def test_an_exception_restores_the_clocks(fake_driver):  # noqa: F811
-    result = run_script(SCRIPT, "exception", expect_success=False, **environment_of(fake_driver))
+    result = run_script(SCRIPT, "exception", "forks", expect_success=False, **environment_of(fake_driver))
     assert result.returncode != 0
     assert "the user's own mistake" in result.stdout
     assert fake_driver.changes()
@@ -41,7 +41,7 @@ def test_an_exception_restores_the_clocks(fake_driver):  # noqa: F811
 
 @pytest.mark.parametrize(("signum", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
 def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, signum, to_all):  # noqa: F811
-    process = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    process = start_script(SCRIPT, "signal", "script", **environment_of(fake_driver))
     try:
         for line in process.stdout:
             if line.strip() == "training":
@@ -62,14 +62,14 @@ def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, signum,
 
 
 def test_without_permission_training_goes_on_with_one_warning(fake_driver):  # noqa: F811
-    output = run_script(SCRIPT, "return", **environment_of(fake_driver, "no_permission")).stdout
+    output = run_script(SCRIPT, "return", "forks", **environment_of(fake_driver, "no_permission")).stdout
     assert "finished 6" in output
     assert output.count("Training goes on without clock control") == 1
     assert fake_driver.locked_gpus() == {}
 
 
 def test_a_killed_rank_leaves_no_gpu_locked(fake_driver):  # noqa: F811
-    process = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    process = start_script(SCRIPT, "signal", "forks", **environment_of(fake_driver))
     try:
         for line in process.stdout:
             if line.strip() == "training":
@@ -91,13 +91,13 @@ def test_a_killed_rank_leaves_no_gpu_locked(fake_driver):  # noqa: F811
 
 
 def test_a_second_job_on_the_same_gpus_is_refused_before_training(fake_driver):  # noqa: F811
-    first = start_script(SCRIPT, "signal", **environment_of(fake_driver))
+    first = start_script(SCRIPT, "signal", "forks", **environment_of(fake_driver))
     try:
         for line in first.stdout:
             if line.strip() == "training":
                 break
         holder = next(change.pid for change in fake_driver.changes() if change.gpu == 0)
-        second = run_script(SCRIPT, "return", expect_success=False, **environment_of(fake_driver))
+        second = run_script(SCRIPT, "return", "forks", expect_success=False, **environment_of(fake_driver))
         assert second.returncode != 0
         assert f"are held by process {holder}, another job" in second.stdout
         assert "finished" not in second.stdout

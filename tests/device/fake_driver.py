@@ -95,6 +95,16 @@ def _compile(compiler: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="fake-nvml-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = Path(__file__).with_name("fake_nvml.c")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o"]
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wl,-soname,libnvidia-ml.so.1",
+        "-o",
+    ]
     subprocess.run([*command, str(folder / "libnvidia-ml.so.1"), str(source)], check=True)
     return folder

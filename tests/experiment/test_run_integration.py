@@ -19,7 +19,7 @@ def run_example(name, output_dir, *overrides, **options):
 
 
 def test_gpt_profiles_plans_trains_and_reports(tmp_path):
-    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "plan=slowdown_2_percent").stdout
+    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "plan=slowdown_2_percent", fresh=True).stdout
     for text in ("1/4 Profiling 2 stages x 8 microbatches", "4/4 Training 4 steps", "EMULATED"):
         assert output.count(text) == 1, output  # said once, by rank 0
 

@@ -87,7 +87,7 @@ def test_spawned_processes_give_the_whole_model_back(forked):
 
 
 def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path):
-    process = start_script(SCRIPT, "script", tmp_path)
+    process = start_script(SCRIPT, "script", tmp_path, fresh=True)
     try:
         output, _ = process.communicate(timeout=180)
         deadline = time.monotonic() + 20
@@ -103,7 +103,9 @@ def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path):
 def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
     torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     nodes = [
-        start_script("-m", "torch.distributed.run", *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path)
+        start_script(
+            "-m", "torch.distributed.run", *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path, fresh=True
+        )
         for rank in (0, 1)
     ]
     try:

@@ -15,6 +15,7 @@ from lightning_pfo.core.frequency_plan import uniform_plan
 from lightning_pfo.core.pipeline_schedule import one_f_one_b
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import plan_frontier, save_frontier
+from tests.ranks import run_ranks
 
 GPU = replace(load_gpu_config("emulated_a100"), forward_s=0.006, clock_latency_s=0.001)
 results = {}
@@ -95,4 +96,4 @@ def main(folder):
     (folder / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
-main(sys.argv[1])
+run_ranks(main, DEVICES, sys.argv[1])

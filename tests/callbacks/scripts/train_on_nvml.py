@@ -1,4 +1,7 @@
-"""Trains under a plan on NVML GPUs until something ends it: `train_on_nvml.py ENDING`."""
+"""Trains under a plan on NVML GPUs until something ends it: `train_on_nvml.py ENDING LAUNCH`.
+
+The ranks are forked (LAUNCH is `forks`), or started by Lightning, which runs the script again (`script`).
+"""
 
 import sys
 import time
@@ -9,6 +12,7 @@ from common import DEVICES, fit
 from lightning_pfo.callbacks import FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.pipeline_schedule import one_f_one_b
+from tests.ranks import run_ranks
 
 
 class Ending(L.Callback):
@@ -25,10 +29,17 @@ class Ending(L.Callback):
             time.sleep(0.02)
 
 
-schedule = one_f_one_b(DEVICES, 4)
-clocks = tuple(tuple(1410 - 15 * (index % 3) for index in range(len(order))) for order in schedule.orders)
-plan = FrequencyPlan(schedule, clocks, 1.0, 1.0)
-ending = sys.argv[1]
-callback = FrequencyPlanCallback(plan, gpu="nvml")
-fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000)
-print(f"finished {len(callback.measurements)}", flush=True)
+def main(ending):
+    schedule = one_f_one_b(DEVICES, 4)
+    clocks = tuple(tuple(1410 - 15 * (index % 3) for index in range(len(order))) for order in schedule.orders)
+    plan = FrequencyPlan(schedule, clocks, 1.0, 1.0)
+    callback = FrequencyPlanCallback(plan, gpu="nvml")
+    fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000)
+    print(f"finished {len(callback.measurements)}", flush=True)
+
+
+ending, launch = sys.argv[1:]
+if launch == "forks":
+    run_ranks(main, DEVICES, ending)
+else:
+    main(ending)

@@ -1,10 +1,9 @@
 """Precision, clipping, frozen layers and other options on two stages, each compared with one device.
 
-Usage: options.py FOLDER [RUN...]. The process that starts the other makes every run on one device first.
+Usage: options.py FOLDER [RUN...].
 """
 
 import json
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pfo.callbacks import EnergyProfilerCallback
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
 
@@ -216,14 +216,17 @@ def whole(parameter):
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def main(names):
-    if "LOCAL_RANK" not in os.environ:  # the first process, before it starts the other
-        for name in names:
-            (FOLDER / f"{name}_single.json").write_text(json.dumps(fit(name, "single")))
+def one_device(names):
+    for name in names:
+        (FOLDER / f"{name}_single.json").write_text(json.dumps(fit(name, "single")))
+
+
+def two_stages(names):
     for name in names:
         result = fit(name, "pipeline")
         (FOLDER / f"{name}_{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
     profile_replicas()
 
 
-main(sys.argv[2:] or list(RUNS))
+for num_ranks, function in enumerate((one_device, two_stages), start=1):
+    run_ranks(function, num_ranks, sys.argv[2:] or list(RUNS))

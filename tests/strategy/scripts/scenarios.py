@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
 
 DEVICES = 3
 results = {}
@@ -318,4 +319,4 @@ def main(output):
     Path(output, f"rank_{trainer_rank()}.json").write_text(json.dumps(results))
 
 
-main(sys.argv[1])
+run_ranks(main, DEVICES, sys.argv[1])
