@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import EventEmitter, InstructionListener
-from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.executor import Executor
@@ -23,7 +21,6 @@ from lightning_pfo.strategy.stage import CountedWork, Stage
 from lightning_pfo.strategy.stage_layers import accumulate_only, reduce_over_replicas, release_gathered
 from lightning_pfo.strategy.stage_module import StageModule
 from lightning_pfo.strategy.step_redirection import ModuleInputs
-from lightning_pfo.strategy.torch_runtime import check_split_backward
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps the model's output for a microbatch and the microbatch's index to a loss."""
@@ -114,12 +111,10 @@ class PipelineEngine:
         """Fix the number of microbatches of training iterations, which makes `schedule` known.
 
         Raises:
-            ConfigurationError: If the schedule, or this torch, cannot run that many.
+            ConfigurationError: If the schedule cannot run that many.
         """
         if self.schedule is None or self.schedule.num_microbatches != num_microbatches:
-            schedule = self._make_schedule(num_microbatches)
-            check_split_backward(schedule)
-            self.schedule = schedule
+            self.schedule = self._make_schedule(num_microbatches)
 
     def iteration_begin(self) -> None:
         """Tell listeners that a training iteration begins."""
@@ -188,26 +183,11 @@ class PipelineEngine:
         shapes = infer_shapes(
             self._modules, self._placement, self.device, self.group, before_forward=self._before_forward, train=train
         )
-        if train and any(module.takes_inputs_everywhere for module in self._modules.values()):
-            self._check_split_backward(shapes)
         stages = {stage: self._make_stage(stage, shapes[stage], train) for stage in self.stages}
         schedule = self.schedule if train else forward_only(self._placement, num_microbatches)
         assert schedule is not None
         layouts = {stage: module.layout for stage, module in self._modules.items()}
         return Executor(schedule, stages, self.group), layouts
-
-    def _check_split_backward(self, shapes: Mapping[int, StageShapes]) -> None:
-        """Refuse on all ranks what torch's split backward gets wrong: it misses what depends on no received tensor."""
-        assert self.schedule is not None
-        last = self.num_stages - 1
-        sent = [sum(spec.requires_grad for spec in shapes[stage].returned) for stage in self.stages if stage != last]
-        splits = any(instruction.type is InstructionType.INPUT_GRADIENT for instruction in self.schedule.instructions)
-        if max(self.all_gather(max(sent, default=0))) > 1 and splits:
-            raise ConfigurationError(
-                f"Schedule {self.schedule.name!r} computes input gradients and weight gradients one after the other, "
-                f"but the stages of this model send each other several differentiable tensors, for which torch's "
-                f"gradients would be incomplete. Use schedule='1f1b' or 'interleaved_1f1b'."
-            )
 
     def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> Stage:
         return Stage(

@@ -147,7 +147,7 @@ def build_pipeline(
         recompute_activations(own_layers)
     if compile:
         compile_layers(own_layers)
-    modules = {stage: split.stage_module(stage, boundaries, parts, device, shared) for stage in stages}
+    modules = {stage: split.stage_module(stage, boundaries, parts, device) for stage in stages}
     if shard_over is not None:
         shard_over_replicas((layer for module in modules.values() for layer in module.layers), shard_over, shared)
     engine = PipelineEngine(

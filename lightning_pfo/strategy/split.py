@@ -64,7 +64,6 @@ class Split:
         boundaries: Boundaries,
         parts: Sequence[Part],
         device: torch.device,
-        shared: Sequence[nn.Parameter],
     ) -> StageModule:
         """Make the module that a stage runs.
 
@@ -73,19 +72,13 @@ class Split:
             boundaries: The partition.
             parts: What each stage runs.
             device: Where the stage runs.
-            shared: Parameters that every rank keeps.
         """
         start, stop = boundaries[stage], boundaries[stage + 1]
         is_last = stop == len(self.pipelined.layers)
         if not self.pipelined.is_tower:
-            return StageModule(
-                self.layers(stage, boundaries),
-                is_first=start == 0,
-                is_last=is_last,
-                loss_parameters=shared if is_last else (),
-            )
+            return StageModule(self.layers(stage, boundaries), is_first=start == 0, is_last=is_last)
         owned = [part.module for part in parts[len(self.pipelined.layers) :] if stage in part.stages]
-        return TowerStage(self.pipelined, start, stop, owned=owned, device=device, shared=shared)
+        return TowerStage(self.pipelined, start, stop, owned=owned, device=device)
 
 
 def find_split(root: nn.Module, name: str | None = None) -> Split:

@@ -15,8 +15,8 @@ import torch
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.shapes import StageShapes, TensorSpec
+from lightning_pfo.strategy.split_backward import backward_of_inputs
 from lightning_pfo.strategy.stage_module import StageModule
-from lightning_pfo.strategy.torch_runtime import backward_of_inputs, backward_of_weights
 from lightning_pfo.strategy.work_counter import WorkCounter
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
@@ -142,8 +142,7 @@ class Stage:
         inputs, outputs = self._in_flight.pop(microbatch)
         differentiable = [tensor for tensor in inputs if tensor.requires_grad]
         if differentiable and outputs:
-            groups = backward_of_inputs(outputs, gradients, differentiable, self._module.parameters())
-            self._weight_gradients[microbatch] = partial(self._finish_weights, groups)
+            self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
         else:  # nobody waits for it: the whole backward is done with the weights
             self._weight_gradients[microbatch] = partial(_backward, outputs, gradients)
         return _gradients_of(inputs)
@@ -151,9 +150,6 @@ class Stage:
     def _weight_gradient(self, microbatch: int, received: Tensors) -> Tensors:
         self._weight_gradients.pop(microbatch)()
         return ()
-
-    def _finish_weights(self, groups: Any) -> None:
-        backward_of_weights(self._module.parameters(), groups)
 
 
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:

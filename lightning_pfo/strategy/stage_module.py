@@ -22,23 +22,13 @@ class StageModule(nn.Module):
         layers: The layers.
         is_first: Whether this is the first stage.
         is_last: Whether this is the last stage.
-        loss_parameters: On the last stage, parameters outside the layers that the loss may use. torch asks the module
-            for its parameters when it computes weight gradients on their own.
     """
 
     takes_inputs_everywhere = False
     """Whether every stage, not only the first, is given the model's inputs."""
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        *,
-        is_first: bool,
-        is_last: bool,
-        loss_parameters: Sequence[nn.Parameter] = (),
-    ) -> None:
+    def __init__(self, layers: Sequence[nn.Module], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
-        self.loss_parameters = nn.ParameterList(loss_parameters)
         self.layers = nn.ModuleList(layers)
         self.is_first = is_first
         self.is_last = is_last

@@ -56,7 +56,6 @@ class TowerStage(StageModule):
         stop: The layer after the last.
         owned: The surrounding modules that this stage runs.
         device: Where the stage runs.
-        shared: Parameters that every rank keeps, any of which the stage may use.
     """
 
     takes_inputs_everywhere = True
@@ -69,15 +68,9 @@ class TowerStage(StageModule):
         *,
         owned: Sequence[nn.Module],
         device: torch.device,
-        shared: Sequence[nn.Parameter] = (),
     ) -> None:
         own = [site.module for site in pipelined.layers[start:stop]]
-        super().__init__(
-            [*own, *owned],
-            is_first=start == 0,
-            is_last=stop == len(pipelined.layers),
-            loss_parameters=shared,
-        )
+        super().__init__([*own, *owned], is_first=start == 0, is_last=stop == len(pipelined.layers))
         self._name = f"{type(pipelined.module).__name__} {pipelined.name!r}"
         self._pipelined = pipelined
         self._call_module = pipelined.module.forward  # as it is now, before steps are redirected

@@ -27,7 +27,7 @@ class Stages:
             shared = find_shared_parameters(root, parts)
             release_other_parts(parts, [stage], shared)
             self.roots.append(root)
-            self.modules.append(split.stage_module(stage, boundaries, parts, torch.device("cpu"), shared))
+            self.modules.append(split.stage_module(stage, boundaries, parts, torch.device("cpu")))
             self.shared.append(shared)
 
     def run(self, *args, **kwargs):

@@ -16,7 +16,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-@pytest.mark.parametrize("name", ["frozen", "pairs", "views"])
+@pytest.mark.parametrize("name", ["frozen", "pairs", "several", "views"])
 def test_gradients_are_those_of_one_process(ranks, name, schedule):
     expected = ranks[0][name]
     assert len(expected) >= 4

@@ -34,6 +34,26 @@ class Pair(nn.Module):
         return x, mask, x.exp()
 
 
+class Biased(nn.Module):
+    """Hands on what it computed from its input, and a bias that depends on weights alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.table = nn.Parameter(torch.rand(1, 6))
+
+    def forward(self, value):
+        x, bias = value if isinstance(value, tuple) else (value, None)
+        if bias is None:
+            bias = self.table.exp().expand(x.shape)
+        return (self.linear(x) * bias).tanh(), bias + self.table.expand(x.shape)
+
+
+class Sum(nn.Module):
+    def forward(self, value):
+        return value[0] + value[1]
+
+
 class First(nn.Module):
     def forward(self, value):
         return value[0]
@@ -43,12 +63,16 @@ def pairs():
     return nn.Sequential(*(Pair() for _ in range(3)), First())
 
 
+def several():
+    return nn.Sequential(*(Biased() for _ in range(3)), Sum())
+
+
 def views():
     """Stages end with a view of what they computed."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (2, 3)), nn.Flatten(1)) for _ in range(4)))
 
 
-MODELS = {"frozen": frozen, "pairs": pairs, "views": views}
+MODELS = {"frozen": frozen, "pairs": pairs, "several": several, "views": views}
 
 
 def make(name):

@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.strategy import families
 
 PARTITIONS = {"llama": "type:DecoderLayer", "gpt2": "custom:0,1,3,4", "t5": "parameters", "opt": "profile"}
+SCHEDULES = {"t5": "interleaved_zero_bubble"}  # stages send each other several differentiable tensors
 
 
 class Batches(Dataset):
@@ -65,7 +66,8 @@ class BuiltOnMeta(Module):
 def run(module, family, partition, devices):
     L.seed_everything(3)
     loader = DataLoader(Batches(family), batch_size=8)
-    strategy = PfoPipelineStrategy(partition=partition, num_microbatches=4)
+    schedule = {"schedule": SCHEDULES[family], "stages_per_rank": 2} if family in SCHEDULES else {}
+    strategy = PfoPipelineStrategy(partition=partition, num_microbatches=8 if schedule else 4, **schedule)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
