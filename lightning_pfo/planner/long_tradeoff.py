@@ -22,6 +22,9 @@ from lightning_pfo.planner.tradeoff import Progress, TradeoffPoint, fastest_time
 LONG_PIPELINE = 4000
 """Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
 
+LONG_MARGIN, LONG_PIECES = 16, 6
+"""Microbatches at either end of a steady state that are not merged, and how many runs the rest is cut into."""
+
 _SWEEPS = (8, 4)
 """Sweeps of event moves; slack is spent after each number of them."""
 
@@ -61,7 +64,7 @@ def trace_long_tradeoff(
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
     tangents, found = [], []
     for done, target in enumerate(targets, 1):
-        relaxed = programme.solve(target)
+        relaxed = programme.with_timetable(programme.solve(target))
         tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + rate))
         choices = [round_to_options(dag, options, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -61,36 +62,40 @@ class MergedTradeoff:
         self._dag = dag
         self._map = _Map(dag, options, runs)
         self._below = RelaxedTradeoff(self._map.dag, self._map.options)
-        self._above = RelaxedTradeoff(self._map.dag, self._map.options)
         nodes_of: dict[OptionSet, list[int]] = defaultdict(list)
         for node, opts in enumerate(options):
             nodes_of[opts].append(node)
         self._nodes_of = {opts: np.array(nodes) for opts, nodes in nodes_of.items()}
 
     def solve(self, time: float) -> RelaxedSolution:
-        """Cost and flow of the optimum from below, starts and durations of the optimum from above.
-
-        Where no uniform steady state is as fast (near the fastest time), the timetable is that of a longer time,
-        compressed: its durations do not fit it. Where none is found, it is also from below.
-
-        Args:
-            time: Iteration time in seconds.
+        """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
 
         Raises:
             PlanError: If the time is shorter than the longest path of the fastest options.
         """
-        below = self._bounded(self._below.solve(time))
+        return self._bounded(self._below.solve(time))
+
+    def solve_with_rate(self, rate: float) -> RelaxedSolution:
+        """Optimum from below over all iteration times when every second costs `rate` joules more."""
+        return self._bounded(self._below.solve_with_rate(rate))
+
+    def with_timetable(self, below: RelaxedSolution) -> RelaxedSolution:
+        """The same with starts and durations of the optimum from above.
+
+        Where no uniform steady state is as fast (near the fastest time), the timetable is that of a longer time,
+        compressed: its durations do not fit it. Where none is found, it remains as it is.
+        """
         for stretch in _STRETCHES:
             try:
-                starts, durations = self._timetable(time * stretch)
+                starts, durations = self._timetable(below.time * stretch)
             except PlanError:
                 continue
             return replace(below, starts=starts / stretch, durations=durations)
         return below
 
-    def solve_with_rate(self, rate: float) -> RelaxedSolution:
-        """Optimum over all iteration times when every second costs `rate` joules more; all of it from below."""
-        return self._bounded(self._below.solve_with_rate(rate))
+    @cached_property
+    def _above(self) -> RelaxedTradeoff:
+        return RelaxedTradeoff(self._map.dag, self._map.options)
 
     def _bounded(self, merged: RelaxedSolution) -> RelaxedSolution:
         """From the merged DAG to the whole one, with the bound of the flow as the cost."""

@@ -18,13 +18,6 @@ import numpy.typing as npt
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
 
-MARGIN = 16
-"""Microbatches at either end of a steady state that are taken for its beginning or its end."""
-
-_LEAST_MICROBATCHES = 32
-"""A middle is worth having if it spans so many."""
-
-_PIECES = 6
 _CLEARLY_LONGER = 1.05
 _LEAST_PERIODS = 4
 
@@ -58,20 +51,24 @@ class _Repetition:
         return (self.end - self.begin) // self.period
 
 
-def steady_middles(schedule: PipelineSchedule) -> list[Run]:
-    """The middle of each periodic part of each rank's order: whole periods, `MARGIN` microbatches from its ends.
+def steady_middles(schedule: PipelineSchedule, *, margin: int, pieces: int = 1) -> list[Run]:
+    """The middle of each periodic part of each rank's order, in whole periods.
 
-    A middle is cut into pieces of about equal length, so that the pace may change along it.
-    Parts whose middle is short are left out, so a pipeline of few microbatches has none.
+    Parts whose middle is shorter than two margins are left out, so a pipeline of few microbatches has none.
+
+    Args:
+        schedule: The order.
+        margin: Microbatches at either end of a periodic part that are taken for its beginning or its end.
+        pieces: A middle is cut into so many runs of about equal length, so that the pace may change along it.
     """
     runs, first = [], 0
     for order in schedule.orders:
         for part in _repetitions(order):
-            skipped = -(-MARGIN // abs(part.shift))
+            skipped = -(-margin // abs(part.shift))
             periods = part.num_periods - 2 * skipped
-            if periods * abs(part.shift) >= _LEAST_MICROBATCHES:
+            if periods * abs(part.shift) >= 2 * margin:
                 begin = first + part.begin + skipped * part.period
-                bounds = [begin + part.period * (periods * i // _PIECES) for i in range(_PIECES + 1)]
+                bounds = [begin + part.period * (periods * i // pieces) for i in range(pieces + 1)]
                 runs += [Run(*piece, part.period) for piece in pairwise(bounds) if piece[0] < piece[1]]
         first += len(order)
     return sorted(runs, key=lambda run: run.begin)

@@ -3,7 +3,8 @@
 A choice takes one option for every node; its time is the longest path, its cost the sum of its options' costs plus a
 rate times its time. `trace_tradeoff` solves the relaxation at some times from slow to fast and searches near all
 targets side by side, with the solution nearest to each as its guide. Targets whose gap is still too large get a
-relaxation of their own and wider searches; what was found so far is spliced.
+relaxation of their own and wider searches; what was found so far is spliced. In pipelines with a long steady state the
+relaxation is a merged one, which bounds from below as well, until the last round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
 from lightning_pfo.planner.local_search import polish
 from lightning_pfo.planner.lower_bound import LowerBound
+from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.splicing import splice
+from lightning_pfo.planner.steady_state import Run
 
 _LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
@@ -101,6 +104,7 @@ def trace_tradeoff(
     num_points: int = 50,
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
+    runs: Sequence[Run] = (),
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
@@ -112,13 +116,14 @@ def trace_tradeoff(
         num_points: Number of times, equally spaced, near which choices are wanted.
         times: Further times in seconds that must be kept to; brought into the range of the frontier.
         deadlines: The same, but one shorter than the fastest choice is an error.
+        runs: Middles of steady states, merged in the relaxation, see `steady_middles`.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    search = _Search(dag, options, rate, fastest, on_progress)
+    search = _Search(dag, options, rate, fastest, runs, on_progress)
     kept = {min(max(time, fastest), search.slowest) for time in (*times, *deadlines, fastest, search.slowest)}
     search.relax(num_points, kept)
     for effort in _ROUNDS:
@@ -151,10 +156,12 @@ class _Search:
         options: Sequence[OptionSet],
         rate: float,
         fastest: float,
+        runs: Sequence[Run],
         on_progress: Progress | None,
     ) -> None:
         self._table, self._rate, self._on_progress = ChoiceTable(dag, options), rate, on_progress
-        self._programme = RelaxedTradeoff(dag, options)
+        self._problem, self._is_merged = (dag, options), bool(runs)
+        self._programme = MergedTradeoff(dag, options, runs) if runs else RelaxedTradeoff(dag, options)
         self._bound = LowerBound(self._table, rate)
         self._relaxed = [self._programme.solve_with_rate(rate)]
         self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
@@ -190,6 +197,8 @@ class _Search:
     def improve(self, effort: _Effort) -> None:
         """Search and splice near all targets whose gap is too large."""
         targets = self._unsatisfied()
+        if targets and self._is_merged and effort is _ROUNDS[-1]:
+            self._is_merged, self._programme = False, RelaxedTradeoff(*self._problem)
         guides = [guide for target in targets for guide in self._guides(target, effort)]
         guides.sort(key=lambda guide: guide.deadline < math.inf)
         at_once = max(_ROWS_AT_ONCE // (effort.width * self._table.dag.num_nodes), 1)

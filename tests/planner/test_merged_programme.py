@@ -12,6 +12,7 @@ from lightning_pfo.planner.instruction_dag import make_dag, schedule_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.steady_state import Run, steady_middles
+from lightning_pfo.planner.tradeoff import trace_tradeoff
 
 SHARE = {"F": 1.0, "B": 2.0, "I": 1.1, "W": 0.9}
 
@@ -34,12 +35,13 @@ def unequal_stages(schedule):
 def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
     schedule = make_schedule(name, 4, 80)
     dag, options = schedule_dag(schedule), unequal_stages(schedule)
-    exact, merged = RelaxedTradeoff(dag, options), MergedTradeoff(dag, options, steady_middles(schedule))
+    runs = steady_middles(schedule, margin=16, pieces=6)
+    exact, merged = RelaxedTradeoff(dag, options), MergedTradeoff(dag, options, runs)
     slowest, fastest = exact.solve_with_rate(12.0).time, dag.longest_path([opts.times[0] for opts in options])
     assert merged.solve_with_rate(12.0).time == pytest.approx(slowest, rel=0.02)
     tails, heads = dag.edges.T
     for time in np.linspace(slowest, fastest * 1.01, 4):
-        solution, reference = merged.solve(time), exact.solve(time)
+        solution, reference = merged.with_timetable(merged.solve(time)), exact.solve(time)
         assert reference.cost * (1 - 2e-4) < solution.cost <= reference.cost * (1 + 1e-9)
         assert solution.slope <= 0
 
@@ -59,6 +61,17 @@ def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
             for opts, duration in zip(options, solution.durations, strict=True)
         )
         assert cost == pytest.approx(reference.cost, rel=1e-3)
+
+
+def test_plans_found_with_a_merged_relaxation_have_bounds_just_below_the_exact_ones():
+    schedule = make_schedule("1f1b", 4, 40)
+    dag, options = schedule_dag(schedule), unequal_stages(schedule)
+    runs = steady_middles(schedule, margin=8)
+    assert sum(run.end - run.begin for run in runs) > dag.num_nodes / 2
+    exact = RelaxedTradeoff(dag, options)
+    for point in trace_tradeoff(dag, options, rate=12.0, num_points=5, runs=runs):
+        bound = exact.solve(point.time).cost + 12.0 * point.time
+        assert bound * (1 - 5e-4) < point.bound <= bound * (1 + 1e-9)
 
 
 NODES = 6

@@ -4,13 +4,15 @@ import itertools
 import pytest
 
 from lightning_pfo.core.pipeline_schedule import SCHEDULES, make_schedule
-from lightning_pfo.planner.steady_state import MARGIN, steady_middles
+from lightning_pfo.planner.steady_state import steady_middles
+
+MARGIN = 16
 
 
 @pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"envpipe"}))
 def test_every_instruction_of_a_run_recurs_a_period_later(name):
     schedule = make_schedule(name, 4, 96)
-    runs = steady_middles(schedule)
+    runs = steady_middles(schedule, margin=MARGIN, pieces=6)
     assert {schedule.rank_of(schedule.instructions[run.begin].stage) for run in runs} == set(range(4))
     for before, after in itertools.pairwise(runs):
         assert before.end <= after.begin
@@ -31,7 +33,7 @@ def test_every_instruction_of_a_run_recurs_a_period_later(name):
 
 def test_the_steady_state_of_1f1b_is_found_between_warm_up_and_cool_down():
     schedule = make_schedule("1f1b", 4, 100)
-    runs = steady_middles(schedule)
+    runs = steady_middles(schedule, margin=MARGIN, pieces=6)
     for rank in range(4):
         mine = [run for run in runs if schedule.rank_of(schedule.instructions[run.begin].stage) == rank]
         assert all(before.end == after.begin for before, after in itertools.pairwise(mine))
@@ -44,4 +46,4 @@ def test_the_steady_state_of_1f1b_is_found_between_warm_up_and_cool_down():
 
 
 def test_short_pipelines_have_no_middle():
-    assert steady_middles(make_schedule("1f1b", 4, 48)) == []
+    assert steady_middles(make_schedule("1f1b", 4, 48), margin=MARGIN) == []
