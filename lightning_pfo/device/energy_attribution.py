@@ -8,13 +8,20 @@
 The energy of tick k is the sum over kinds of (power of the kind) x (time of the kind within the tick). As the mixture
 differs from tick to tick, the powers follow by least squares; interpolating within ticks instead would smear them all
 towards the mean. A GPU that warms up draws more and more of everything: a common drift of all powers, linear in time,
-is fitted with them. Where the ticks do not tell kinds apart (mixtures all alike), the interpolated powers remain: they
-are the prior, weighted by the time resolution of the ticks (ridge regression).
+is fitted with them.
+
+A counter shows late what it has counted, by a time that no data sheet tells; taking it for granted that it shows it at
+once would move energy to the neighbours in time (a lag of 10 ms, neglected, costs 10 % at 20 ms instructions). So the
+powers are fitted for many possible lags, and averaged by how well each lag explains the ticks (Bayesian model
+averaging: Hoeting et al., Statistical Science 14, 1999).
+
+Where the ticks do not tell kinds apart (mixtures all alike), the interpolated powers remain: they are the prior, held
+to be right within half the mean power. The standard error says how much was left to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +30,16 @@ import numpy.typing as npt
 
 Key = TypeVar("Key", bound=Hashable)
 Array = npt.NDArray[np.float64]
+
+_LEAST_LAG_S = -0.02  # the clocks of host and GPU may differ
+_MOST_LAG_S = 0.2
+_LAG_STEP_S = 0.002  # instructions are longer
+_LEAST_LAG_STEP_S = 1e-6
+_PRIOR = 0.5  # how far a power may be from the interpolated one: standard deviation, as a share of the mean power
+_ASSUMED_SCATTER = 0.05  # of the energies of ticks, where there are too few to see it
+_COUNTER_STEP_J = 0.001
+_HOPELESS = 7.0  # lags that explain the ticks exp(7) times worse than the best
+_ENOUGH_LAGS = 6
 
 
 @dataclass(frozen=True)
@@ -42,10 +59,19 @@ class EnergyTrace:
 
 @dataclass(frozen=True)
 class MeanPower:
-    """Mean power of one kind of interval, W, and its standard error (0 if there are too few ticks to tell)."""
+    """Mean power of one kind of interval, W, and its standard error: two of them cover the truth 19 times in 20."""
 
     power_w: float
     stderr_w: float
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What the ticks tell of the powers, were the counter late by a certain time."""
+
+    log_likelihood: float
+    powers_w: Array
+    variances_w2: Array
 
 
 def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float, float]]]) -> dict[Key, MeanPower]:
@@ -59,32 +85,76 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     Returns:
         For each kind with time in the trace its mean power.
     """
-    times_s = np.asarray(trace.times_s, dtype=float)
-    ticks_j = np.diff(np.asarray(trace.energies_j, dtype=float))
-    ticks_s = np.diff(times_s)
-    shares = {key: _time_within(times_s, kind) for key, kind in intervals.items()}
-    keys = [key for key, share_s in shares.items() if share_s.sum() > trace.resolution_s]
-    if not keys or not len(ticks_s):
+    times_s, energies_j = np.asarray(trace.times_s, dtype=float), np.asarray(trace.energies_j, dtype=float)
+    usage = {key: _usage(kind) for key, kind in intervals.items() if kind}
+    if not usage or len(times_s) < 2:
         return {}
-    known_s = np.stack([shares[key] for key in keys], axis=1)  # ticks x kinds
-    other_s = np.clip(ticks_s - known_s.sum(axis=1), 0.0, None)
-    has_other = bool(other_s.sum() > trace.resolution_s)
-    mixture_s = np.column_stack([known_s, other_s]) if has_other else known_s
+    # energy that a lagging counter shows at first was used before
+    is_ours = times_s > min(edges_s[0] for edges_s, _ in usage.values()) + _MOST_LAG_S
+    if np.count_nonzero(is_ours) > len(usage) + 5:
+        times_s, energies_j = times_s[is_ours], energies_j[is_ours]
+    usage = {key: use for key, use in usage.items() if np.ptp(np.interp(times_s[[0, -1]], *use)) > trace.resolution_s}
+    if not usage:
+        return {}
+    fits = _fits_by_lag(
+        lambda lag_s: _fit(times_s - lag_s, np.diff(energies_j), list(usage.values()), trace.resolution_s)
+    )
 
-    interpolated_w = (mixture_s * (ticks_j / ticks_s)[:, None]).sum(axis=0) / mixture_s.sum(axis=0)
+    likelihoods = np.array([fit.log_likelihood for fit in fits])
+    weights = np.exp(likelihoods - likelihoods.max())
+    weights /= weights.sum()
+    powers_w = np.array([fit.powers_w for fit in fits])
+    means_w = weights @ powers_w
+    variances_w2 = weights @ (np.array([fit.variances_w2 for fit in fits]) + (powers_w - means_w) ** 2)
+    return {key: MeanPower(float(max(means_w[i], 0.0)), float(np.sqrt(variances_w2[i]))) for i, key in enumerate(usage)}
+
+
+def _fits_by_lag(fit: Callable[[float], _Fit]) -> list[_Fit]:
+    """Fits of the lags that are not hopeless: evenly spaced, and several of them."""
+    step_s = _LAG_STEP_S
+    fits = {i: fit(i * step_s) for i in range(round(_LEAST_LAG_S / step_s), round(_MOST_LAG_S / step_s) + 1)}
+    while True:
+        best = max(one.log_likelihood for one in fits.values())
+        likely = [i for i, one in fits.items() if one.log_likelihood > best - _HOPELESS]
+        if len(likely) >= _ENOUGH_LAGS or step_s <= _LEAST_LAG_STEP_S:
+            return [fits[i] for i in likely]
+        step_s /= 2
+        fits = {2 * i: fits[i] for i in likely}
+        for i in {2 * i + side for i in likely for side in (-1, 1)}:
+            fits[i] = fit(i * step_s)
+
+
+def _fit(times_s: Array, ticks_j: Array, usage: Sequence[tuple[Array, Array]], resolution_s: float) -> _Fit:
+    """Fit powers to the energies between consecutive moments, which are known to a resolution."""
+    ticks_s = np.diff(times_s)
+    known_s = np.stack([np.diff(np.interp(times_s, *use)) for use in usage], axis=1)  # ticks x kinds
+    mixture_s = np.column_stack([known_s, np.clip(ticks_s - known_s.sum(axis=1), 0.0, None)])
+    spent_s = mixture_s.sum(axis=0)
+    mean_w = ticks_j.sum() / ticks_s.sum()
+    interpolated_w = np.full(len(spent_s), mean_w)
+    np.divide((ticks_j / ticks_s) @ mixture_s, spent_s, out=interpolated_w, where=spent_s > 0)
     expected_j = mixture_s @ interpolated_w
-    columns = np.column_stack([mixture_s, expected_j * _centred(times_s)])  # the last one: all powers drift together
-    num_ticks, num_columns = columns.shape
-    scale = np.append(np.ones(num_columns - 1), ticks_j.sum() / ticks_s.sum())
-    normal = columns.T @ columns + np.diag(num_ticks * (trace.resolution_s * scale) ** 2)
     residual_j = ticks_j - expected_j
-    correction = np.linalg.solve(normal, columns.T @ residual_j)
-    powers_w = interpolated_w + correction[:-1]
+    # one unit of a column is one standard deviation of the prior; in the last one all powers drift together
+    columns = _PRIOR * np.column_stack([mixture_s * mean_w, expected_j * _centred(times_s)])
 
-    freedom = num_ticks - num_columns
-    variance = float(np.sum((residual_j - columns @ correction) ** 2)) / freedom if freedom > 0 else 0.0
-    stderrs_w = np.sqrt(variance * np.diag(np.linalg.inv(normal)))
-    return {key: MeanPower(float(powers_w[i]), float(stderrs_w[i])) for i, key in enumerate(keys)}
+    strengths, directions = np.linalg.eigh(columns.T @ columns)
+    strengths = np.maximum(strengths, 1e-12 * strengths[-1])
+    told = directions.T @ (columns.T @ residual_j)
+    misfit = max(float(residual_j @ residual_j - np.sum(told**2 / strengths)), 0.0)
+    misfit += len(ticks_j) * _COUNTER_STEP_J**2
+    freedom = len(ticks_j) - columns.shape[1] - 1  # the lag is fitted, too
+    if freedom > 2:
+        variance = misfit / (freedom - 2)  # that of Student's distribution
+        variance += (resolution_s * float(mean_w)) ** 2 / 3  # a period a little off does not look like scatter
+        log_likelihood = -freedom / 2 * float(np.log(misfit))
+    else:
+        variance = float(_ASSUMED_SCATTER * ticks_j.mean()) ** 2 + _COUNTER_STEP_J**2
+        log_likelihood = -misfit / (2 * variance)
+    left = 1 / (strengths / variance + 1)  # of the prior's variance, in each direction
+    unit_w = _PRIOR * mean_w
+    powers_w = interpolated_w + unit_w * (directions @ (left * told / variance))[:-1]
+    return _Fit(log_likelihood, powers_w, unit_w**2 * (directions**2 @ left)[:-1])
 
 
 def _centred(times_s: Array) -> Array:
@@ -93,16 +163,13 @@ def _centred(times_s: Array) -> Array:
     return np.asarray((middles_s - middles_s.mean()) / (times_s[-1] - times_s[0]))
 
 
-def _time_within(times_s: Array, intervals: Sequence[tuple[float, float]]) -> Array:
-    """Time of the intervals within each pair of consecutive moments."""
-    if not intervals:
-        return np.zeros(len(times_s) - 1)
+def _usage(intervals: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
+    """Begins and ends of the intervals, and the time within them until then."""
     edges_s = np.asarray(intervals, dtype=float).ravel()
-    durations_s = edges_s[1::2] - edges_s[::2]
-    passed_s = np.zeros(len(edges_s))
-    passed_s[1::2] = np.cumsum(durations_s)
-    passed_s[2::2] = passed_s[1:-1:2]
-    return np.diff(np.interp(times_s, edges_s, passed_s))
+    within_s = np.zeros(len(edges_s))
+    within_s[1::2] = np.cumsum(edges_s[1::2] - edges_s[::2])
+    within_s[2::2] = within_s[1:-1:2]
+    return edges_s, within_s
 
 
 def snap_to_period(trace: EnergyTrace) -> EnergyTrace:
