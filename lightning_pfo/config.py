@@ -66,7 +66,11 @@ class ProfilerConfig:
     min_clock_mhz: int | None = None
     """Lowest clock to scan in MHz; null for the lowest that the GPU supports."""
     iterations_per_clock: int = 3
-    """Measured iterations at each clock."""
+    """Measured iterations at each clock, at least."""
+    max_iterations_per_clock: int | None = None
+    """Measured iterations at each clock at most; null for ten times iterations_per_clock."""
+    target_error: float = 0.02
+    """Where the energy counter ticks, measure until two standard errors of each energy are below this share of it."""
     warmup_iterations: int = 1
     """Iterations at each clock before measuring."""
     patience: int = 5

@@ -34,7 +34,10 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
             configuration says, else every supported clock.
         min_clock_mhz: Do not go below this clock, MHz; None: `scan_min_mhz` of the GPU's configuration, else as far as
             needed.
-        iterations_per_clock: Iterations measured at each clock.
+        iterations_per_clock: Iterations measured at each clock, at least.
+        max_iterations_per_clock: At most so many; None: ten times `iterations_per_clock`.
+        target_error: Where the energy counter ticks, measure until two standard errors of each energy are below this
+            share of it: 0.02 is 2 %. Energies that stay above are flagged `energy_uncertain`.
         warmup_iterations: Iterations before that, in which the clock settles.
         patience: Rises of energy in a row after which an instruction is measured no more.
         stop_when_done: Stop training when the scan is finished.
@@ -58,11 +61,21 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         iterations_per_clock: int = 3,
         warmup_iterations: int = 1,
         patience: int = 5,
+        max_iterations_per_clock: int | None = None,
+        target_error: float = 0.02,
         stop_when_done: bool = False,
     ) -> None:
         self.output = Path(output)
         self._gpu = gpu
-        self._settings = ScanSettings(clock_step_mhz, min_clock_mhz, iterations_per_clock, warmup_iterations, patience)
+        self._settings = ScanSettings(
+            clock_step_mhz,
+            min_clock_mhz,
+            iterations_per_clock,
+            warmup_iterations,
+            patience,
+            max_iterations_per_clock,
+            target_error,
+        )
         self._stop_when_done = stop_when_done
 
     @property

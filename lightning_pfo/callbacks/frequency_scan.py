@@ -6,6 +6,8 @@
     state    settle  measure  measure | settle  measure  measure | settle
                                       ^ all ranks exchange what they measured; rank 0 writes the profile
 
+Where the energies are more uncertain than wanted (`target_error`), all ranks measure more iterations at that clock.
+
 An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
 scan ends when that holds for every instruction of every stage, or there are no lower clocks.
 """
@@ -23,7 +25,7 @@ from lightning_pfo.device import ClockController
 
 _CLOCK_TIMEOUT_S = 5.0
 _CLOCK_TOLERANCE = 0.01
-_ENERGY_PRECISION = 0.02
+_MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class FrequencyScan(InstructionListener):
         clocks: Sets this rank's clock.
         clocks_mhz: Clocks to scan, highest first.
         meter: Measures instructions; a listener of its own, registered after this one, so that it is nested inside.
-        iterations_per_clock: Iterations measured at each clock.
+        iterations_per_clock: Iterations measured at each clock, at least.
+        max_iterations_per_clock: At most so many, where energies are more uncertain than `target_error`.
+        target_error: How uncertain energies may be: two relative standard errors.
         warmup_iterations: Iterations to let a clock settle.
         patience: Rises of energy in a row that end the scan of an instruction.
         on_clock_done: Called on every rank after each clock with all rows so far.
@@ -94,6 +98,8 @@ class FrequencyScan(InstructionListener):
         meter: InstructionMeter,
         *,
         iterations_per_clock: int,
+        max_iterations_per_clock: int,
+        target_error: float,
         warmup_iterations: int,
         patience: int,
         on_clock_done: Callable[[list[ProfileRow]], None],
@@ -104,6 +110,9 @@ class FrequencyScan(InstructionListener):
         self._clocks_mhz = tuple(clocks_mhz)
         self._meter = meter
         self._iterations_per_clock = iterations_per_clock
+        self._max_iterations_per_clock = max_iterations_per_clock
+        self._target_error = target_error
+        self._num_wanted = iterations_per_clock
         self._warmup_iterations = warmup_iterations
         self._patience = patience
         self._on_clock_done = on_clock_done
@@ -143,9 +152,9 @@ class FrequencyScan(InstructionListener):
         if not self._running:
             return
         self._num_iterations += 1
-        if self._num_iterations < self._warmup_iterations + self._iterations_per_clock:
+        if self._num_iterations < self._warmup_iterations + self._num_wanted or self._wants_more():
             return
-        self._num_iterations = 0
+        self._num_iterations, self._num_wanted = 0, self._iterations_per_clock
         mine = [] if self._exhausted() else self._measure()
         self.position += 1
         exchanged = self._source.all_gather((mine, self._exhausted()))
@@ -153,6 +162,17 @@ class FrequencyScan(InstructionListener):
             self._rows.extend(rows)
         self.done = all(exhausted for _, exhausted in exchanged)
         self._on_clock_done(self._rows)
+
+    def _wants_more(self) -> bool:
+        """Whether the energies of any rank are too uncertain yet, and may become less so; a collective call."""
+        if self._num_wanted >= self._max_iterations_per_clock:
+            return False
+        error = max(self._source.all_gather(0.0 if self._exhausted() else self._meter.energy_error()))
+        if error <= self._target_error:
+            return False
+        growth = min((error / self._target_error) ** 2, _MOST_GROWTH)
+        self._num_wanted = min(math.ceil(growth * self._num_wanted), self._max_iterations_per_clock)
+        return True
 
     def _measure(self) -> list[ProfileRow]:
         rows = []
@@ -174,16 +194,16 @@ class FrequencyScan(InstructionListener):
                     energy_stderr=measured.energy_stderr_j,
                     samples=measured.samples,
                     p2p_blocking_power_w=blocked_power_w,
-                    flags=_flags(measured, clock_mhz),
+                    flags=_flags(measured, clock_mhz, self._target_error),
                 )
             )
         return rows
 
 
-def _flags(measured: Measured, clock_mhz: int) -> str:
-    """What a reader should know: limits, `clock_not_reached`, `energy_uncertain` (by over 2 %); separated by blanks."""
+def _flags(measured: Measured, clock_mhz: int, target_error: float) -> str:
+    """What a reader should know: limits, `clock_not_reached`, `energy_uncertain`; separated by blanks."""
     flags = set(measured.limits)
-    if measured.energy_stderr_j > _ENERGY_PRECISION * measured.energy_j:
+    if measured.energy_error > target_error:
         flags.add("energy_uncertain")
     if measured.clock_mhz < (1 - _CLOCK_TOLERANCE) * clock_mhz:
         flags.add("clock_not_reached")

@@ -20,6 +20,8 @@ from lightning_pfo.planner import write_profile
 
 log = logging.getLogger(__name__)
 
+_MOST_REPETITIONS = 10
+
 
 @dataclass(frozen=True)
 class ScanSettings:
@@ -30,7 +32,10 @@ class ScanSettings:
             configuration says, else every supported clock.
         min_clock_mhz: Do not go below this clock, MHz; None: `scan_min_mhz` of the GPU's configuration, else as far as
             needed.
-        iterations_per_clock: Iterations measured at each clock.
+        iterations_per_clock: Iterations measured at each clock, at least.
+        max_iterations_per_clock: At most so many; None: ten times `iterations_per_clock`.
+        target_error: Where the energy counter ticks, measure until two standard errors of each energy are below this
+            share of it: 0.02 is 2 %. Energies that stay above are flagged `energy_uncertain`.
         warmup_iterations: Iterations before that, in which the clock settles.
         patience: Rises of energy in a row after which an instruction is measured no more.
 
@@ -43,6 +48,8 @@ class ScanSettings:
     iterations_per_clock: int = 3
     warmup_iterations: int = 1
     patience: int = 5
+    max_iterations_per_clock: int | None = None
+    target_error: float = 0.02
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -51,9 +58,19 @@ class ScanSettings:
             ("iterations_per_clock", self.iterations_per_clock, 1),
             ("warmup_iterations", self.warmup_iterations, 0),
             ("patience", self.patience, 1),
+            ("max_iterations_per_clock", self.max_iterations_per_clock, self.iterations_per_clock),
         ):
             if value is not None and value < least:
                 raise ConfigurationError(f"{name} must be at least {least}; got {value}.")
+        if not self.target_error > 0:
+            raise ConfigurationError(
+                f"target_error is a share of the energy above 0, such as 0.02 for 2 %; got {self.target_error}."
+            )
+
+    @property
+    def max_iterations(self) -> int:
+        """Iterations measured at a clock at most."""
+        return self.max_iterations_per_clock or _MOST_REPETITIONS * self.iterations_per_clock
 
 
 class ProfilingRun:
@@ -107,7 +124,9 @@ class ProfilingRun:
             raise
         source.add_listener(self._scan)
         source.add_listener(self._meter)
-        per_clock = settings.warmup_iterations + settings.iterations_per_clock
+        per_clock = str(settings.warmup_iterations + settings.iterations_per_clock)
+        if not session.gpu.energy_is_continuous:
+            per_clock += f" to {settings.warmup_iterations + settings.max_iterations}"
         report(
             f"scanning up to {self._scan.num_clocks} clocks from {self._scan.clock_mhz} MHz down on "
             f"{session.gpu.name}, {per_clock} iterations each."
@@ -132,6 +151,8 @@ class ProfilingRun:
             clocks_mhz,
             self._meter,
             iterations_per_clock=settings.iterations_per_clock,
+            max_iterations_per_clock=settings.max_iterations,
+            target_error=settings.target_error,
             warmup_iterations=settings.warmup_iterations,
             patience=settings.patience,
             on_clock_done=self._write,

@@ -51,6 +51,8 @@ def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeDa
         clock_step_mhz=settings.clock_step_mhz,
         min_clock_mhz=settings.min_clock_mhz,
         iterations_per_clock=settings.iterations_per_clock,
+        max_iterations_per_clock=settings.max_iterations_per_clock,
+        target_error=settings.target_error,
         warmup_iterations=settings.warmup_iterations,
         patience=settings.patience,
         stop_when_done=True,

@@ -35,10 +35,17 @@ def test_a_valley_is_passed_after_rises_in_a_row(energies, patience, passed_afte
 
 
 def scan_until_done(
-    energy_of, clocks_mhz, num_iterations=200, patience=2, iterations_per_clock=2, is_ready=lambda: True
+    energy_of,
+    clocks_mhz,
+    num_iterations=200,
+    patience=2,
+    iterations_per_clock=2,
+    is_ready=lambda: True,
+    energy_error=lambda: 0.0,
 ):
     source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu()
     meter = InstructionMeter(gpu, source)
+    meter.energy_error = energy_error
     written = []
     scan = FrequencyScan(
         source,
@@ -46,6 +53,8 @@ def scan_until_done(
         clocks_mhz,
         meter,
         iterations_per_clock=iterations_per_clock,
+        max_iterations_per_clock=10,
+        target_error=0.02,
         warmup_iterations=1,
         patience=patience,
         on_clock_done=lambda rows: written.append(list(rows)),
@@ -114,6 +123,16 @@ def test_scanning_waits_until_measurements_mean_something():
     assert clocks.requests == [30]
 
 
+def test_uncertain_energies_are_measured_for_longer():
+    errors = iter([0.2, 0.02 * math.sqrt(1.4), 0.02, 0.01, math.inf, 0.9, 0.8])
+    source, _, scan, written = scan_until_done(lambda *_: 1, (30, 20, 10), energy_error=lambda: next(errors))
+    assert scan.done
+    assert next(errors, None) is None
+    # twice as long at most at once, then as much as the standard error says, and never longer than allowed
+    assert [row.samples / 2 for row in written[-1][::2]] == [6, 2, 10]
+    assert source.iteration == 3 + 6 + 2 + 10
+
+
 def test_flags_say_what_to_doubt():
     from lightning_pfo.callbacks.frequency_scan import _flags
     from lightning_pfo.callbacks.meters import Measured
@@ -121,6 +140,6 @@ def test_flags_say_what_to_doubt():
     def measured(clock_mhz, stderr_j, limits=frozenset()):
         return Measured(0.02, 0.0, 5.0, stderr_j, 50, clock_mhz, limits)
 
-    assert _flags(measured(1400.0, 0.05), 1410) == ""
-    assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410) == "clock_not_reached power_cap"
-    assert _flags(measured(math.nan, 0.11), 1410) == "energy_uncertain"
+    assert _flags(measured(1400.0, 0.05), 1410, 0.02) == ""
+    assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410, 0.02) == "clock_not_reached power_cap"
+    assert _flags(measured(math.nan, 0.051), 1410, 0.02) == "energy_uncertain"

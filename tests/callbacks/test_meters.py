@@ -108,6 +108,7 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
         assert result.limits == {"thermal"}
         assert result.clock_mhz <= 1200
     assert ticking_meter.blocked_power_w() < 0.6 * power_w
+    assert 0 < ticking_meter.energy_error() < 0.3
 
 
 def test_too_few_ticks_are_an_error_that_says_what_to_do():
@@ -117,4 +118,5 @@ def test_too_few_ticks_are_an_error_that_says_what_to_do():
     meter._source.run_iteration(lambda inst: time.sleep(0.002))
     with pytest.raises(DeviceError, match=r"had 0 in .* too few for 2 of 2 kinds .* more iterations_per_clock"):
         meter.measured()
+    assert meter.energy_error() == math.inf
     meter.close()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_pfo.callbacks.profiling_run import ScanSettings
 from lightning_pfo.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import GpuConfig
@@ -16,6 +17,19 @@ def config(gpu="auto", num_microbatches=8, **trainer):
         schedule=ScheduleConfig(num_microbatches=num_microbatches),
         trainer=TrainerConfig(**trainer),
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_iterations_per_clock": 2}, "max_iterations_per_clock must be at least 3; got 2"),
+        ({"target_error": 0}, "above 0, such as 0.02 for 2 %; got 0"),
+        ({"patience": 0}, "patience must be at least 1; got 0"),
+    ],
+)
+def test_impossible_scans_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ScanSettings(**settings)
 
 
 def test_defaults_are_fine():
