@@ -6,21 +6,31 @@ computed on all ranks (Lightning does so at the end of an epoch), its state is t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def is_metric(value: Any) -> TypeIs[Metric]:
+    """Whether it is a metric object. Never where torchmetrics has not been imported; we do not, it takes seconds."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
 def metrics_of(owner: nn.Module) -> list[Metric]:
     """All metric objects of a module."""
-    return [module for module in owner.modules() if isinstance(module, Metric)]
+    return [module for module in owner.modules() if is_metric(module)]
 
 
 def take_state_from(

@@ -16,10 +16,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.metric_objects import metrics_of, path_of, without_synchronisation
+from lightning_pfo.strategy.metric_objects import is_metric, metrics_of, path_of, without_synchronisation
 from lightning_pfo.strategy.step_values import StepValues
 
 ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -51,7 +50,7 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `LightningModule.log`."""
-        if isinstance(value, Metric):
+        if is_metric(value):
             self.metrics[name] = path_of(self.owner, value)
             value = value._forward_cache if isinstance(value._forward_cache, torch.Tensor) else math.nan
         if isinstance(value, torch.Tensor) and value.numel() == 1:
