@@ -21,18 +21,27 @@ TORCH_NAMES = {
 STAGES_PER_RANK = {"gpipe": (1,), "zbv": (2,), "dualpipev": (2,)}
 
 
-def ask_torch(tasks):
+@pytest.fixture(scope="module")
+def ask_torch():
+    """A function from tasks to answers; one process gives all of them."""
     script = Path(__file__).with_name("torch_orders.py")
-    done = subprocess.run([sys.executable, script], input=json.dumps(tasks), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(tasks):
+        process.stdin.write(json.dumps(tasks) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield ask
+    process.kill()
+    process.wait()
 
 
 def as_text(schedule):
     return [[str(inst) for inst in order] for order in schedule.orders]
 
 
-def test_orders_equal_those_of_torch_and_what_torch_refuses_is_refused():
+def test_orders_equal_those_of_torch_and_what_torch_refuses_is_refused(ask_torch):
     cases = [
         (name, num_ranks, num_microbatches, stages_per_rank)
         for name in TORCH_NAMES
@@ -61,7 +70,7 @@ def test_orders_equal_those_of_torch_and_what_torch_refuses_is_refused():
     }
 
 
-def test_torch_accepts_our_own_orders():
+def test_torch_accepts_our_own_orders(ask_torch):
     # torch's declared 1F1B order is wrong for the last stage (its check refuses it), so ours is put to its check
     names = ("1f1b", "envpipe", "envpipe:ratio=1.54", "envpipe:ratio=2,max_in_flight=5")
     schedules = [make_schedule(name, 4, num_microbatches) for name in names for num_microbatches in (4, 8, 13)]
@@ -73,7 +82,7 @@ def test_torch_accepts_our_own_orders():
     assert "can't schedule" in refusal
 
 
-def test_csv_files_of_torch_are_read(tmp_path):
+def test_csv_files_of_torch_are_read(ask_torch, tmp_path):
     cases = {"zbv": (3, 4, 2), "dualpipev": (2, 5, 2), "interleaved_1f1b": (2, 4, 2)}
     ask_torch([("dump", TORCH_NAMES[n], *numbers, str(tmp_path / f"{n}.csv")) for n, numbers in cases.items()])
     assert "OVERLAP_F_B" in (tmp_path / "dualpipev.csv").read_text()

@@ -1,4 +1,6 @@
-"""What torch makes of schedules, without processes: reads tasks from stdin, writes answers to stdout, both JSON.
+"""What torch makes of schedules, without processes: reads lists of tasks from stdin, writes answers to stdout.
+
+Each list is a line of JSON, and so are its answers.
 
 A task is ["orders", class, ranks, microbatches, stages_per_rank] -> orders (or the error as text),
 ["dump", class, ranks, microbatches, stages_per_rank, file] -> None, after writing torch's compute_only CSV,
@@ -62,9 +64,11 @@ def check(num_stages, num_microbatches, rows):
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    answers = []
-    for kind, *arguments in json.load(sys.stdin):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments[1] if kind != "check" else 1)
-        answers.append({"orders": orders, "dump": dump, "check": check}[kind](*arguments))
-        dist.destroy_process_group()
-    json.dump(answers, sys.stdout)
+    for line in sys.stdin:
+        answers = []
+        for kind, *arguments in json.loads(line):
+            world_size = arguments[1] if kind != "check" else 1
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+            answers.append({"orders": orders, "dump": dump, "check": check}[kind](*arguments))
+            dist.destroy_process_group()
+        print(json.dumps(answers), flush=True)

@@ -87,7 +87,7 @@ def test_spawned_processes_give_the_whole_model_back(forked):
 
 
 def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path):
-    process = start_script(SCRIPT, "script", tmp_path, fresh=True)
+    process = start_script(SCRIPT, "script", tmp_path)
     try:
         output, _ = process.communicate(timeout=180)
         deadline = time.monotonic() + 20
