@@ -17,7 +17,7 @@ from lightning_pfo.core.events import InstructionEvent, InstructionListener, Ins
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy_attribution import MeanPower, mean_powers
-from lightning_pfo.device.energy_sampler import EnergySampler, clock_within, energy_reader
+from lightning_pfo.device.energy_sampler import EnergyReader, EnergySampler, clock_within
 
 Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
@@ -265,12 +265,16 @@ class IterationMeter(InstructionListener):
     ) -> None:
         self._source = source
         self._follower = follower
-        self._energy_j = energy_reader(gpu)
+        self._reader = EnergyReader(gpu)
         self._is_ready = is_ready
         self._is_measuring = False
         self._num_launched = 0  # iterations not taken yet
         self._begin = (0.0, 0.0)
         self._finished: queue.SimpleQueue[tuple[int, float, float]] = queue.SimpleQueue()
+
+    def close(self) -> None:
+        """Stop reading the GPU."""
+        self._reader.close()
 
     def on_iteration_begin(self, iteration: int) -> None:
         """Read clock and counter."""
@@ -292,7 +296,7 @@ class IterationMeter(InstructionListener):
         self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
 
     def _read(self) -> tuple[float, float]:
-        return time.perf_counter(), self._energy_j()
+        return time.perf_counter(), self._reader.energy_j()
 
     def take(self) -> IterationMeasurement | None:
         """Return the last iteration's measurement, the same on every rank; a collective call.

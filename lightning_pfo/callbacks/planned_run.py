@@ -149,6 +149,7 @@ class PlannedRun(InstructionListener):
         self.is_open = False
         self._source.remove_listener(self)
         self._source.remove_listener(self._meter)
+        self._meter.close()
         if self.clock_statistics.num_changes:
             self._report(f"{self._session.gpu.name}: {self.clock_statistics}.")
         self._session.release(self._user)

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
@@ -180,19 +180,27 @@ class _WakeUps:
         return min(_STATE_S, until_next_s) if until_next_s > _POLL_S else _POLL_S
 
 
-def energy_reader(gpu: Gpu) -> Callable[[], float]:
-    """Return a function that reads the energy used so far, J; where there is no counter, from integrated power.
+class EnergyReader:
+    """Reads the energy used so far; where there is no counter, power is integrated from now on, until `close`."""
 
-    Power is integrated, from now on, until the process ends.
-    """
-    try:
-        gpu.total_energy_mj()
-    except NotSupportedError:
-        logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
-        sampler = EnergySampler(gpu)
-        sampler.start()
-        return sampler.latest_energy_j
-    return lambda: gpu.total_energy_mj() / 1000
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._sampler: EnergySampler | None = None
+        try:
+            gpu.total_energy_mj()
+        except NotSupportedError:
+            logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
+            self._sampler = EnergySampler(gpu)
+            self._sampler.start()
+
+    def energy_j(self) -> float:
+        """Energy so far, J."""
+        return self._gpu.total_energy_mj() / 1000 if self._sampler is None else self._sampler.latest_energy_j()
+
+    def close(self) -> None:
+        """Stop integrating. May be called twice."""
+        if self._sampler is not None:
+            self._sampler.stop()
 
 
 def clock_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> tuple[float, set[str]]:

@@ -50,6 +50,7 @@ def test_computing_and_waiting_are_told_apart(world):
     meter.reset()
     assert not meter.instructions
     assert math.isnan(meter.blocked_power_w())
+    meter.close()
 
 
 def test_iterations_are_measured_once_ready(world):

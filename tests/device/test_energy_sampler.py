@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device import EmulatedGpu
-from lightning_pfo.device.energy_sampler import EnergySampler, GpuState, clock_within, energy_reader
+from lightning_pfo.device.energy_sampler import EnergyReader, EnergySampler, GpuState, clock_within
 from lightning_pfo.device.gpu_config import GpuConfig
 from tests.device.fake_driver import FakeDriver, fake_driver
 
@@ -81,11 +82,13 @@ def test_total_energy_comes_from_the_counter_or_from_power(caplog: pytest.LogCap
             raise NotSupportedError("Older than Volta.")
 
     gpu = EmulatedGpu(GpuConfig(kind="emulated"))
-    assert energy_reader(gpu)() == pytest.approx(gpu.total_energy_mj() / 1000, abs=1)
+    assert EnergyReader(gpu).energy_j() == pytest.approx(gpu.total_energy_mj() / 1000, abs=1)
     assert not caplog.records
-    energy_j = energy_reader(Old(GpuConfig(kind="emulated")))
-    wait_until(lambda: energy_j() > 1)
+    reader = EnergyReader(Old(GpuConfig(kind="emulated")))
+    wait_until(lambda: reader.energy_j() > 1)
     assert "no energy counter" in caplog.text
+    reader.close()
+    assert "pfo-energy-sampler" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_lost_gpu_ends_the_sampling_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
