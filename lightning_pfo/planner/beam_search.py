@@ -6,25 +6,22 @@ precedence e. Weak duality holds term by term: the choice costs more than the ta
     sum_i [c_i + phi_i t_i - min over options (c_i + phi_i t_i)]     an option off the supporting line
     + sum_e f_e slack_e                                              a valuable wait
 
-Nodes are scheduled one by one in order of time. For the nodes scheduled so far the two sums telescope: up to a
-constant they are ::
+Options are chosen node by node in the order in which nodes end. What an option loses is known at once, what a wait
+loses as soon as all nodes that must have ended at that moment (an *event*) have their options, often long before the
+nodes that start there get theirs. So partial choices are compared by all that is certain to be lost. For every time
+that is wanted (a `Guide`) the best are kept; the guides are searched side by side, as the rows of one array, so that a
+step of all of them costs little more than a step of one.
 
-    sum of c_i  +  sum over precedences e that lead to nodes still to come of f_e x (end of e's tail)
-
-so a partial choice is valued from its open ends alone. For every time that is wanted (a `Guide`) the best partial
-choices are kept; the guides are searched side by side, as the rows of one array, so that a step of all of them costs
-little more than a step of one.
-
-Waits are lost where paths meet. What threatens at the next meetings is estimated from how far the open ends lag behind
-their ends in the relaxation: a part of it is counted as if they all met now, at the latest of them. That latest lag
-also says whether the choice as a whole is late or early. A guide may ask for another time than its relaxation's own;
-then the schedule of the relaxation is stretched, which keeps its tight precedences tight.
+What threatens at the next events is estimated from how far open ends and starts lag behind the relaxation: a part of it
+is counted as if they all met now, at the latest of them. That latest lag also says whether the choice as a whole is
+late or early. A guide may ask for another time than its relaxation's own; then the schedule of the relaxation is
+stretched, which keeps its tight precedences tight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +40,7 @@ class Guide:
     Attributes:
         relaxed: The relaxation whose flows value options and waits.
         time: Longest path to aim at, near that of the relaxation, in seconds.
-        meeting: Share of the lag between open ends that is expected to be lost.
+        meeting: Share of the lags at present that is expected to be lost.
         haste: What being late costs beyond its loss, in units of the expected loss at a meeting.
         patience: What being early costs beyond its loss, likewise.
         deadline: Longest path allowed in seconds; exceeded only where no option tried keeps to it.
@@ -73,7 +70,7 @@ def search_beam(
         Indices into the options, shape (n, guides x width), guide by guide; fewer where there are not so many choices.
     """
     dag, num_guides = table.dag, len(guides)
-    flow, edge_flow, ends = _stack(table, guides)
+    flow, edge_flow, starts, ends = _stack(table, guides)
     worth = np.array([guide.relaxed.sink_flow.sum() for guide in guides])
     meeting = np.array([guide.meeting for guide in guides])
     # In units of the expected loss per second of lag, so that lags need no factor.
@@ -92,35 +89,23 @@ def search_beam(
     flow, edge_flow = ((1 - meeting) * unit * part for part in (flow, edge_flow))
     values = table.costs[kind, menu] * unit[:, None] + flow[:, :, None] * times  # infinite where there is no option
     lags = times - ends[:, :, None]
-    flow, edge_flow, ends = flow[:, :, None], edge_flow[:, :, None], ends[:, :, None]
     late = np.array([1 + guide.haste for guide in guides])[:, None, None]
     early = np.array([1 - guide.patience for guide in guides])[:, None, None]
+    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:])[:, :, None, None]
 
-    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:, 0])[:, :, None, None]
-    edges_into = _edges_into(table)
-    open_ends = _OpenEnds(table, num_guides)
+    open_ends = _OpenEnds(table, starts, ends, edge_flow)
     value = np.zeros((num_guides, 1))
     trail = []
     for node in order:
         count = value.shape[1]
-        before, edges = dag.predecessors[node], edges_into[node]
-        start = np.zeros((num_guides, count))
-        if before:
-            arrivals = [open_ends.lag_of(b) + ends[b] for b in before]
-            start = arrivals[0]
-            for arrival in arrivals[1:]:
-                start = np.maximum(start, arrival)
-            value = value + flow[node] * start
-            for edge, arrival in zip(edges, arrivals, strict=True):
-                value = value - edge_flow[edge] * arrival
-            open_ends.leave(before)
+        lag = open_ends.start(node)[:, :, None] + lags[node][:, None, :]
         candidates = value[:, :, None] + values[node][:, None, :]
-        lag = start[:, :, None] + lags[node][:, None, :]
         if unlimited < num_guides:
             candidates[unlimited:][lag[unlimited:] > limits[node]] = np.inf
+        opened = open_ends.end(node, lag, candidates)
         num_candidates = count * options_per_node
         if num_candidates > width:
-            latest = np.maximum(open_ends.latest_lag()[:, :, None], lag)
+            latest = open_ends.latest_lag(opened)
             score = (candidates + np.maximum(late * latest, early * latest)).reshape(num_guides, -1)
             kept = np.argpartition(score, width - 1, axis=1)[:, :width]
         else:
@@ -128,8 +113,7 @@ def search_beam(
         kept = kept + num_candidates * np.arange(num_guides)[:, None]
         value = candidates.ravel()[kept]
         kept = kept.ravel()
-        open_ends.keep(kept // options_per_node)
-        open_ends.enter(node, lag.ravel()[kept])
+        open_ends.keep(kept // options_per_node, {end: lag.ravel()[kept] for end, lag in opened.items()})
         trail.append(kept)
 
     guide_of = np.repeat(np.arange(num_guides), value.shape[1])
@@ -143,52 +127,113 @@ def search_beam(
 
 
 class _OpenEnds:
-    """The lags of the nodes that others still wait for: a row per node, a column per partial choice."""
+    """Ends of nodes that an event waits for, and starts of nodes still to come, in every partial choice.
 
-    def __init__(self, table: ChoiceTable, num_guides: int) -> None:
-        self._successors, self._num_guides = table.dag.successors, num_guides
-        self._lags = np.full((1, num_guides), _NOWHERE)
+    Kept as lags behind the (stretched) relaxation: a row for each end (its key is the node's number) and each event (-1
+    minus its number), a column per partial choice.
+    """
+
+    def __init__(self, table: ChoiceTable, starts: Floats, ends: Floats, edge_flow: Floats) -> None:
+        self._dag = dag = table.dag
+        self._ends = ends[:, :, None]
+        self._moments = np.full((len(dag.events), ends.shape[1]), np.inf)
+        np.minimum.at(self._moments, list(dag.start_of), starts)
+        self._moments = self._moments[:, :, None]
+        self._flows: dict[tuple[int, int], Floats] = {}
+        for (before, after), flow in zip(dag.edges.tolist(), edge_flow[:, :, None, None], strict=True):
+            key = before, dag.start_of[after]
+            self._flows[key] = self._flows[key] + flow if key in self._flows else flow
+        self._lags = np.full((1, ends.shape[1]), _NOWHERE)
         self._row_of: dict[int, int] = {}
-        self._awaited = [len(after) for after in self._successors]
         self._free = [0]
+        self._unknown = [len(before) for before in dag.events]
+        self._awaited = [len(events) for events in dag.ends_of]
+        self._to_start = np.bincount(dag.start_of, minlength=len(dag.events)).tolist()
+        for event, before in enumerate(dag.events):
+            if not before:
+                self._enter(-1 - event, -self._moments[event, :, 0])
 
-    def lag_of(self, node: int) -> Floats:
-        """Lag of an open node in every partial choice, shape (guides, choices)."""
-        return np.asarray(self._lags[self._row_of[node]].reshape(self._num_guides, -1))
+    def start(self, node: int) -> Floats:
+        """Start of a node in every partial choice in seconds, shape (guides, choices)."""
+        event = self._dag.start_of[node]
+        start = self._lag_of(-1 - event) + self._moments[event]
+        self._to_start[event] -= 1
+        if not self._to_start[event]:
+            self._leave(-1 - event)
+        return np.asarray(start)
 
-    def latest_lag(self) -> Floats:
-        """The largest lag in every partial choice, shape (guides, choices)."""
-        return np.asarray(self._lags.max(axis=0).reshape(self._num_guides, -1))
+    def end(self, node: int, lag: Floats, values: Floats) -> dict[int, Floats]:
+        """End a node: what is lost at the events that it was the last to be awaited for is added to `values`.
 
-    def leave(self, nodes: Sequence[int]) -> None:
-        """One node fewer waits for each of these."""
-        for node in nodes:
+        Args:
+            node: The node.
+            lag: Lag of its end, shape (guides, choices, options).
+            values: Loss so far, likewise; changed in place.
+
+        Returns:
+            Lags of what is open from now on, by row key.
+        """
+        opened: dict[int, Floats] = {}
+        end = lag + self._ends[node][:, :, None]
+        for event in self._dag.ends_of[node]:
+            self._unknown[event] -= 1
+            if self._unknown[event]:
+                continue
+            others = [before for before in self._dag.events[event] if before != node]
+            arrivals = [(self._lag_of(before) + self._ends[before])[:, :, None] for before in others]
+            start = end
+            for arrival in arrivals:
+                start = np.maximum(start, arrival)
+            if others:
+                values += self._flows[node, event] * (start - end)
+            for before, arrival in zip(others, arrivals, strict=True):
+                values += self._flows[before, event] * (start - arrival)
+                self._awaited[before] -= 1
+                if not self._awaited[before]:
+                    self._leave(before)
             self._awaited[node] -= 1
-            if self._awaited[node] == 0:
-                self._free.append(self._row_of.pop(node))
-                self._lags[self._free[-1]] = _NOWHERE
+            opened[-1 - event] = start - self._moments[event][:, :, None]
+        if self._awaited[node] or not self._dag.ends_of[node]:
+            opened[node] = lag
+        return opened
 
-    def keep(self, columns: Integers) -> None:
-        """Go on with these partial choices."""
+    def latest_lag(self, opened: Mapping[int, Floats]) -> Floats:
+        """The largest lag in every partial choice, shape (guides, choices, options)."""
+        latest = self._lags.max(axis=0).reshape(len(self._ends[0]), -1, 1)
+        for lag in opened.values():
+            latest = np.maximum(latest, lag)
+        return np.asarray(latest)
+
+    def keep(self, columns: Integers, opened: Mapping[int, Floats]) -> None:
+        """Go on with these partial choices, and with what was opened in them."""
         self._lags = self._lags.take(columns, axis=1)
+        for key, lag in opened.items():
+            self._enter(key, lag)
 
-    def enter(self, node: int, lag: Floats) -> None:
-        """Open a node."""
+    def _lag_of(self, key: int) -> Floats:
+        return np.asarray(self._lags[self._row_of[key]].reshape(len(self._ends[0]), -1))
+
+    def _enter(self, key: int, lag: Floats) -> None:
         if not self._free:
             self._free.append(len(self._lags))
             self._lags = np.vstack([self._lags, np.empty((1, self._lags.shape[1]))])
-        self._row_of[node] = self._free.pop()
-        self._lags[self._row_of[node]] = lag
+        self._row_of[key] = self._free.pop()
+        self._lags[self._row_of[key]] = lag
+
+    def _leave(self, key: int) -> None:
+        self._free.append(self._row_of.pop(key))
+        self._lags[self._free[-1]] = _NOWHERE
 
 
-def _stack(table: ChoiceTable, guides: Sequence[Guide]) -> tuple[Floats, Floats, Floats]:
-    """Flows of nodes and edges and latest ends, stretched to the time aimed at, a column per guide."""
+def _stack(table: ChoiceTable, guides: Sequence[Guide]) -> tuple[Floats, Floats, Floats, Floats]:
+    """Flows of nodes and edges, latest starts and ends stretched to the time aimed at; a column per guide."""
     flow = np.array([guide.relaxed.flow for guide in guides]).T
     edge_flow = np.array([guide.relaxed.edge_flow for guide in guides]).T
     durations = np.array([guide.relaxed.durations for guide in guides]).T
     times = np.array([guide.relaxed.time for guide in guides])
     stretch = np.array([guide.time for guide in guides]) / np.where(times > 0, times, 1.0)
-    return flow, edge_flow, table.latest_ends(durations, times) * stretch
+    ends = table.latest_ends(durations, times)
+    return flow, edge_flow, (ends - durations) * stretch, ends * stretch
 
 
 def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
@@ -223,11 +268,3 @@ def order_of_time(table: ChoiceTable, relaxed: RelaxedSolution) -> list[int]:
     position[list(dag.order)] = np.arange(dag.num_nodes)
     order: list[int] = np.lexsort((position, np.array(dag.finish_times(relaxed.durations.tolist())))).tolist()
     return order
-
-
-def _edges_into(table: ChoiceTable) -> list[list[int]]:
-    """Numbers of the edges into each node, in the order of its predecessors."""
-    edges_into: list[list[int]] = [[] for _ in range(table.dag.num_nodes)]
-    for edge, head in enumerate(table.dag.edges[:, 1].tolist()):
-        edges_into[head].append(edge)
-    return edges_into

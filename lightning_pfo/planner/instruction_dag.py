@@ -63,6 +63,25 @@ class InstructionDag:
         return tuple(node for node, after in enumerate(self.successors) if not after)
 
     @cached_property
+    def events(self) -> tuple[tuple[int, ...], ...]:
+        """The moments at which nodes start: the nodes that must have ended, distinct."""
+        return tuple(dict.fromkeys(self.predecessors))
+
+    @cached_property
+    def start_of(self) -> tuple[int, ...]:
+        """Number of the event at which each node starts."""
+        number = {before: event for event, before in enumerate(self.events)}
+        return tuple(number[before] for before in self.predecessors)
+
+    @cached_property
+    def ends_of(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the events that wait for each node, ascending."""
+        return _adjacency(
+            self.num_nodes,
+            np.array([(node, event) for event, before in enumerate(self.events) for node in before]).reshape(-1, 2),
+        )
+
+    @cached_property
     def levels(self) -> tuple[Level, ...]:
         """All nodes, each one level after the last of its predecessors; the first level has none."""
         return _levels(self.order, self.predecessors)

@@ -27,7 +27,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -72,6 +72,17 @@ class RelaxedSolution:
     def bound_at(self, time: float) -> float:
         """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
         return self.cost + self.slope * (time - self.time)
+
+    def mixed_with(self, other: RelaxedSolution, share: float) -> RelaxedSolution:
+        """`share` of another solution and the rest of this one, which is feasible and nearly optimal in between.
+
+        Schedules and flows may be mixed; the cost is that of the mixed schedule, a little above LP.
+        """
+        mixed = {
+            field.name: (1 - share) * getattr(self, field.name) + share * getattr(other, field.name)
+            for field in fields(self)
+        }
+        return RelaxedSolution(**mixed)
 
 
 class RelaxedTradeoff:

@@ -10,6 +10,7 @@ relaxation is a merged one, which bounds from below as well, until the last roun
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
@@ -35,12 +36,12 @@ _POINTS_PER_RELAXATION, _DENSER = 3.5, 0.55
 of equal parts."""
 
 _FREE = (
-    *((0.0, 0.3, 0.45, 0.45), (-0.5, 0.1, 0.0, 0.0), (0.5, 0.2, 0.0, 0.0)),
+    *((0.0, 0.1, 0.0, 0.0), (-0.5, 0.15, 0.1, 0.1), (0.5, 0.1, 0.0, 0.0)),
     *((0.0, 0.1, 0.3, 0.3), (-0.3, 0.35, 0.3, 0.3), (0.3, 0.1, 0.3, 0.3)),
 )
 _KEPT = (
-    *((0.0, 0.2, 1.0, 0.3), (-3e-4, 0.2, 0.3, 0.3), (-6e-4, 0.1, 0.0, 0.0)),
-    *((4e-4, 0.1, 1.0, 0.3), (0.0, 0.1, 0.3, 0.3), (-2e-4, 0.1, 1.0, 0.3)),
+    *((0.0, 0.2, 1.0, 0.3), (4e-4, 0.1, 1.0, 0.3), (0.0, 0.1, 0.0, 0.0)),
+    *((-3e-4, 0.2, 1.0, 0.3), (-6e-4, 0.2, 0.0, 0.0), (-3e-4, 0.1, 0.3, 0.3)),
     *((k * 1e-4, 0.1, 0.0, 0.0) for k in range(4, -20, -1)),
 )
 """Guides for a target: offset of the time aimed at, meeting, haste and patience. Which does best is a matter of luck,
@@ -198,7 +199,7 @@ class _Search:
         """Search and splice near all targets whose gap is too large."""
         targets = self._unsatisfied()
         if targets and self._is_merged and effort is _ROUNDS[-1]:
-            self._is_merged, self._programme = False, RelaxedTradeoff(*self._problem)
+            self._is_merged, self._programme, self._relaxed = False, RelaxedTradeoff(*self._problem), []
         guides = [guide for target in targets for guide in self._guides(target, effort)]
         guides.sort(key=lambda guide: guide.deadline < math.inf)
         at_once = max(_ROWS_AT_ONCE // (effort.width * self._table.dag.num_nodes), 1)
@@ -241,21 +242,29 @@ class _Search:
         return self._relaxed[-1]
 
     def _guides(self, target: int, effort: _Effort) -> list[Guide]:
-        """Guides to a target; from the second round on it gets relaxations of its own."""
+        """Guides to a target; from the second round on it gets a relaxation of its own."""
         time, reach = float(self._targets[target]), float(self._reach[target])
-        first = effort is _ROUNDS[0]
-        if self._is_kept[target]:
-            guides = []
-            for offset, meeting, haste, patience in _KEPT[: effort.kept_guides]:
-                aim = max(time * (1 + offset), self.fastest)
-                relaxed = self._nearest(aim) if first else self._relax(aim)
-                guides.append(Guide(relaxed, aim, meeting, haste, patience, deadline=time))
-            return guides
-        relaxed = self._nearest(time) if first else self._relax(time)
-        return [Guide(relaxed, time + offset * reach, *weights) for offset, *weights in _FREE[: effort.free_guides]]
+        if effort is not _ROUNDS[0] and all(relaxed.time != time for relaxed in self._relaxed):
+            self._relax(time)
+        if not self._is_kept[target]:
+            relaxed = self._between(time)
+            return [Guide(relaxed, time + offset * reach, *weights) for offset, *weights in _FREE[: effort.free_guides]]
+        guides = []
+        for offset, meeting, haste, patience in _KEPT[: effort.kept_guides]:
+            aim = max(time * (1 + offset), self.fastest)
+            guides.append(Guide(self._between(aim), aim, meeting, haste, patience, deadline=time))
+        return guides
 
-    def _nearest(self, time: float) -> RelaxedSolution:
-        return min(self._relaxed, key=lambda relaxed: abs(relaxed.time - time))
+    def _between(self, time: float) -> RelaxedSolution:
+        """The solution at a time, or a mixture of its neighbours."""
+        solutions = sorted(self._relaxed, key=lambda relaxed: relaxed.time)
+        after = bisect_left(solutions, time, key=lambda relaxed: relaxed.time)
+        if after == len(solutions):
+            return solutions[-1]
+        if after == 0 or solutions[after].time == time:
+            return solutions[after]
+        slow, fast = solutions[after], solutions[after - 1]
+        return fast.mixed_with(slow, (time - fast.time) / (slow.time - fast.time))
 
     def _splice(self, targets: Sequence[int], num_pairs: int) -> None:
         order = np.argsort(self._times, kind="stable")

@@ -52,3 +52,12 @@ def test_a_schedule_has_a_node_per_instruction_and_an_edge_per_dependency():
     named = {(schedule.instructions[a], schedule.instructions[b]) for a, b in dag.edges.tolist()}
     assert dag.num_nodes == 2 * 3 * 5
     assert named == set(schedule.dependencies())
+
+
+@given(edges)
+def test_nodes_that_wait_for_the_same_start_at_one_event(pairs):
+    dag = make_dag(7, pairs)
+    assert len(set(dag.events)) == len(dag.events)
+    for node in range(7):
+        assert set(dag.events[dag.start_of[node]]) == {a for a, b in pairs if b == node}
+        assert set(dag.ends_of[node]) == {dag.start_of[b] for a, b in pairs if a == node}
