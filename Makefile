@@ -40,9 +40,10 @@ clean: ## Remove the environment, caches and the demo's results
 	rm -rf $(VENV) build dist outputs/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# Most modules of the libraries are never imported: they are compiled when they are.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a minute or two ..."
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile --editable '.[dev]' --constraint constraints.txt
 	@touch $@

@@ -3,9 +3,8 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from tests.device.fake_driver import fake_driver  # noqa: F401
 from tests.launch import kill_session, run_script, session_is_empty, start_script
@@ -39,26 +38,31 @@ def test_an_exception_restores_the_clocks(fake_driver):  # noqa: F811
     assert fake_driver.locked_gpus() == {}
 
 
-@pytest.mark.parametrize(("signum", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
-def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, signum, to_all):  # noqa: F811
-    process = start_script(SCRIPT, "signal", "script", **environment_of(fake_driver))
+def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, tmp_path):  # noqa: F811
+    """To all processes as Ctrl-C in a terminal, or to the one that a batch system started; three jobs side by side."""
+    jobs = []
     try:
-        for line in process.stdout:
-            if line.strip() == "training":
-                break
-        assert fake_driver.locked_gpus()
-        if to_all:  # as Ctrl-C in a terminal
-            os.killpg(process.pid, signum)
-        else:  # as a batch system, to the process it started
-            os.kill(process.pid, signum)
-        process.communicate(timeout=60)
-        deadline = time.monotonic() + 20
-        while not session_is_empty(process) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert session_is_empty(process)
+        for signum, to_all in [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)]:
+            (folder := tmp_path / f"{signum.name}_{to_all}").mkdir()
+            driver = replace(fake_driver, log_path=folder / "clock_changes.log")
+            process = start_script(SCRIPT, "signal", "script", **environment_of(driver))
+            jobs.append((driver, process, os.killpg if to_all else os.kill, signum))
+        for driver, process, send, signum in jobs:
+            for line in process.stdout:
+                if line.strip() == "training":
+                    break
+            assert driver.locked_gpus()
+            send(process.pid, signum)
+        for driver, process, *sent in jobs:
+            process.communicate(timeout=60)
+            deadline = time.monotonic() + 20
+            while not session_is_empty(process) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert session_is_empty(process), sent
+            assert driver.locked_gpus() == {}, sent
     finally:
-        kill_session(process)
-    assert fake_driver.locked_gpus() == {}
+        for _, process, *_ in jobs:
+            kill_session(process)
 
 
 def test_without_permission_training_goes_on_with_one_warning(fake_driver):  # noqa: F811
