@@ -49,13 +49,18 @@ class ChoiceTable:
             self.times[i, : len(opts.times)] = opts.times
             self.costs[i, : len(opts.costs)] = opts.costs
 
+    def places(self, choices: Integers) -> Integers:
+        """Where in the flattened `times` and `costs` the options are that are given by node, shape (n, ...)."""
+        first = self.kind_of * self.times.shape[1]
+        return np.asarray(choices + first.reshape(-1, *(1,) * (choices.ndim - 1)))
+
     def durations(self, choices: Choices) -> Floats:
         """Duration of each node in seconds, shape (n, choices)."""
-        return np.asarray(self.times[self.kind_of[:, None], choices], dtype=np.float64)
+        return np.asarray(self.times.ravel()[self.places(choices)])
 
     def total_costs(self, choices: Choices) -> Floats:
         """Sum of the costs of all nodes in joules, shape (choices,)."""
-        return np.asarray(self.costs[self.kind_of[:, None], choices].sum(axis=0))
+        return np.asarray(self.costs.ravel()[self.places(choices)].sum(axis=0))
 
     def longest_paths(self, choices: Choices) -> Floats:
         """Longest path of each choice in seconds, shape (choices,)."""
@@ -92,12 +97,12 @@ class ChoiceTable:
         latest_ends = self.latest_ends(self.durations(choices), deadlines * (1 + TOLERANCE / 2))
         slowed, finish = choices.copy(), np.empty(latest_ends.shape)
         for level in self.dag.levels:
-            nodes = level.nodes
-            starts = _latest(finish, level) if level.neighbours else 0.0
-            times = self.times[self.kind_of[nodes]]
-            fitting = (times[:, :, None] <= (latest_ends[nodes] - starts)[:, None, :]).sum(axis=1) - 1
-            slowed[nodes] = np.maximum(fitting, slowed[nodes])
-            finish[nodes] = starts + np.take_along_axis(times, slowed[nodes], axis=1)
+            starts = _latest(finish, level) if level.neighbours else np.zeros((len(level.nodes), 1))
+            for node, start in zip(level.nodes.tolist(), starts, strict=True):
+                times = self.times[self.kind_of[node]]
+                fitting = times.searchsorted(latest_ends[node] - start, side="right") - 1
+                slowed[node] = np.maximum(fitting, slowed[node])
+                finish[node] = start + times[slowed[node]]
         return slowed, finish.max(axis=0, initial=0.0)
 
     def _finish_times(self, durations: Floats) -> Floats:

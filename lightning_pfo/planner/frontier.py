@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -146,9 +147,10 @@ def plan_frontier(
         deadlines=deadlines_s,
         on_progress=on_progress,
     )
+    clocks_of = [opts.knobs for opts in options]
     plans = []
     for point in points:
-        clocks = _by_rank(schedule, [opts.knobs[k] for opts, k in zip(options, point.choice, strict=True)])
+        clocks = _by_rank(schedule, [clocks[k] for clocks, k in zip(clocks_of, point.choice, strict=True)])
         plans.append(FrequencyPlan(schedule, clocks, point.time, point.cost, point.bound))
     if any(power.varies for power in blocking):
         plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
@@ -265,5 +267,5 @@ def _effective_options(profile: Profile, schedule: PipelineSchedule, powers: Seq
 
 
 def _by_rank(schedule: PipelineSchedule, clocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    rest = iter(clocks)
-    return tuple(tuple(next(rest) for _ in order) for order in schedule.orders)
+    bounds = accumulate(map(len, schedule.orders), initial=0)
+    return tuple(tuple(clocks[first:end]) for first, end in pairwise(bounds))

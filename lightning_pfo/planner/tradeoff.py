@@ -168,8 +168,9 @@ class _Search:
         self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
         self._bound.add(self._relaxed[0])
         self._order = order_of_time(self._table, self._relaxed[0])
-        self._choices = np.zeros((dag.num_nodes, 0), dtype=np.int64)
-        self._times, self._costs = np.zeros(0), np.zeros(0)
+        # So that there is a choice for every time.
+        self._choices, self._times = np.zeros((dag.num_nodes, 1), dtype=np.int64), np.array([fastest])
+        self._costs = self._table.total_costs(self._choices) + rate * fastest
 
     def relax(self, num_points: int, kept: Set[float]) -> None:
         """Set the targets and solve the relaxation at and between them.
@@ -192,13 +193,13 @@ class _Search:
                 self._relax(time)
             self._report("relaxing", done, len(times))
         self._bound.add_mixtures(self._relaxed)
-        # So that there is a choice for every time.
-        self._add(np.zeros((self._table.dag.num_nodes, 1), dtype=np.int64), [self.fastest])
 
     def improve(self, effort: _Effort) -> None:
         """Search and splice near all targets whose gap is too large."""
         targets = self._unsatisfied()
-        if targets and self._is_merged and effort is _ROUNDS[-1]:
+        if not targets:
+            return
+        if self._is_merged and effort is _ROUNDS[-1]:
             self._is_merged, self._programme, self._relaxed = False, RelaxedTradeoff(*self._problem), []
         guides = [guide for target in targets for guide in self._guides(target, effort)]
         guides.sort(key=lambda guide: guide.deadline < math.inf)
