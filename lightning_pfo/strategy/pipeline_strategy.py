@@ -50,6 +50,7 @@ from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
 from lightning_pfo.strategy.pipelined_module import PipelinedModule
 from lightning_pfo.strategy.precision import adapt_to_pipeline, restore, scaler_of
 from lightning_pfo.strategy.signals import obey_signals_together
+from lightning_pfo.strategy.stale_gradients import gradients_are_stale
 from lightning_pfo.strategy.step_runner import synchronize_random_state
 from lightning_pfo.strategy.weight_averaging import split_averages
 
@@ -306,6 +307,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
                 batch,
                 rest,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
+                keep_gradients=not gradients_are_stale(self._module()),
             )
 
     @override

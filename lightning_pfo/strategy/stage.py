@@ -74,6 +74,8 @@ class Stage:
         """Autocast is for forwards, but the step that runs the pipeline may be under it."""
 
         def run(microbatch: int, received: Tensors) -> Tensors:
+            if not torch.is_autocast_enabled(self._device.type):
+                return backward(microbatch, received)
             with torch.autocast(self._device.type, enabled=False):
                 return backward(microbatch, received)
 

@@ -73,6 +73,7 @@ class StepRunner:
         rest: Any,
         loss_scale: torch.Tensor | None = None,
         average_over: dist.ProcessGroup | None = None,
+        keep_gradients: bool = True,
     ) -> Any:
         """Run a training step with gradients.
 
@@ -85,6 +86,7 @@ class StepRunner:
             loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
                 is returned, logged and handed out does not have it.
             average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
+            keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
 
         Returns:
             The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
@@ -96,6 +98,8 @@ class StepRunner:
         engine.set_num_microbatches(num_microbatches)
         engine.iteration_begin()
         earlier = take_gradients(self._parameters)
+        if not keep_gradients:
+            earlier = [None] * len(earlier)
         try:
             values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
             engine.iteration_end()

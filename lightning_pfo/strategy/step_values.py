@@ -3,7 +3,7 @@
 One all-reduce per step carries all numbers, which stay on the device; the structure (names and arguments of `self.log`)
 is sent only when it changes. The all-reduce is also where devices wait for the slowest, so that an iteration ends at
 the same time everywhere. Whether the structure changed, or the step failed, is agreed between the hosts: they need not
-wait for their devices, which may be far behind.
+wait for their devices, which may be far behind. Where the device is the host, the same all-reduce says it.
 """
 
 from __future__ import annotations
@@ -73,21 +73,27 @@ class ValueExchange:
             BaseException: On the rank of the last stage the error in `values`; on the others a `StepFailedError` that
                 quotes it.
         """
-        is_new = torch.zeros(1, dtype=torch.uint8)
-        if values is not None and values.error is None:
-            is_new[0] = (values.structure, len(values.numbers)) != self._known
-        elif values is not None:
-            is_new[0] = 1
-        dist.broadcast(is_new, src=_global_rank(self._group, self._last_rank), group=self._hosts)
-        if is_new[0]:
-            return self._share_all(values)
         structure, count = self._known
+        is_new = values is not None and (
+            values.error is not None or (values.structure, len(values.numbers)) != self._known
+        )
+        if self._device.type != "cpu" and self._agree_between_hosts(is_new):
+            return self._share_all(values)
         # float64 holds losses and counts exactly
-        packed = torch.zeros(max(1, count), dtype=torch.float64, device=self._device)
-        if values is not None and count:
-            packed = torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in values.numbers])
+        packed = torch.zeros(1 + count, dtype=torch.float64, device=self._device)
+        if is_new:
+            packed[0] = 1
+        elif values is not None and count:
+            packed[1:] = torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in values.numbers])
         dist.all_reduce(packed, group=self._group)
-        return StepValues(list(packed[:count].to(torch.get_default_dtype()).unbind()), structure)
+        if self._device.type == "cpu" and packed[0]:
+            return self._share_all(values)
+        return StepValues(list(packed[1:].to(torch.get_default_dtype()).unbind()), structure)
+
+    def _agree_between_hosts(self, is_new: bool) -> bool:
+        flag = torch.tensor([is_new], dtype=torch.uint8)
+        dist.broadcast(flag, src=_global_rank(self._group, self._last_rank), group=self._hosts)
+        return bool(flag)
 
     def _share_all(self, values: StepValues | None) -> StepValues:
         message: list[Any] = [None]

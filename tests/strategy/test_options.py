@@ -25,6 +25,7 @@ TOLERANCE = {
     "frozen_last": 2e-5,
     "finetuned": 2e-5,
     "recomputed": 2e-5,
+    "looks_at_gradients": 2e-5,
     "ema": 2e-5,
     "swa": 2e-5,
 }
@@ -60,6 +61,18 @@ def test_two_stages_train_like_one_device(folder, name):
     if name == "16_mixed_overflow":
         assert single["scale"] == [2.0**16, 2.0**17, 2.0**16, 2.0**16, 2.0**17, 2.0**17]
         assert 0 < single["train"][0] < 1e-5
+
+
+def test_old_gradients_go_before_a_step_unless_somebody_looks_at_them(folder):
+    for rank in (0, 1):
+        assert json.loads((folder / f"clip_by_value_{rank}.json").read_text())["held"] == [False]
+        assert json.loads((folder / f"looks_at_gradients_{rank}.json").read_text())["held"] == [False, True]
+    single, *ranks = (
+        json.loads((folder / f"looks_at_gradients_{w}.json").read_text())["norms"] for w in ("single", 0, 1)
+    )
+    for of_single, *of_ranks in zip(single, *ranks, strict=True):
+        assert of_ranks[0] | of_ranks[1] == pytest.approx(of_single, abs=2e-5)
+    assert any(single[1:])
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="torch.compile for the CPU needs a C++ compiler")

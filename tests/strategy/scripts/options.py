@@ -5,6 +5,7 @@ Usage: options.py FOLDER [RUN...].
 
 import json
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +31,18 @@ class Module(PlainModule):
         for name in frozen:
             self.get_submodule(name).requires_grad_(False)
         self.history["scale"] = []
+        self.history["held"] = set()
+        self.old_gradient = lambda: None
+
+    def training_step(self, batch, batch_idx):
+        self.history["held"].add(self.old_gradient() is not None)
+        return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if gradients:
+            self.old_gradient = weakref.ref(gradients[0])
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         self.history["scale"].append(scaler.get_scale() if scaler is not None else 1.0)
 
@@ -103,6 +113,18 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(layers, optimizer)
 
 
+class LooksAtGradients(Module):
+    """Before they are zeroed, where Lightning shows those of the last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.history["norms"] = []
+
+    def on_before_zero_grad(self, optimizer):
+        gradients = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
+        self.history["norms"].append({name: float(gradient.norm()) for name, gradient in gradients.items()})
+
+
 class SavesFirstEpoch(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -150,6 +172,7 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "frozen_last": (partial(Module, ["head", "model.3", "model.4", "model.5"]), dict, {}),
     "finetuned": (Finetuned, finetuning, {}),
     "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
+    "looks_at_gradients": (LooksAtGradients, dict, {}),
     "ema": (Module, ema, {}),
     "swa": (Module, swa, {}),
     "compiled": (Module, dict, {"compile": True}),
@@ -185,7 +208,8 @@ def fit(name, where):
             break
     weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
-    return {**{key: module.history[key] for key in ("train", "val", "scale")}, "weights": weights, "dtypes": dtypes}
+    histories = {key: module.history.get(key) for key in ("train", "val", "scale", "norms")}
+    return {**histories, "held": sorted(module.history["held"]), "weights": weights, "dtypes": dtypes}
 
 
 def profile_replicas():

@@ -1,0 +1,215 @@
+"""A step of `Trainer.fit` with pfo_pipeline against a hand-written loop on torch.distributed.pipelining.
+
+    python benchmarks/strategy_overhead.py [--ranks 2] [--steps 20] [--cases small large profiler plan]
+
+Both train the same model on the same data with 1F1B on CPUs, in turn within one run: after each step of the Trainer, a
+callback runs a step by hand, so that both see the same machine. A step of the Trainer is all between two of those:
+loading the batch, the step, the optimizer, logging, all hooks. Prints one JSON line per case: medians of the step
+times (s), of the ratio of neighbouring steps, and of their difference (ms), and the CPU time of a process for each.
+
+Cases: `small` shows the fixed cost of a step, `large` has steps of some 300 ms or more, `profiler` and `plan` are
+`large` with that callback on an emulated GPU whose modelled times are shorter than the real ones, so that it never
+sleeps. (Two callbacks cannot set clocks in one run, so they are measured one by one.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
+from lightning_pfo.device import load_gpu_config
+from lightning_pfo.strategy import PfoPipelineStrategy
+
+NUM_MICROBATCHES = 8
+WARM_UP_STEPS = 3
+SIZES = {"small": (16, 2), "large": (512, 64)}  # width of the layers, samples in a microbatch
+GPU = replace(load_gpu_config("emulated_a100"), forward_s=1e-5)
+
+
+def make_model(width: int, num_ranks: int) -> nn.Sequential:
+    """Three layers for each rank."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(3 * num_ranks):
+        block = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)]
+        layers.append(nn.Sequential(*block))
+    return nn.Sequential(*layers)
+
+
+def make_loader(width: int, microbatch: int, steps: int) -> DataLoader[Any]:
+    """One batch for each step, in order."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(steps * NUM_MICROBATCHES * microbatch, width, generator=generator)
+    return DataLoader(TensorDataset(x, x.roll(1, 1)), batch_size=NUM_MICROBATCHES * microbatch)
+
+
+class Module(L.LightningModule):
+    """What one writes with Lightning."""
+
+    def __init__(self, width: int, num_ranks: int) -> None:
+        super().__init__()
+        self.model = make_model(width, num_ranks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return and log the loss."""
+        x, y = batch
+        loss = nn.functional.mse_loss(self.model(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """One optimizer."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class ByHand:
+    """What one writes without Lightning: a stage, torch's schedule, an optimizer, a loop."""
+
+    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any]) -> None:
+        self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        layers = make_model(width, num_ranks)
+        own = nn.Sequential(*layers[3 * self.rank : 3 * (self.rank + 1)])
+        example = torch.zeros(microbatch, width, requires_grad=self.rank > 0)
+        stage = PipelineStage(
+            own,
+            self.rank,
+            num_ranks,
+            torch.device("cpu"),
+            input_args=example,
+            output_args=torch.zeros(microbatch, width, requires_grad=True),
+        )
+        self.is_last = self.rank == num_ranks - 1
+        self.schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        self.optimizer = torch.optim.AdamW(own.parameters(), lr=1e-3)
+        self.batches = iter(loader)
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """Train one batch."""
+        x, y = next(self.batches)
+        losses: list[torch.Tensor] = []
+        self.optimizer.zero_grad()
+        args = (x,) if self.rank == 0 else ()
+        self.schedule.step(*args, target=y if self.is_last else None, losses=losses, return_outputs=False)
+        self.optimizer.step()
+        if losses:
+            self.losses.append(torch.stack(losses).detach().mean())
+
+
+class InTurn(L.Callback):
+    """Runs a step by hand after each step of the Trainer, and takes the times of both."""
+
+    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any]) -> None:
+        self._arguments = (width, microbatch, loader)
+        self.seconds: list[tuple[float, float]] = []
+        self.cpu_seconds: list[tuple[float, float]] = []
+        self.losses: list[torch.Tensor] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make the loop by hand, now that there is a process group."""
+        self.by_hand = ByHand(*self._arguments)
+        self._start = self._now()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        """The Trainer's step is over."""
+        between = self._now()
+        self.by_hand.step()
+        end = self._now()
+        self.seconds.append((between[0] - self._start[0], end[0] - between[0]))
+        self.cpu_seconds.append((between[1] - self._start[1], end[1] - between[1]))
+        self.losses.append(outputs["loss"])
+        self._start = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        dist.barrier()
+        return time.perf_counter(), time.process_time()
+
+
+def measure(case: str, num_ranks: int, steps: int, folder: Path) -> dict[str, Any]:
+    """Run one case; returns what is printed."""
+    width, microbatch = SIZES["small" if case == "small" else "large"]
+    steps += WARM_UP_STEPS
+    loader = make_loader(width, microbatch, steps)
+    in_turn = InTurn(width, microbatch, loader)
+    callbacks: dict[str, list[L.Callback]] = {
+        "profiler": [EnergyProfilerCallback(folder / "profile.csv", gpu=GPU, iterations_per_clock=10 * steps)],
+        "plan": [FrequencyPlanCallback("top_clocks", gpu=GPU)],
+    }
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=PfoPipelineStrategy(num_microbatches=NUM_MICROBATCHES),
+        max_epochs=1,
+        callbacks=[*callbacks.get(case, []), in_turn],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(width, num_ranks), loader)
+    if in_turn.by_hand.is_last and not torch.allclose(
+        torch.stack(in_turn.losses), torch.stack(in_turn.by_hand.losses), rtol=1e-3
+    ):
+        raise RuntimeError(f"the two loops do not train alike: {in_turn.losses} and {in_turn.by_hand.losses}")
+    seconds, cpu_seconds = in_turn.seconds[WARM_UP_STEPS:], in_turn.cpu_seconds[WARM_UP_STEPS:]
+    return {
+        "case": case,
+        "ranks": num_ranks,
+        "steps": len(seconds),
+        "trainer_s": round(median(trainer for trainer, _ in seconds), 5),
+        "by_hand_s": round(median(by_hand for _, by_hand in seconds), 5),
+        "ratio": round(median(trainer / by_hand for trainer, by_hand in seconds), 4),
+        "difference_ms": round(1000 * median(trainer - by_hand for trainer, by_hand in seconds), 3),
+        "least_difference_ms": round(1000 * (min(seconds)[0] - min(by_hand for _, by_hand in seconds)), 3),
+        "cpu_ratio": round(median(trainer / by_hand for trainer, by_hand in cpu_seconds), 4),
+        "cpu_difference_ms": round(1000 * median(trainer - by_hand for trainer, by_hand in cpu_seconds), 3),
+    }
+
+
+def main() -> None:
+    """Run the cases and print their results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--cases", nargs="+", default=["small", "large", "profiler", "plan"])
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for case in options.cases:
+            result = measure(case, options.ranks, options.steps, Path(folder))
+            if dist.get_rank() == 0:
+                sys.stdout.write(json.dumps(result) + "\n")
+                sys.stdout.flush()
+
+
+import cProfile, pstats, os
+PROF = cProfile.Profile()
+_old = InTurn.on_train_batch_end
+def _new(self, *a):
+    PROF.disable()
+    _old(self, *a)
+    if len(self.seconds) >= 5: PROF.enable()
+InTurn.on_train_batch_end = _new
+if __name__ == "__main__":
+    main()
+    PROF.disable()
+    st = pstats.Stats(PROF, stream=open(f"/tmp/prof_{os.environ.get('LOCAL_RANK','0')}.txt","w"))
+    st.sort_stats("tottime").print_stats(70); st.sort_stats("cumtime").print_stats(110)
