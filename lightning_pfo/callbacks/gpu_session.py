@@ -87,6 +87,9 @@ class GpuSession:
         if problems:
             raise problems[0]
         self._clock_owner = user
+        # On the main thread, as on CUDA requests come from the follower's; and late enough to be installed over
+        # Lightning's own SIGTERM handler, which waits for other ranks before it calls the handlers it replaced.
+        self.clocks.guard()
 
 
 def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, num_gpus: int) -> GpuSession:

@@ -19,8 +19,10 @@ from lightning_pfo.device.clock_lease import (
     Lease,
     delete_lease,
     exclusive,
+    lease_path,
     read_lease,
     runtime_dir,
+    watched,
     write_lease,
 )
 from lightning_pfo.device.processes import ProcessId, boot_id, this_process
@@ -37,6 +39,8 @@ class ClockClaim:
     def __init__(self, lease: Lease, watchdog: subprocess.Popen[bytes]) -> None:
         self._lease = lease
         self._watchdog = watchdog
+        self._path = lease_path(lease.gpu_uuid)
+        self._written = _identity(self._path)
 
     @property
     def is_ours(self) -> bool:
@@ -53,15 +57,42 @@ class ClockClaim:
         """The GPU's state when it was acquired; see `Lease`."""
         return self._lease.found
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody else holds the clocks now, after `lightning-pfo restore-clocks force=true`."""
+        try:
+            lease = read_lease(self._lease.gpu_uuid)
+        except DeviceError:
+            return False
+        return lease is not None and lease.holder != self._lease.holder
+
     def note_change(self, what: str = GRAPHICS_CLOCK) -> None:
-        """Write down that `what` is about to be changed; returns when it is on disk. Free when noted already."""
-        if what not in self._lease.changed:
-            self._lease = replace(self._lease, changed=(*self._lease.changed, what))
+        """Write down that `what` is about to be changed; returns when it is on disk. Cheap when noted already.
+
+        Raises:
+            DeviceError: If nobody would restore the clocks: the watchdog has ended, or the lease is another job's now.
+        """
+        if self._watchdog.poll() is not None:
+            raise DeviceError(
+                f"Clocks are changed only under a watchdog process that can restore them; that of "
+                f"{self._lease.gpu_name} has ended (code {self._watchdog.returncode}). Start the job again."
+            )
+        if what in self._lease.changed and _identity(self._path) == self._written:
+            return
+        with exclusive(self._lease.gpu_uuid):
+            if self.is_taken:
+                raise DeviceError(
+                    f"One job at a time sets the clocks of a GPU; those of {self._lease.gpu_name} were restored by "
+                    "force, and another job has claimed them since."
+                )
+            self._lease = replace(self._lease, changed=tuple(dict.fromkeys((*self._lease.changed, what))))
             write_lease(self._lease)
+            self._written = _identity(self._path)
 
     def release(self) -> None:
         """Give the clocks up; whatever was changed must have been undone."""
-        delete_lease(self._lease.gpu_uuid)
+        if not self.is_taken:
+            delete_lease(self._lease.gpu_uuid)
         # Without a lease the watchdog has nothing to do; ending it is quicker than letting it find out.
         self._watchdog.kill()
         self._watchdog.communicate()
@@ -83,8 +114,10 @@ def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int 
     with exclusive(gpu_uuid):
         previous = read_lease(gpu_uuid)
         if previous is not None:
-            if previous.holder.is_alive():
-                whose = "this process itself" if previous.holder == this_process() else "another job"
+            if previous.is_held():
+                same_container = previous.holder.namespace == this_process().namespace
+                whose = "another job" if same_container else "a job in another container"
+                whose = "this process itself" if previous.holder == this_process() else whose
                 raise DeviceError(
                     f"One job at a time sets the clocks of a GPU; those of {gpu_name} ({gpu_uuid}) are held by process "
                     f"{previous.holder.pid}, {whose}. Wait until it has ended, or use another GPU."
@@ -119,7 +152,7 @@ def undo_stale(gpu_uuid: str, holder: ProcessId | None = None, *, even_alive: bo
         lease = read_lease(gpu_uuid)
         if lease is None or (holder is not None and lease.holder != holder):
             return None
-        if lease.holder.is_alive() and not even_alive:
+        if lease.is_held() and not even_alive:
             return None
         _undo(lease)
         return lease
@@ -152,23 +185,35 @@ def _undo(lease: Lease) -> None:
     delete_lease(lease.gpu_uuid)
 
 
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells a file from those that take its place; None if there is none."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_ino, state.st_mtime_ns
+
+
 def _start_watchdog(lease: Lease) -> subprocess.Popen[bytes]:
-    package_parent = str(Path(lightning_pfo.__file__).parents[1])
     holder = lease.holder
+    search_path = [str(Path(lightning_pfo.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {
-        DIRECTORY_VARIABLE: str(runtime_dir().absolute()),
-        "PYTHONPATH": os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")])),
+        DIRECTORY_VARIABLE: str(runtime_dir()),
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in search_path if entry),
     }
     start_ticks = "" if holder.start_ticks is None else str(holder.start_ticks)
     command = [sys.executable, "-m", "lightning_pfo.device.clock_watchdog"]
     try:
-        return subprocess.Popen(
-            [*command, lease.gpu_uuid, str(holder.pid), start_ticks],
-            stdin=subprocess.PIPE,  # nothing is ever written: its end means that we have ended
-            stdout=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # so that Ctrl-C and batch systems do not end both at once
-        )
+        with watched(lease.gpu_uuid) as descriptor:
+            return subprocess.Popen(
+                [*command, lease.gpu_uuid, str(holder.pid), start_ticks],
+                stdin=subprocess.PIPE,  # nothing is ever written: its end means that we have ended
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                cwd="/",  # a job's folder may be unmounted, and may hold modules named like Python's own
+                pass_fds=(descriptor,),
+                start_new_session=True,  # so that Ctrl-C and batch systems do not end both at once
+            )
     except OSError as error:
         raise DeviceError(
             f"Clocks are changed only under a watchdog process that can restore them; it could not be started: {error}."

@@ -49,8 +49,8 @@ class ClockController:
     """Applies clock requests to one GPU, in order, the latest first; restores the clocks at the end.
 
     Only the worker thread changes clocks, `restore` included, and the two sides share no lock: `close` may be called
-    from a signal handler that has interrupted `request` at any point. From the first request on, `clock_guard` closes
-    the controller at exit and on signals; `with ClockController(gpu) as clocks` closes it earlier.
+    from a signal handler that has interrupted `request` at any point. From `guard` on, `clock_guard` closes the
+    controller at exit and on signals; `with ClockController(gpu) as clocks` closes it earlier.
 
     Attributes:
         gpu: The GPU, which stays open.
@@ -73,9 +73,19 @@ class ClockController:
         self._target = _Target()  # replaced as a whole, by the requesting side only
         self._applied_mhz: int | None = None
         self._transitions = TransitionLog(gpu)
+        self._is_guarded = False
         self._is_closed = False
         self._is_stopped = False
         self._worker: threading.Thread | None = None
+
+    def guard(self) -> None:
+        """Have the clocks restored at exit and on signals, at the latest from the first request on.
+
+        Requests may come from another thread; signals are caught only if this is called on the main thread before.
+        """
+        if not self._is_guarded and not self._is_closed:
+            self._is_guarded = True
+            clock_guard.register(self)
 
     def request(self, clock_mhz: int) -> None:
         """Ask for a clock and return at once. A repeated value costs nothing; after an error or `close`, neither."""
@@ -91,9 +101,7 @@ class ClockController:
         if self._is_closed or self.error is not None:
             return
         if self._worker is None:
-            # Guard first: from here on there is something to restore. Also late enough to be installed over Lightning's
-            # own SIGTERM handler, which waits for other ranks before it calls the handlers it replaced.
-            clock_guard.register(self)
+            self.guard()  # first: from here on there is something to restore
             self._worker = threading.Thread(target=self._work, name="pfo-clock-controller", daemon=True)
             self._worker.start()
         self._target = target

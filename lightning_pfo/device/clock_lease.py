@@ -7,7 +7,8 @@
             '--- whenever the process dies in between, the watchdog or the next start undoes what the lease says
 
 A lease is deleted only after the clocks were restored. Leases of one GPU are read and written under a file lock. They
-lie in `runtime_dir()`, one per GPU: `GPU-....json`.
+lie in `runtime_dir()`, one per GPU: `GPU-....json`. Beside it lies a file that the watchdog keeps locked as long as it
+lives: so it is known in other containers too, where process numbers are others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_pfo.core.errors import DeviceError
-from lightning_pfo.device.processes import ProcessId
+from lightning_pfo.device.processes import ProcessId, pid_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,12 @@ class Lease:
     found: Mapping[str, int | None]
     changed: tuple[str, ...] = ()
 
+    def is_held(self) -> bool:
+        """Whether the holder still lives; where it runs in another container, whether its watchdog does."""
+        if self.holder.namespace == pid_namespace():
+            return self.holder.is_alive()
+        return _is_watched(self.gpu_uuid)
+
 
 def runtime_dir() -> Path:
     """The folder of leases: the same for all jobs of a user on this machine, and private.
@@ -60,9 +67,14 @@ def runtime_dir() -> Path:
     /run/lightning-pfo; else a folder in XDG_RUNTIME_DIR or, named by the user's number, among the temporary files.
 
     Raises:
-        DeviceError: If it cannot be made, or belongs to somebody else.
+        DeviceError: If it cannot be made, belongs to somebody else, or is given relative to the present folder.
     """
     given = os.environ.get(DIRECTORY_VARIABLE)
+    if given and not Path(given).is_absolute():
+        raise DeviceError(
+            f"{DIRECTORY_VARIABLE} is an absolute path, as jobs share the folder; got {given!r}. Use "
+            f"{str(Path(given).absolute())!r}."
+        )
     if given:
         folder = Path(given)
     elif os.getuid() == 0 and os.access("/run", os.W_OK):
@@ -71,14 +83,9 @@ def runtime_dir() -> Path:
         folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "lightning-pfo"
     else:
         folder = Path(tempfile.gettempdir()) / f"lightning-pfo-{os.getuid()}"
-    try:
+    with _explained(f"{folder} cannot be made"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_ours = bool(given) or folder.lstat().st_uid == os.getuid()
-    except OSError as error:
-        raise DeviceError(
-            f"Changing clocks needs a folder that remembers the change; {folder} cannot be made: {error}. "
-            f"Set {DIRECTORY_VARIABLE} to a folder on this machine that you may write to."
-        ) from error
     if not is_ours:
         raise DeviceError(
             f"The folder that remembers clock changes must belong to this user; {folder} belongs to user number "
@@ -94,16 +101,66 @@ def lease_path(gpu_uuid: str) -> Path:
 
 @contextmanager
 def exclusive(gpu_uuid: str) -> Iterator[None]:
-    """Keep other processes and threads from reading or writing the lease of a GPU meanwhile."""
+    """Keep other processes and threads from reading or writing the lease of a GPU meanwhile.
+
+    Raises:
+        DeviceError: If the folder cannot be written to.
+    """
+    with _open(gpu_uuid, ".lock") as descriptor:
+        _lock(descriptor, "LOCK_EX")
+        try:
+            yield
+        finally:
+            _lock(descriptor, "LOCK_UN")  # closing is not enough while a forked child has a copy
+
+
+@contextmanager
+def watched(gpu_uuid: str) -> Iterator[int]:
+    """A descriptor for a watchdog to inherit: as long as it lives, the GPU counts as watched in other containers."""
+    with _open(gpu_uuid, ".watched") as descriptor:
+        _lock(descriptor, "LOCK_SH")
+        yield descriptor
+
+
+def _is_watched(gpu_uuid: str) -> bool:
+    with _open(gpu_uuid, ".watched") as descriptor:
+        try:
+            _lock(descriptor, "LOCK_EX", "LOCK_NB")
+        except BlockingIOError:
+            return True
+        return False
+
+
+@contextmanager
+def _open(gpu_uuid: str, suffix: str) -> Iterator[int]:
+    path = lease_path(gpu_uuid).with_suffix(suffix)
+    with _explained(str(path)):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's may not be opened to create it
+        except FileNotFoundError:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, *flags: str) -> None:
     import fcntl  # does not exist on Windows, where nothing else of this project's device layer needs it
 
-    descriptor = os.open(lease_path(gpu_uuid).with_suffix(".lock"), os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    fcntl.flock(descriptor, sum(getattr(fcntl, flag) for flag in flags))
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn errors of the file system into the project's, saying what to do."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough while a forked child has a copy
-        os.close(descriptor)
+    except OSError as error:
+        raise DeviceError(
+            f"Changing clocks needs a folder that remembers the change; {what}: {error}. "
+            f"Set {DIRECTORY_VARIABLE} to a folder on this machine that you may write to."
+        ) from error
 
 
 def read_lease(gpu_uuid: str) -> Lease | None:
@@ -144,10 +201,15 @@ def write_lease(lease: Lease) -> None:
 
 
 def delete_lease(gpu_uuid: str) -> None:
-    """Delete the lease of a GPU, if there is one."""
+    """Delete the lease of a GPU, if there is one.
+
+    Raises:
+        DeviceError: If it cannot be deleted.
+    """
     path = lease_path(gpu_uuid)
-    path.unlink(missing_ok=True)
-    path.with_suffix(".tmp").unlink(missing_ok=True)
+    with _explained(f"{path} cannot be deleted"):
+        path.unlink(missing_ok=True)
+        path.with_suffix(".tmp").unlink(missing_ok=True)
 
 
 def _read(path: Path) -> Lease | None:
@@ -160,7 +222,7 @@ def _read(path: Path) -> Lease | None:
         return Lease(**content | {"holder": holder, "changed": tuple(content["changed"])})
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DeviceError(
             f"A lease says who changed a GPU's clocks; {path} cannot be read: {error}. If no job uses that GPU, run "
             "nvidia-smi --reset-gpu-clocks for it and delete the file."

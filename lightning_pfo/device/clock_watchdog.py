@@ -16,7 +16,7 @@ import time
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.clock_claim import undo_stale
 from lightning_pfo.device.clock_lease import lease_path
-from lightning_pfo.device.processes import ProcessId, boot_id
+from lightning_pfo.device.processes import ProcessId, boot_id, pid_namespace
 
 logger = logging.getLogger("lightning_pfo clock watchdog")
 
@@ -29,7 +29,7 @@ def main(gpu_uuid: str, pid: str, start_ticks: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # we end when the trainer does, not before
-    holder = ProcessId(int(pid), int(start_ticks) if start_ticks else None, boot_id())
+    holder = ProcessId(int(pid), int(start_ticks) if start_ticks else None, boot_id(), pid_namespace())
     _wait_for_end(holder)
     path = lease_path(gpu_uuid)
     for retry_after_s in (*_RETRIES_AFTER_S, None):

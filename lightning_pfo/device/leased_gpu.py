@@ -85,7 +85,7 @@ class LeasedGpu(ABC):
         """Unlock the graphics clock if we locked it; memory clocks and power limits are never touched."""
         if self._claim is None or not self._claim.is_ours:
             return
-        if self._claim.is_changed:
+        if self._claim.is_changed and not self._claim.is_taken:
             self._unlock()
         self._give_up_claim()
 

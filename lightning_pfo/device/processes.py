@@ -15,14 +15,19 @@ class ProcessId:
         pid: Its number.
         start_ticks: When it started, in the kernel's ticks since booting; None where the system does not tell.
         boot_id: Which booting of the machine; empty where the system does not tell.
+        namespace: Where the number counts: containers have their own. Empty where the system does not tell.
     """
 
     pid: int
     start_ticks: int | None
     boot_id: str
+    namespace: str = ""
 
     def is_alive(self) -> bool:
-        """Whether it still runs; a process that has ended but was not waited for does not."""
+        """Whether it still runs; a process that has ended but was not waited for does not.
+
+        Only for processes of our own namespace.
+        """
         if self.boot_id != boot_id():
             return False
         try:
@@ -39,7 +44,15 @@ class ProcessId:
 
 def this_process() -> ProcessId:
     """The process that calls."""
-    return ProcessId(os.getpid(), _state_and_start(os.getpid())[1], boot_id())
+    return ProcessId(os.getpid(), _state_and_start(os.getpid())[1], boot_id(), pid_namespace())
+
+
+def pid_namespace() -> str:
+    """Identifies the namespace of our process numbers; empty where the system does not tell."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def boot_id() -> str:

@@ -53,7 +53,7 @@ def _restore(lease: Lease, force: bool) -> str:
     if undone is not None:
         state = "its clocks are restored" if undone.changed else "its clocks had not been changed"
         return f"{which}: {state}; process {lease.holder.pid} had claimed them."
-    if lease.holder.is_alive():
+    if lease.is_held():
         raise DeviceError(
             f"{which} is in use: process {lease.holder.pid} sets its clocks and restores them when it ends. "
             "End that process, or use force=true."

@@ -1,12 +1,15 @@
-"""The GPU of a rank is the one that CUDA trains on."""
+"""The GPU of a rank is the one that CUDA trains on, and its clocks are guarded."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_pfo.callbacks.gpu_session import check_same_gpu
+from lightning_pfo.callbacks.gpu_session import check_same_gpu, open_session
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.device import GpuConfig, clock_guard
+from tests.callbacks.fakes import FakeSource
 
 
 @pytest.fixture
@@ -46,3 +49,16 @@ def test_what_cannot_be_compared_is_not(cuda):
     cuda.delenv("CUDA_VISIBLE_DEVICES")
     cuda.setattr(torch.cuda, "is_initialized", lambda: False)  # training on the CPU
     check_same_gpu(gpu("GPU-00000000-fake"), 0)
+
+
+def test_signals_are_caught_from_the_moment_that_clocks_are_claimed():
+    """Not from the first request on, which on CUDA comes from a thread that cannot install handlers."""
+    found = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        session = open_session(FakeSource(), GpuConfig(kind="emulated"), "a user", num_gpus=1)
+        session.own_clocks("a user")
+        assert signal.getsignal(signal.SIGTERM) is clock_guard._on_signal
+        session.release("a user")
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, found)

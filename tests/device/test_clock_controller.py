@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -196,6 +197,23 @@ def test_a_hung_driver_does_not_hang_the_end(
     assert "--reset-gpu-clocks" in caplog.text
     gpu.gate.set()  # when it answers after all, its clocks are restored
     wait_until(lambda: gpu.calls == [1200, "restore"])
+
+
+def test_guarded_on_the_main_thread_signals_restore_what_another_thread_asked_for(gpu: RecordingGpu) -> None:
+    caught: list[int] = []
+    replaced = signal.signal(signal.SIGTERM, lambda signum, _: caught.append(signum))
+    try:
+        clocks = ClockController(gpu)
+        clocks.guard()
+        asking = threading.Thread(target=clocks.request, args=(1200,))  # as the follower of a CUDA device does
+        asking.start()
+        asking.join()
+        assert clocks.wait(30)
+        signal.raise_signal(signal.SIGTERM)
+        assert gpu.calls[-1] == "restore"
+        assert caught == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, replaced)
 
 
 def test_many_threads_many_requests_end_consistently(gpu: RecordingGpu) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import clock_claim, clock_lease, processes
+from lightning_pfo.device.clock_claim import ClockClaim
 from lightning_pfo.device.clock_lease import Lease
 from lightning_pfo.device.processes import ProcessId, this_process
 from tests.device.fake_driver import FakeDriver, fake_driver
@@ -88,6 +89,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL
     assert "restored the clocks" in done.stderr
     assert time.monotonic() - started_s < 25
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_modules_in_the_job_s_folder_do_not_keep_the_watchdog_from_starting(
+    fake_driver: FakeDriver, tmp_path: Path
+) -> None:
+    (tmp_path / "select.py").write_text("raise ImportError('not the one you want')\n")
+    script = tmp_path / "elsewhere" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import os, signal\nfrom lightning_pfo.device import open_gpu\n"
+        "open_gpu('nvml', 0).lock_graphics_clock(1200)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=fake_driver.environment() | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "restored the clocks of Fake GPU 0" in done.stderr
     assert fake_driver.locked_gpus() == {}
 
 
@@ -243,6 +267,65 @@ def test_an_unusable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, str(tmp_path / "file" / "folder"))
     with pytest.raises(DeviceError, match=r"file/folder cannot be made: .* Set LIGHTNING_PFO_RUNTIME_DIR"):
         clock_lease.runtime_dir()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, "/sys")  # where not even root can write
+    with pytest.raises(DeviceError, match=r"/sys/GPU-1\.lock: .* Set LIGHTNING_PFO_RUNTIME_DIR to a folder on this"):
+        clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+
+
+def test_a_relative_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra may change the present folder between a change and its undoing."""
+    monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, "leases")
+    with pytest.raises(DeviceError, match=r"is an absolute path.*; got 'leases'\. Use '/.*/leases'\."):
+        clock_lease.runtime_dir()
+
+
+@pytest.fixture
+def claim(lease: Lease) -> Iterator[ClockClaim]:
+    claim = clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+    yield claim
+    claim._watchdog.kill()
+    claim._watchdog.communicate()
+
+
+def test_a_lost_lease_is_written_again_and_another_job_s_is_left_alone(claim: ClockClaim, lease: Lease) -> None:
+    claim.note_change()
+    clock_lease.delete_lease("GPU-1")  # a cleaner of temporary files, or restore-clocks force=true
+    assert not claim.is_taken
+    claim.note_change()
+    assert clock_lease.read_lease("GPU-1") == replace(lease, found={})
+
+    others = replace(lease, holder=replace(lease.holder, pid=1))
+    clock_lease.write_lease(others)
+    with pytest.raises(DeviceError, match="restored by force, and another job has claimed them since"):
+        claim.note_change()
+    assert claim.is_taken
+    claim.release()
+    assert clock_lease.read_lease("GPU-1") == others
+
+
+def test_without_its_watchdog_no_clock_is_changed(claim: ClockClaim) -> None:
+    claim._watchdog.kill()
+    claim._watchdog.wait()
+    with pytest.raises(DeviceError, match=r"that of Some GPU has ended \(code -9\)\. Start the job again"):
+        claim.note_change()
+    assert not claim.is_changed
+
+
+def test_a_holder_in_another_container_lives_as_long_as_its_watchdog(
+    claim: ClockClaim, lease: Lease, unlocked: list[str]
+) -> None:
+    elsewhere = replace(lease, holder=replace(lease.holder, pid=4_000_000, namespace="pid:[1]"))
+    clock_lease.write_lease(elsewhere)
+    assert clock_claim.undo_stale("GPU-1") is None
+    with pytest.raises(DeviceError, match="held by process 4000000, a job in another container"):
+        clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+    claim._watchdog.kill()
+    claim._watchdog.wait()
+    assert clock_claim.undo_stale("GPU-1") == elsewhere
+    assert unlocked == ["GPU-1"]
 
 
 def test_a_zombie_is_not_alive() -> None:
