@@ -134,12 +134,17 @@ def children_of(pid: int) -> list[int]:
     ]
 
 
-def test_the_next_start_repairs_what_killed_trainer_and_watchdog_left(fake_driver: FakeDriver) -> None:
-    process = start(fake_driver.environment(), "nvml", "slow")
+def kill_with_watchdog(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)  # without its watchdog it would restore the clocks
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
     process.kill()
     process.communicate(timeout=60)
+
+
+def test_the_next_start_repairs_what_killed_trainer_and_watchdog_left(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    kill_with_watchdog(process)
     assert fake_driver.locked_gpus()
     done = run(fake_driver.environment(), "from lightning_pfo.device import open_gpu; open_gpu('nvml', 0)")
     assert f"which the crashed process {process.pid} had left locked" in done.stderr
@@ -357,10 +362,7 @@ def test_restore_clocks_by_hand(fake_driver: FakeDriver) -> None:
     assert refused.returncode == 2
     assert f"in use: process {process.pid} sets its clocks" in refused.stderr
     assert fake_driver.locked_gpus().keys() == {0}
-    for child in children_of(process.pid):
-        os.kill(child, signal.SIGKILL)
-    process.kill()
-    process.communicate(timeout=60)
+    kill_with_watchdog(process)
     assert "no lease of a GPU GPU-1..." in restore_clocks(fake_driver.environment(), "gpu=GPU-1").stdout
     assert fake_driver.locked_gpus().keys() == {0}
     restored = restore_clocks(fake_driver.environment(), "gpu=GPU-0")
