@@ -8,6 +8,7 @@ is mostly the number of levels, hardly the number of choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -49,22 +50,30 @@ class ChoiceTable:
             self.times[i, : len(opts.times)] = opts.times
             self.costs[i, : len(opts.costs)] = opts.costs
 
-    def places(self, choices: Integers) -> Integers:
-        """Where in the flattened `times` and `costs` the options are that are given by node, shape (n, ...)."""
-        first = self.kind_of * self.times.shape[1]
-        return np.asarray(choices + first.reshape(-1, *(1,) * (choices.ndim - 1)))
+    @cached_property
+    def line(self) -> OptionLine:
+        """All options in one ascending line."""
+        return OptionLine(self.kinds)
+
+    def places(self, choices: Choices) -> Integers:
+        """Where in the line the options of each node are, shape (n, choices)."""
+        return np.asarray(choices + self.line.first[self.kind_of][:, None])
+
+    def options(self, places: Integers) -> Choices:
+        """Option of each node at a place in the line, shape (n, choices)."""
+        return np.asarray(places - self.line.first[self.kind_of][:, None])
 
     def durations(self, choices: Choices) -> Floats:
         """Duration of each node in seconds, shape (n, choices)."""
-        return np.asarray(self.times.ravel()[self.places(choices)])
+        return np.asarray(self.line.times[self.places(choices)])
 
     def total_costs(self, choices: Choices) -> Floats:
         """Sum of the costs of all nodes in joules, shape (choices,)."""
-        return np.asarray(self.costs.ravel()[self.places(choices)].sum(axis=0))
+        return np.asarray(self.line.costs[self.places(choices)].sum(axis=0))
 
     def longest_paths(self, choices: Choices) -> Floats:
         """Longest path of each choice in seconds, shape (choices,)."""
-        return np.asarray(self._finish_times(self.durations(choices)).max(axis=0, initial=0.0))
+        return np.asarray(self.finish_times(self.durations(choices)).max(axis=0, initial=0.0))
 
     def latest_ends(self, durations: Floats, deadlines: Floats) -> Floats:
         """Latest end of each node such that everything ends by the deadlines, in seconds, shaped as `durations`."""
@@ -95,21 +104,63 @@ class ChoiceTable:
             The slowed choices and their longest paths in seconds.
         """
         latest_ends = self.latest_ends(self.durations(choices), deadlines * (1 + TOLERANCE / 2))
-        slowed, finish = choices.copy(), np.empty(latest_ends.shape)
+        places, finish = self.places(choices), np.empty(latest_ends.shape)
         for level in self.dag.levels:
-            starts = _latest(finish, level) if level.neighbours else np.zeros((len(level.nodes), 1))
-            for node, start in zip(level.nodes.tolist(), starts, strict=True):
-                times = self.times[self.kind_of[node]]
-                fitting = times.searchsorted(latest_ends[node] - start, side="right") - 1
-                slowed[node] = np.maximum(fitting, slowed[node])
-                finish[node] = start + times[slowed[node]]
-        return slowed, finish.max(axis=0, initial=0.0)
+            nodes = level.nodes
+            starts = _latest(finish, level) if level.neighbours else 0.0
+            fitting = self.line.slowest_fitting(self.kind_of[nodes, None], latest_ends[nodes] - starts)
+            places[nodes] = np.maximum(fitting, places[nodes])
+            finish[nodes] = starts + self.line.times[places[nodes]]
+        return self.options(places), finish.max(axis=0, initial=0.0)
 
-    def _finish_times(self, durations: Floats) -> Floats:
+    def finish_times(self, durations: Floats) -> Floats:
+        """Earliest finish of each node in seconds, shaped as `durations`."""
         finish = durations.copy()
         for level in self.dag.levels[1:]:
             finish[level.nodes] += _latest(finish, level)
         return finish
+
+
+class OptionLine:
+    """The options of all kinds in one ascending line, so that one binary search finds what fits, for any kinds at once.
+
+    Each kind begins with "nothing fits", of infinite cost. Behind the last kind is one for padding, whose only option
+    takes no time and costs nothing.
+
+    Args:
+        kinds: The distinct option sets.
+
+    Attributes:
+        times: Time at each place in seconds.
+        costs: Cost at each place in joules.
+        first: Place of the fastest option of each kind.
+        last: Place of the slowest.
+    """
+
+    def __init__(self, kinds: Sequence[OptionSet]) -> None:
+        sizes = np.array([*(len(opts.times) for opts in kinds), 1])
+        self.last = np.cumsum(sizes + 1) - 1
+        self.first = self.last - sizes + 1
+        self.times, self.costs = np.zeros(sizes.sum() + len(sizes)), np.zeros(sizes.sum() + len(sizes))
+        is_option = np.ones(len(self.times), dtype=bool)
+        is_option[self.first - 1] = False
+        self.times[is_option] = [*(time for opts in kinds for time in opts.times), 0.0]
+        self.costs[is_option] = [*(cost for opts in kinds for cost in opts.costs), 0.0]
+        self.costs[~is_option] = np.inf
+        self._longest = float(self.times.max())
+        self._spacing = 2 * self._longest + 1
+        self._keys = self.times + self._spacing * np.repeat(np.arange(len(sizes)), sizes + 1)
+        self._keys[~is_option] -= self._longest
+
+    def slowest_fitting(self, kinds: Integers | int, rooms: Floats) -> Integers:
+        """Place of the slowest option of a kind that takes at most so many seconds; the place before its first if none.
+
+        Args:
+            kinds: Numbers of the kinds; broadcast to `rooms`.
+            rooms: Seconds.
+        """
+        keys = self._spacing * kinds + np.clip(rooms, -self._longest, self._longest)
+        return np.searchsorted(self._keys, keys, side="right") - 1
 
 
 def _latest(finish: Floats, level: Level) -> Floats:

@@ -13,6 +13,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Float
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
-from lightning_pfo.planner.local_search import polish
+from lightning_pfo.planner.local_search import PathMoves
 from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.splicing import splice
@@ -60,9 +61,10 @@ class _Effort:
     free_guides: int
     kept_guides: int
     spliced_pairs: int
+    least_polished: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 3, 4), _Effort(12, 8, 2, 6, 4), _Effort(32, 8, 6, len(_KEPT), 6))
+_ROUNDS = (_Effort(6, 4, 1, 3, 4, 10), _Effort(12, 8, 2, 6, 4, 1), _Effort(32, 8, 6, len(_KEPT), 6, 1))
 """Cheap to dear."""
 
 _ROWS_AT_ONCE = 2_000_000
@@ -72,9 +74,6 @@ _SMALL = 5000
 """With more nodes times targets, no further round is begun only because targets share a choice."""
 
 _KEPT_PER_GUIDE, _KEPT_PER_TIME, _POLISHED = 2, 3, 3
-
-_MOST_POLISHED = 400
-"""Nodes up to which pair moves are tried: their time grows with the cube."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -129,7 +128,7 @@ def trace_tradeoff(
     search.relax(num_points, kept)
     for effort in _ROUNDS:
         search.improve(effort)
-    return search.frontier()
+    return search.frontier(num_points)
 
 
 def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: Sequence[float] = ()) -> float:
@@ -212,26 +211,49 @@ class _Search:
         targets = sorted({*self._unsatisfied(), *(self._shared() if effort is _ROUNDS[0] else ())})
         if targets:
             self._splice(targets, effort.spliced_pairs)
-        if effort is _ROUNDS[-1] and self._table.dag.num_nodes <= _MOST_POLISHED:
-            self._polish()
+        self._polish(effort.least_polished)
         self._prune()
 
-    def frontier(self) -> list[TradeoffPoint]:
-        """The best choice for each target, without those that another dominates, fast to slow."""
+    def frontier(self, num_points: int) -> list[TradeoffPoint]:
+        """The best choice for each target, without those that another dominates, fast to slow.
+
+        Where targets share one, further choices are taken in between, so that there are `num_points` if so many are
+        known.
+        """
         best, gaps = self._best()
         for found in best[gaps > _LARGEST_GAP]:
             self._relax(self._times[found])  # a tangent right there is the tightest bound
-        chosen = sorted(set(best.tolist()), key=lambda found: (self._times[found], self._costs[found]))
-        bounds = self._bound.at(self._times)
-        points: list[TradeoffPoint] = []
-        for found in chosen:
-            cost = float(self._costs[found])
-            if not points or cost < points[-1].cost:
-                # Solver tolerance may put the bound of a perfect choice a hair above the choice itself.
-                bound = min(float(bounds[found]), cost)
-                choice = tuple(self._choices[:, found].tolist())
-                points.append(TradeoffPoint(float(self._times[found]), cost, bound, choice))
-        return points
+        chosen: list[int] = []
+        for found in sorted(set(best.tolist()), key=lambda found: (self._times[found], self._costs[found])):
+            if not chosen or self._costs[found] < self._costs[chosen[-1]]:
+                chosen.append(found)
+        self._fill(chosen, num_points)
+        # Solver tolerance may put the bound of a perfect choice a hair above the choice itself.
+        bounds = np.minimum(self._bound.at(self._times), self._costs)
+        return [
+            TradeoffPoint(
+                float(self._times[found]),
+                float(self._costs[found]),
+                float(bounds[found]),
+                tuple(self._choices[:, found].tolist()),
+            )
+            for found in sorted(chosen, key=self._times.__getitem__)
+        ]
+
+    def _fill(self, chosen: list[int], num_points: int) -> None:
+        """Add choices to those chosen, none dominated: good ones first, and the farthest in time from the others."""
+        times, costs, gaps = self._times, self._costs, self._bound.gaps(self._times, self._costs)
+        for limit in (max(np.median(gaps[chosen]), _MEDIAN_GAP), gaps[chosen].max()):
+            while len(chosen) < num_points:
+                is_faster = times[chosen] <= times[:, None]
+                dearer = costs[chosen] > costs[:, None] * (1 + TOLERANCE)
+                cheaper = costs[chosen] < costs[:, None] * (1 - TOLERANCE)
+                between = np.where(is_faster, dearer, cheaper).all(axis=1) & (gaps <= limit)
+                distance = np.where(between, np.abs(times[chosen] - times[:, None]).min(axis=1), 0.0)
+                farthest = int(distance.argmax())
+                if distance[farthest] <= TOLERANCE * times[farthest]:
+                    break
+                chosen.append(farthest)
 
     def _report(self, activity: str, done: int, total: int) -> None:
         if self._on_progress is not None:
@@ -279,15 +301,25 @@ class _Search:
         if joined.size:
             self._add(joined, deadlines[target])
 
-    def _polish(self) -> None:
-        """Pair moves where the time must be kept to."""
-        targets = [target for target in self._unsatisfied() if self._is_kept[target]]
-        for done, target in enumerate(targets, 1):
-            time = float(self._targets[target])
-            within = np.flatnonzero(self._times <= time * (1 + TOLERANCE))
-            for found in within[np.argsort(self._costs[within])[:_POLISHED]]:
-                self._add(polish(self._table, self._choices[:, found], time)[:, None], [time])
-            self._report("polishing", done, len(targets))
+    def _polish(self, least: int) -> None:
+        """Move events of the best choices where the gap is still too large, if that are so many."""
+        targets = self._unsatisfied()
+        best, _ = self._best()
+        columns = sorted({int(best[target]) for target in targets if not self._is_kept[target]})
+        deadlines = self._times[columns].tolist()
+        for target in targets:
+            if self._is_kept[target]:
+                time = float(self._targets[target])
+                within = np.flatnonzero(self._times <= time * (1 + TOLERANCE))
+                cheapest = within[np.argsort(self._costs[within])[:_POLISHED]]
+                columns += cheapest.tolist()
+                deadlines += [time] * len(cheapest)
+        if len(columns) >= least:
+            self._add(self._moves.improve(self._choices[:, columns], np.array(deadlines)), deadlines)
+
+    @cached_property
+    def _moves(self) -> PathMoves:
+        return PathMoves(self._table)
 
     def _add(self, choices: Choices, deadlines: Sequence[float] | Floats) -> None:
         """Take in the best of the choices found for each deadline, their slack spent: up to it where they keep to it.

@@ -160,3 +160,15 @@ def test_progress_is_reported_up_to_the_end(pipeline):
     assert [report for report in reports if report[0] == "relaxing"]
     assert {activity for activity, done, total in reports if done == total} == {activity for activity, *_ in reports}
     assert all(1 <= done <= total for _, done, total in reports)
+
+
+def test_as_many_points_as_wanted_where_there_are_so_many(pipeline):
+    dag, options = pipeline
+    for num_points in (12, 50):
+        points = trace_tradeoff(dag, options, num_points=num_points)
+        assert len(points) == num_points
+        for fast, slow in itertools.pairwise(points):
+            assert fast.time < slow.time
+            assert fast.cost > slow.cost
+    chain = make_dag(3, [(0, 1), (1, 2)])
+    assert len(trace_tradeoff(chain, [make_option_set([1, 2], [3, 1], [2, 1])] * 3, num_points=50)) == 4
