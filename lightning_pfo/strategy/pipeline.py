@@ -48,6 +48,7 @@ class Pipeline:
     Attributes:
         engine: Runs the stages of this rank; where listeners subscribe.
         runner: Runs the user's steps on the engine.
+        module: The module that was split.
         layers: The layers of this rank's stages.
         redirection: What patches the pipelined module.
         shared: Parameters that every rank holds.
@@ -57,6 +58,7 @@ class Pipeline:
 
     engine: PipelineEngine
     runner: StepRunner
+    module: nn.Module
     layers: list[nn.Module]
     redirection: StepRedirection
     shared: list[nn.Parameter]
@@ -66,7 +68,7 @@ class Pipeline:
     def release(self) -> None:
         """Give the module back: its steps and layers run as the user wrote them."""
         self.redirection.remove()
-        restore_layers(self.layers)
+        restore_layers(self.module, self.layers)
 
 
 def build_pipeline(
@@ -144,7 +146,7 @@ def build_pipeline(
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
     own_layers = [layer for stage in stages for layer in split.layers(stage, boundaries)]
     if activation_checkpointing:
-        recompute_activations(own_layers)
+        recompute_activations(split.pipelined.module, own_layers)
     if compile:
         compile_layers(own_layers)
     modules = {stage: split.stage_module(stage, boundaries, parts, device) for stage in stages}
@@ -167,7 +169,7 @@ def build_pipeline(
     held = local_parameters(model)
     runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), replica_group)
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
-    return Pipeline(engine, runner, own_layers, redirection, shared, held, description)
+    return Pipeline(engine, runner, split.pipelined.module, own_layers, redirection, shared, held, description)
 
 
 def _agree_on_initial_values(

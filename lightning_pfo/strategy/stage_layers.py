@@ -21,6 +21,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
 
 _SHARDED = "_pfo_sharded"
+_recompute = partial(checkpoint, use_reentrant=False)
 
 
 def check_compiler(device: torch.device) -> None:
@@ -51,10 +52,18 @@ def check_compilable(schedule: PipelineSchedule) -> None:
         )
 
 
-def recompute_activations(layers: Iterable[nn.Module]) -> None:
-    """Let each layer keep only its inputs and run its forward again in backward; undone by `restore_layers`."""
+def recompute_activations(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Let each layer keep only its inputs and run its forward again in backward; undone by `restore_layers`.
+
+    Layers of Hugging Face models do so themselves when they are told to, and their model then makes no cache of keys
+    and values, which the second forward would find filled by the first.
+    """
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", None) is False:
+            module.__dict__ |= {"gradient_checkpointing": True, "_gradient_checkpointing_func": _recompute}
     for layer in dict.fromkeys(layers):
-        layer.__dict__["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
+        if not hasattr(layer, "gradient_checkpointing"):
+            layer.__dict__["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
@@ -63,8 +72,12 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
         layer.compile()
 
 
-def restore_layers(layers: Iterable[nn.Module]) -> None:
+def restore_layers(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Undo `recompute_activations` and `compile_layers`."""
+    for module in model.modules():
+        if module.__dict__.get("_gradient_checkpointing_func") is _recompute:
+            module.__dict__["gradient_checkpointing"] = False
+            del module.__dict__["_gradient_checkpointing_func"]
     for layer in layers:
         layer._compiled_call_impl = None
         forward = layer.__dict__.get("forward")
