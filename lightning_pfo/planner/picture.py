@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
 
 from lightning_pfo.core.files import atomic_path
 
@@ -26,6 +32,28 @@ def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=MUTED, labelcolor=INK)
+
+
+def write_many(axes: Axes, labels: Sequence[tuple[float, float, str, str]], size_pt: float, zorder: float) -> None:
+    """Write (x, y, text, colour), each text centred at its place, as one artist: hundreds of `Text` take a second."""
+    if not labels:
+        return
+    x, y, texts, colours = zip(*labels, strict=True)
+    shape_of = {text: _centred(TextPath((0, 0), text, size=size_pt)) for text in set(texts)}
+    written = PathCollection(
+        [shape_of[text] for text in texts],
+        offsets=np.column_stack([x, y]), offset_transform=axes.transData,
+        facecolors=colours, linewidths=0, zorder=zorder,
+    )  # fmt: skip
+    written.set_transform(Affine2D().scale(1 / 72) + axes.figure.dpi_scale_trans)
+    written.set_in_layout(False)
+    axes.add_collection(written, autolim=False)
+
+
+def _centred(path: Path) -> Path:
+    vertices, codes = np.asarray(path.vertices), path.codes
+    inked = vertices if codes is None else vertices[codes != Path.CLOSEPOLY]
+    return Path(vertices - (inked.min(axis=0) + inked.max(axis=0)) / 2, codes)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner.picture import INK, MUTED, new_figure, save_figure, tidy
+from lightning_pfo.planner.picture import INK, MUTED, new_figure, save_figure, tidy, write_many
 from lightning_pfo.planner.timeline import Timeline
 
 _BAR = 0.82
@@ -146,6 +146,7 @@ def _trace_critical_path(axes: Axes, timeline: Timeline, rank_of: list[int], cro
 def _draw_wait_clocks(axes: Axes, timeline: Timeline, width_in: float) -> None:
     points_per_second = _points_per_second(timeline, width_in)
     size = 6.5
+    labels = []
     for wait in timeline.wait_clocks:
         begin, end = timeline.waits_of(wait.rank)[wait.position]
         is_last = wait.position == len(timeline.schedule.orders[wait.rank])
@@ -153,10 +154,8 @@ def _draw_wait_clocks(axes: Axes, timeline: Timeline, width_in: float) -> None:
         low = Rectangle((begin, wait.rank - _BAR / 2), length, _BAR, color=_BLOCKED_LOW, linewidth=0, zorder=1.5)
         axes.add_patch(low)
         if length * points_per_second >= 4 * _POINTS_PER_CHARACTER * size:
-            axes.text(
-                begin + length / 2, wait.rank, str(wait.clock_mhz),
-                ha="center", va="center", fontsize=size, color=MUTED, zorder=5, clip_on=True,
-            )  # fmt: skip
+            labels.append((begin + length / 2, float(wait.rank), str(wait.clock_mhz), MUTED))
+    write_many(axes, labels, size, zorder=5)
 
 
 def _points_per_second(timeline: Timeline, width_in: float) -> float:
@@ -172,15 +171,14 @@ def _write_clocks(
     size = min(8.0, 0.85 * short * points_per_second / (4 * _POINTS_PER_CHARACTER))
     if size < _SMALLEST_TEXT:
         return
-    for clock, start, duration, rank, value in zip(
-        timeline.clocks_mhz, timeline.starts_s, timeline.durations_s, rank_of, values, strict=True
-    ):
-        if duration * points_per_second >= len(str(clock)) * _POINTS_PER_CHARACTER * size:
-            ink = "white" if norm(value) < 0.6 else INK
-            axes.text(
-                start + duration / 2, rank, str(clock),
-                ha="center", va="center", fontsize=size, color=ink, zorder=5, clip_on=True,
-            )  # fmt: skip
+    labels = [
+        (start + duration / 2, float(rank), str(clock), "white" if norm(value) < 0.6 else INK)
+        for clock, start, duration, rank, value in zip(
+            timeline.clocks_mhz, timeline.starts_s, timeline.durations_s, rank_of, values, strict=True
+        )
+        if duration * points_per_second >= len(str(clock)) * _POINTS_PER_CHARACTER * size
+    ]
+    write_many(axes, labels, size, zorder=5)
 
 
 def _add_scale(figure: Figure, rows: list[Axes], norm: Normalize, colour: str) -> None:
