@@ -13,6 +13,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FOR_SCRIPTS = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    "OMP_NUM_THREADS": "1",
+}
+"""Environment variables of all scripts."""
 
 
 def run_script(script, *arguments, timeout_s=180, expect_success=True, fresh=False, **environment):
@@ -35,8 +40,7 @@ def start_script(script, *arguments, fresh=False, **environment):
     dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
+        **FOR_SCRIPTS,
         **environment,
     }
     command = [str(script), *map(str, arguments)]
@@ -67,7 +71,9 @@ class ForkedScript:
         socket.send_fds(_script_server(), [message], [write_output, write_state])
         os.close(write_output)
         os.close(write_state)
-        self.pid = int(self._state.readline())
+        pid = self._state.readline()
+        assert pid, "the process that forks scripts has ended; its error message is among the output of this test run"
+        self.pid = int(pid)
 
     def wait(self, timeout=None):
         if self.returncode is None:
@@ -99,9 +105,8 @@ def _script_server():
     """The connection to it; it ends when the connection is closed, at the latest when this process ends."""
     connection, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     script = Path(__file__).with_name("script_server.py")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [str(script), str(of_server.fileno())]
-    start_interpreter(command, env, stdout=subprocess.DEVNULL, pass_fds=[of_server.fileno()])
+    start_interpreter(command, os.environ | FOR_SCRIPTS, stdout=subprocess.DEVNULL, pass_fds=[of_server.fileno()])
     of_server.close()
     return connection
 
