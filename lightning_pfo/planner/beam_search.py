@@ -78,50 +78,51 @@ def search_beam(
     unlimited = sum(guide.deadline == math.inf for guide in guides)
     menu = _menus(table, flow, options_per_node)
     # With a deadline the fastest option must be among them.
-    lacking = (menu != 0).all(axis=2)
+    lacking = (menu != 0).all(axis=1)
     lacking[:, :unlimited] = False
-    menu[lacking, -1] = 0
-    options_per_node = menu.shape[2]
+    menu[:, -1][lacking] = 0
+    options_per_node = menu.shape[1]
     kind = table.kind_of[:, None, None]
     times = table.times[kind, menu]
-    exists = np.isfinite(times)
-    times[~exists] = 0.0
+    times[~np.isfinite(times)] = 0.0
     flow, edge_flow = ((1 - meeting) * unit * part for part in (flow, edge_flow))
-    values = table.costs[kind, menu] * unit[:, None] + flow[:, :, None] * times  # infinite where there is no option
-    lags = times - ends[:, :, None]
-    late = np.array([1 + guide.haste for guide in guides])[:, None, None]
-    early = np.array([1 - guide.patience for guide in guides])[:, None, None]
-    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:])[:, :, None, None]
+    values = table.costs[kind, menu] * unit + flow[:, None] * times  # infinite where there is no option
+    lags = times - ends[:, None]
+    late = np.array([1 + guide.haste for guide in guides])
+    early = np.array([1 - guide.patience for guide in guides])
+    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:])
 
     open_ends = _OpenEnds(table, starts, ends, edge_flow)
-    value = np.zeros((num_guides, 1))
+    guide_of = np.arange(num_guides)
+    menu_size = options_per_node * num_guides
+    # Partial choices, their extensions by each option and guides are numbered with the guides last.
+    column_of = (np.arange(width)[:, None, None] * num_guides + np.zeros((options_per_node, 1), int) + guide_of).ravel()
+    value = np.zeros((1, num_guides))
     trail = []
     for node in order:
-        count = value.shape[1]
-        lag = open_ends.start(node)[:, :, None] + lags[node][:, None, :]
-        candidates = value[:, :, None] + values[node][:, None, :]
+        lag = open_ends.start(node)[:, None] + lags[node]
+        candidates = value[:, None] + values[node]
         if unlimited < num_guides:
-            candidates[unlimited:][lag[unlimited:] > limits[node]] = np.inf
+            candidates[..., unlimited:][lag[..., unlimited:] > limits[node]] = np.inf
         opened = open_ends.end(node, lag, candidates)
-        num_candidates = count * options_per_node
+        num_candidates = len(value) * options_per_node
         if num_candidates > width:
             latest = open_ends.latest_lag(opened)
-            score = (candidates + np.maximum(late * latest, early * latest)).reshape(num_guides, -1)
-            kept = np.argpartition(score, width - 1, axis=1)[:, :width]
+            score = (candidates + np.maximum(late * latest, early * latest)).reshape(num_candidates, num_guides)
+            kept = score.argpartition(width - 1, axis=0)[:width] * num_guides + guide_of
         else:
-            kept = np.broadcast_to(np.arange(num_candidates), (num_guides, num_candidates))
-        kept = kept + num_candidates * np.arange(num_guides)[:, None]
+            kept = np.arange(num_candidates * num_guides).reshape(num_candidates, num_guides)
         value = candidates.ravel()[kept]
         kept = kept.ravel()
-        open_ends.keep(kept // options_per_node, {end: lag.ravel()[kept] for end, lag in opened.items()})
+        open_ends.keep(column_of[kept], {end: lag.ravel()[kept] for end, lag in opened.items()})
         trail.append(kept)
 
-    guide_of = np.repeat(np.arange(num_guides), value.shape[1])
-    choices, row = np.empty((dag.num_nodes, value.size), dtype=np.int64), np.arange(value.size)
+    choices = np.empty((dag.num_nodes, value.size), dtype=np.int64)
+    column = np.arange(value.size).reshape(value.shape).T.ravel()  # guide by guide
     for node, kept in zip(reversed(order), reversed(trail), strict=True):
-        candidate = kept[row]
-        row = candidate // options_per_node
-        choices[node] = menu[node, guide_of, candidate % options_per_node]
+        candidate = kept[column]
+        choices[node] = menu[node].ravel()[candidate % menu_size]
+        column = column_of[candidate]
     # Where there are fewer choices than the beam is wide, some have taken an option that does not exist.
     return np.asarray(np.minimum(choices, np.isfinite(table.times).sum(axis=1)[table.kind_of, None] - 1))
 
@@ -135,12 +136,11 @@ class _OpenEnds:
 
     def __init__(self, table: ChoiceTable, starts: Floats, ends: Floats, edge_flow: Floats) -> None:
         self._dag = dag = table.dag
-        self._ends = ends[:, :, None]
+        self._ends = ends
         self._moments = np.full((len(dag.events), ends.shape[1]), np.inf)
         np.minimum.at(self._moments, list(dag.start_of), starts)
-        self._moments = self._moments[:, :, None]
         self._flows: dict[tuple[int, int], Floats] = {}
-        for (before, after), flow in zip(dag.edges.tolist(), edge_flow[:, :, None, None], strict=True):
+        for (before, after), flow in zip(dag.edges.tolist(), edge_flow, strict=True):
             key = before, dag.start_of[after]
             self._flows[key] = self._flows[key] + flow if key in self._flows else flow
         self._lags = np.full((1, ends.shape[1]), _NOWHERE)
@@ -151,10 +151,10 @@ class _OpenEnds:
         self._to_start = np.bincount(dag.start_of, minlength=len(dag.events)).tolist()
         for event, before in enumerate(dag.events):
             if not before:
-                self._enter(-1 - event, -self._moments[event, :, 0])
+                self._enter(-1 - event, -self._moments[event])
 
     def start(self, node: int) -> Floats:
-        """Start of a node in every partial choice in seconds, shape (guides, choices)."""
+        """Start of a node in every partial choice in seconds, shape (choices, guides)."""
         event = self._dag.start_of[node]
         start = self._lag_of(-1 - event) + self._moments[event]
         self._to_start[event] -= 1
@@ -167,20 +167,20 @@ class _OpenEnds:
 
         Args:
             node: The node.
-            lag: Lag of its end, shape (guides, choices, options).
+            lag: Lag of its end, shape (choices, options, guides).
             values: Loss so far, likewise; changed in place.
 
         Returns:
             Lags of what is open from now on, by row key.
         """
         opened: dict[int, Floats] = {}
-        end = lag + self._ends[node][:, :, None]
+        end = lag + self._ends[node]
         for event in self._dag.ends_of[node]:
             self._unknown[event] -= 1
             if self._unknown[event]:
                 continue
             others = [before for before in self._dag.events[event] if before != node]
-            arrivals = [(self._lag_of(before) + self._ends[before])[:, :, None] for before in others]
+            arrivals = [(self._lag_of(before) + self._ends[before])[:, None] for before in others]
             start = end
             for arrival in arrivals:
                 start = np.maximum(start, arrival)
@@ -192,14 +192,14 @@ class _OpenEnds:
                 if not self._awaited[before]:
                     self._leave(before)
             self._awaited[node] -= 1
-            opened[-1 - event] = start - self._moments[event][:, :, None]
+            opened[-1 - event] = start - self._moments[event]
         if self._awaited[node] or not self._dag.ends_of[node]:
             opened[node] = lag
         return opened
 
     def latest_lag(self, opened: Mapping[int, Floats]) -> Floats:
-        """The largest lag in every partial choice, shape (guides, choices, options)."""
-        latest = self._lags.max(axis=0).reshape(len(self._ends[0]), -1, 1)
+        """The largest lag in every partial choice, shape (choices, options, guides)."""
+        latest = self._lags.max(axis=0).reshape(-1, 1, self._ends.shape[1])
         for lag in opened.values():
             latest = np.maximum(latest, lag)
         return np.asarray(latest)
@@ -211,7 +211,7 @@ class _OpenEnds:
             self._enter(key, lag)
 
     def _lag_of(self, key: int) -> Floats:
-        return np.asarray(self._lags[self._row_of[key]].reshape(len(self._ends[0]), -1))
+        return self._lags[self._row_of[key]].reshape(-1, self._ends.shape[1])
 
     def _enter(self, key: int, lag: Floats) -> None:
         if not self._free:
@@ -237,19 +237,19 @@ def _stack(table: ChoiceTable, guides: Sequence[Guide]) -> tuple[Floats, Floats,
 
 
 def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
-    """The options of least cost plus flow times time, shape (n, guides, options_per_node or as many as there are)."""
+    """The options of least cost plus flow times time, shape (n, options_per_node or as many as there are, guides)."""
     most = table.times.shape[1]
     size = min(options_per_node, most)
-    menu = np.zeros((*flow.shape, size), dtype=np.int64)
+    menu = np.zeros((len(flow), size, flow.shape[1]), dtype=np.int64)
     if size == most:
-        menu[:] = np.arange(most)
+        menu[:] = np.arange(most)[:, None]
         return menu
     for kind in range(len(table.kinds)):
         nodes = np.flatnonzero(table.kind_of == kind)
         # Padding costs infinitely much, whatever the flow.
         times = np.where(np.isfinite(table.times[kind]), table.times[kind], 0.0)
         value = table.costs[kind] + flow[nodes][:, :, None] * times
-        menu[nodes] = np.argpartition(value, size - 1, axis=2)[:, :, :size]
+        menu[nodes] = np.argpartition(value, size - 1, axis=2)[:, :, :size].transpose(0, 2, 1)
     return menu
 
 
