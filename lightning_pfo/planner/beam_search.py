@@ -211,7 +211,7 @@ class _OpenEnds:
             self._enter(key, lag)
 
     def _lag_of(self, key: int) -> Floats:
-        return self._lags[self._row_of[key]].reshape(-1, self._ends.shape[1])
+        return np.asarray(self._lags[self._row_of[key]].reshape(-1, self._ends.shape[1]))
 
     def _enter(self, key: int, lag: Floats) -> None:
         if not self._free:
