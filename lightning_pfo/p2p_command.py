@@ -37,7 +37,8 @@ def run(settings: Settings) -> None:
     """
     if settings.num_clocks < 1 or settings.seconds <= 0:
         raise ConfigurationError(
-            f"num_clocks is at least 1 and seconds above 0; got {settings.num_clocks} and {settings.seconds}."
+            f"num_clocks is at least 1 and seconds above 0; got {settings.num_clocks} and {settings.seconds}. "
+            "Use num_clocks=3 seconds=3."
         )
     from lightning_pfo.p2p_power import measure_blocked_power  # imports torch, which the list of commands need not
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import nvml, zeus_backend
 from lightning_pfo.device.choose import open_gpu
 from lightning_pfo.device.gpu_config import GpuConfig, load_gpu_config
@@ -54,7 +55,12 @@ def run(settings: Settings) -> None:
         DeviceError: If a GPU cannot be opened.
     """
     if settings.watch_s <= 0:
-        raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}.")
+        raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}. Use watch_s=1.")
+    if settings.write and Path(settings.write).suffix != ".yaml":
+        raise ConfigurationError(
+            f"write is a file of conf/gpu, whose names end in .yaml; got {settings.write!r}. Use "
+            f"write={Path(settings.write).with_suffix('.yaml')}."
+        )
     config = load_gpu_config(settings.gpu)
     num_gpus = 1
     if config.kind != "emulated":
@@ -69,7 +75,13 @@ def run(settings: Settings) -> None:
     if settings.write:
         if not 0 <= settings.index < len(reports):
             raise ConfigurationError(f"index counts the GPUs from 0 to {len(reports) - 1}; got {settings.index}.")
-        write_text_atomically(settings.write, config_text(reports[settings.index], config))
+        try:
+            write_text_atomically(settings.write, config_text(reports[settings.index], config))
+        except OSError as error:
+            raise ConfigurationError(
+                f"write is a file in a folder that you may write to; {settings.write}: {error}. The folder that gpu= "
+                f"looks into is {conf_dir() / 'gpu'}."
+            ) from error
     if settings.json:
         sys.stdout.write(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
         return
@@ -80,8 +92,10 @@ def run(settings: Settings) -> None:
     if any(report.may_set_clocks is False for report in reports):
         console.print(HOW_TO_GET_PERMISSION, highlight=False)
     if settings.write:
-        name = Path(settings.write).stem
-        console.print(f"written to {settings.write}; use it with gpu={name}", highlight=False, soft_wrap=True)
+        path = Path(settings.write)
+        is_found = path.resolve().parent == (conf_dir() / "gpu").resolve()
+        hint = "use it with" if is_found else f"moved to {conf_dir() / 'gpu'}, it is used with"
+        console.print(f"written to {path}; {hint} gpu={path.stem}", highlight=False, soft_wrap=True)
 
 
 def config_text(report: GpuReport, config: GpuConfig) -> str:

@@ -90,9 +90,17 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
     assert open_gpu(copy, 0).supported_clocks_mhz() == open_gpu(original, 0).supported_clocks_mhz()
 
 
-@pytest.mark.parametrize(("setting", "message"), [("watch_s=0", "above 0"), ("index=3", "from 0 to 0; got 3")])
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("watch_s=0", "above 0"),
+        ("index=3", "from 0 to 0; got 3"),
+        ("write=copy.json", "end in .yaml; got 'copy.json'. Use write=copy.yaml"),
+        ("write=/proc/nobody/x.yaml", "a folder that you may write to; /proc/nobody/x.yaml: "),
+    ],
+)
 def test_impossible_settings(setting: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["gpu", "gpu=emulated_a100", "watch_s=0.02", f"write={tmp_path / 'x.yaml'}", setting]
+    arguments = ["gpu", "gpu=emulated_a100", "watch_s=0.02", "probe=false", f"write={tmp_path / 'x.yaml'}", setting]
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
