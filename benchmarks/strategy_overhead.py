@@ -9,7 +9,8 @@ times (s), of the ratio of neighbouring steps, and of their difference (ms), and
 
 Cases: `small` shows the fixed cost of a step, `large` has steps of some 300 ms or more, `profiler` and `plan` are
 `large` with that callback on an emulated GPU whose modelled times are shorter than the real ones, so that it never
-sleeps. (Two callbacks cannot set clocks in one run, so they are measured one by one.)
+sleeps; the plan asks for another clock at every instruction. (Two callbacks cannot set clocks in one run, so they are
+measured one by one.)
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.pipeline_schedule import make_schedule
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.strategy import PfoPipelineStrategy
 
@@ -113,6 +116,14 @@ class ByHand:
             self.losses.append(torch.stack(losses).detach().mean())
 
 
+def restless_plan(num_ranks: int) -> FrequencyPlan:
+    """A plan that changes the clock at every instruction."""
+    schedule = make_schedule("1f1b", num_ranks, NUM_MICROBATCHES)
+    clocks = (1410, 1215)
+    rows = tuple(tuple(clocks[position % 2] for position in range(len(order))) for order in schedule.orders)
+    return FrequencyPlan(schedule, rows, float("nan"), float("nan"))
+
+
 class InTurn(L.Callback):
     """Runs a step by hand after each step of the Trainer, and takes the times of both."""
 
@@ -150,7 +161,7 @@ def measure(case: str, num_ranks: int, steps: int, folder: Path) -> dict[str, An
     in_turn = InTurn(width, microbatch, loader)
     callbacks: dict[str, list[L.Callback]] = {
         "profiler": [EnergyProfilerCallback(folder / "profile.csv", gpu=GPU, iterations_per_clock=10 * steps)],
-        "plan": [FrequencyPlanCallback("top_clocks", gpu=GPU)],
+        "plan": [FrequencyPlanCallback(restless_plan(num_ranks), gpu=GPU)],
     }
     trainer = L.Trainer(
         accelerator="cpu",
