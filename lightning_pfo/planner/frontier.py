@@ -23,6 +23,7 @@ from lightning_pfo.core.pipeline_schedule import (
     make_schedule,
 )
 from lightning_pfo.planner.blocking import BlockingPower, BlockingPowerOption, resolve_blocking
+from lightning_pfo.planner.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.hull import OptionSet, make_option_set
 from lightning_pfo.planner.long_tradeoff import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.profile import Profile, read_profile
@@ -147,12 +148,17 @@ def plan_frontier(
         deadlines=deadlines_s,
         on_progress=on_progress,
     )
+    varies = any(power.varies for power in blocking)
+    choices, equal = [point.choice for point in points], {}
+    if not varies:  # else equal instructions may leave unequal waits
+        choices, equal = exchange_clocks(schedule, simulator.dag, options, choices), equal_clocks(profile)
     clocks_of = [opts.knobs for opts in options]
     plans = []
-    for point in points:
-        clocks = _by_rank(schedule, [clocks[k] for clocks, k in zip(clocks_of, point.choice, strict=True)])
-        plans.append(FrequencyPlan(schedule, clocks, point.time, point.cost, point.bound))
-    if any(power.varies for power in blocking):
+    for point, choice in zip(points, choices, strict=True):
+        rows = _by_rank(schedule, [clocks[k] for clocks, k in zip(clocks_of, choice, strict=True)])
+        rows = share_clocks(schedule, equal, rows)
+        plans.append(FrequencyPlan(schedule, rows, point.time, point.cost, point.bound))
+    if varies:
         plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
     if switch_latency_s or least_dwell_s or change_cost_j:
         plans = limit_switching(
