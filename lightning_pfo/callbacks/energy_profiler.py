@@ -23,7 +23,8 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
     losses are those of a run without this callback.
 
     The CSV has a row per stage, instruction and clock (s and J per microbatch and GPU), with standard errors and the
-    P2P blocking power measured at that clock; it is replaced, whole, after each clock.
+    P2P blocking power measured at that clock; it is replaced, whole, after each clock. Replicas of the pipeline and
+    the processes of tensor parallelism have rows of their own, told apart by columns `dp_rank` and `tp_rank`.
 
     Logged metrics: `pfo/clock_mhz` (the clock being measured on rank 0, also in the progress bar).
 
@@ -106,8 +107,7 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         if self._run.done and self._run.is_open:
             _report(f"the profile is complete: {self.output}")
             self._run.close()
-        # replicas of the pipeline measure different GPUs and finish at different times, but must stop together
-        if self._stop_when_done and trainer.strategy.reduce_boolean_decision(self._run.done):
+        if self._stop_when_done and self._run.done:
             trainer.should_stop = True
 
     @override

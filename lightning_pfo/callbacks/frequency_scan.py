@@ -4,12 +4,15 @@
 
     clock    1410 ....................  1350 ....................  1290 ...
     state    settle  measure  measure | settle  measure  measure | settle
-                                      ^ all ranks exchange what they measured; rank 0 writes the profile
+                                      ^ all ranks exchange what they measured; the first writes the profile
 
 Where the energies are more uncertain than wanted (`target_error`), all ranks measure more iterations at that clock.
 
 An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
 scan ends when that holds for every instruction of every stage, or there are no lower clocks.
+
+Replicas of the pipeline, and the processes that share layers, measure GPUs of their own, all at the same clock at a
+time: where they wait for each other, the slowest decides. An instruction's valley is that of their mean energy.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from dataclasses import dataclass
 
 from lightning_pfo.callbacks.meters import InstructionMeter, Measured
 from lightning_pfo.core.events import InstructionListener, InstructionSource
-from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import ClockController
 
 _CLOCK_TIMEOUT_S = 5.0
@@ -30,7 +32,10 @@ _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W."""
+    """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W.
+
+    The ranks of replicas and of tensor parallelism are columns only where there are several.
+    """
 
     stage: int
     instruction: str
@@ -42,6 +47,8 @@ class ProfileRow:
     samples: int
     p2p_blocking_power_w: float
     flags: str = ""
+    dp_rank: int = 0
+    tp_rank: int = 0
 
 
 class EnergyValley:
@@ -117,7 +124,7 @@ class FrequencyScan(InstructionListener):
         self._patience = patience
         self._on_clock_done = on_clock_done
         self._is_ready = is_ready
-        self._valleys: dict[tuple[int, InstructionType], EnergyValley] = {}
+        self._valleys: dict[tuple[int, str], EnergyValley] = {}
         self._rows: list[ProfileRow] = []
         self._num_iterations = 0
         self._running = False
@@ -157,17 +164,26 @@ class FrequencyScan(InstructionListener):
         self._num_iterations, self._num_wanted = 0, self._iterations_per_clock
         mine = [] if self._exhausted() else self._measure()
         self.position += 1
-        exchanged = self._source.all_gather((mine, self._exhausted()))
-        for rows, _ in exchanged:
-            self._rows.extend(rows)
-        self.done = all(exhausted for _, exhausted in exchanged)
+        rows = [row for part in self._source.all_gather(mine, everywhere=True) for row in part]
+        self._rows.extend(rows)
+        self._look_for_valleys(rows)
+        self.done = all(self._source.all_gather(self._exhausted(), everywhere=True))
         self._on_clock_done(self._rows)
+
+    def _look_for_valleys(self, rows: Sequence[ProfileRow]) -> None:
+        energies_j: dict[tuple[int, str], list[float]] = {}
+        for row in rows:
+            if row.stage in self._source.stages:
+                energies_j.setdefault((row.stage, row.instruction), []).append(row.energy)
+        for key, of_ranks in energies_j.items():
+            self._valleys.setdefault(key, EnergyValley(self._patience)).add(math.fsum(of_ranks) / len(of_ranks))
 
     def _wants_more(self) -> bool:
         """Whether the energies of any rank are too uncertain yet, and may become less so; a collective call."""
         if self._num_wanted >= self._max_iterations_per_clock:
             return False
-        error = max(self._source.all_gather(0.0 if self._exhausted() else self._meter.energy_error()))
+        own = 0.0 if self._exhausted() else self._meter.energy_error()
+        error = max(self._source.all_gather(own, everywhere=True))
         if error <= self._target_error:
             return False
         growth = min((error / self._target_error) ** 2, _MOST_GROWTH)
@@ -176,13 +192,13 @@ class FrequencyScan(InstructionListener):
 
     def _measure(self) -> list[ProfileRow]:
         rows = []
-        clock_mhz = self.clock_mhz  # before the valleys learn of this measurement
+        clock_mhz = self.clock_mhz
+        dp_rank, tp_rank = self._source.place
         blocked_power_w = self._meter.blocked_power_w()
         for (stage, kind), measured in self._meter.measured().items():
-            valley = self._valleys.setdefault((stage, kind), EnergyValley(self._patience))
-            if valley.passed:
+            valley = self._valleys.get((stage, kind.profile_name))
+            if valley is not None and valley.passed:
                 continue
-            valley.add(measured.energy_j)
             rows.append(
                 ProfileRow(
                     stage=stage,
@@ -195,6 +211,8 @@ class FrequencyScan(InstructionListener):
                     samples=measured.samples,
                     p2p_blocking_power_w=blocked_power_w,
                     flags=_flags(measured, clock_mhz, self._target_error),
+                    dp_rank=dp_rank,
+                    tp_rank=tp_rank,
                 )
             )
         return rows

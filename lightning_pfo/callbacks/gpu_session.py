@@ -83,7 +83,7 @@ class GpuSession:
         except PfoError as error:
             problem = error
         # a rank that raised alone would leave the others waiting for it
-        problems = [p for p in self._source.all_gather(problem) if p is not None]
+        problems = [p for p in self._source.all_gather(problem, everywhere=True) if p is not None]
         if problems:
             raise problems[0]
         self._clock_owner = user
@@ -137,7 +137,7 @@ def check_same_gpu(gpu: Gpu, index: int) -> None:
 
 def ranks_on_this_node(source: InstructionSource) -> int:
     """How many pipeline ranks run on this node: as torchrun says, else all of them; a collective call."""
-    num_ranks = len(source.all_gather(None))
+    num_ranks = len(source.all_gather(None, everywhere=True))
     return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
 
 

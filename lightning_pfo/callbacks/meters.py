@@ -303,13 +303,17 @@ class IterationMeter(InstructionListener):
 
         On CUDA it is the iteration before the last one: the device is still busy with the last.
 
-        The first rank's time counts: it runs the first and the last instruction, and the clocks of several nodes cannot
-        be compared.
+        The first rank's time counts, of replicas that of the slowest: it runs the first and the last instruction, and
+        the clocks of several nodes cannot be compared. The energy is that of all GPUs.
         """
-        parts = self._source.all_gather(self._take_own())
-        if any(part is None for part in parts):
+        gathered = self._source.all_gather((self._source.rank, self._take_own()), everywhere=True)
+        if any(own is None for _, own in gathered):
             return None
-        return IterationMeasurement(parts[0][0], parts[0][1], math.fsum(part[2] for part in parts))
+        return IterationMeasurement(
+            gathered[0][1][0],
+            max(own[1] for rank, own in gathered if rank == 0),
+            math.fsum(own[2] for _, own in gathered),
+        )
 
     def _take_own(self) -> tuple[int, float, float] | None:
         own = None

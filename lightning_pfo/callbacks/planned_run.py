@@ -113,7 +113,7 @@ class PlannedRun(InstructionListener):
         except PfoError as error:
             problem = error
         # a rank that raised alone would leave the others waiting for it
-        problems = [p for p in source.all_gather(problem) if p is not None]
+        problems = [p for p in source.all_gather(problem, everywhere=True) if p is not None]
         if problems:
             raise problems[0]
         self._report(

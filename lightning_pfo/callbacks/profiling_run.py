@@ -7,9 +7,10 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow, clocks_to_scan
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
@@ -78,7 +79,7 @@ class ProfilingRun:
 
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
-        output: The CSV file to write; rank 0 replaces it, whole, after each clock.
+        output: The CSV file to write; the first process replaces it, whole, after each clock.
         settings: Which clocks are measured, and for how long.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
         num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
@@ -170,9 +171,9 @@ class ProfilingRun:
         return self._scan
 
     def _write(self, rows: list[ProfileRow]) -> None:
-        if self._source.rank == 0:
+        if (self._source.rank, *self._source.place) == (0, 0, 0):
             by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
-            write_profile(self.output, _fill_blocked_power(by_stage))
+            write_profile(self.output, _with_needed_columns(_fill_blocked_power(by_stage)))
         latest = min(row.frequency for row in rows)
         measured = [row for row in rows if row.frequency == latest]
         mean_energy = math.fsum(row.energy for row in measured) / len(measured)
@@ -198,6 +199,13 @@ class ProfilingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _with_needed_columns(rows: list[ProfileRow]) -> list[dict[str, Any]]:
+    """Leave out the ranks of replicas, or of tensor parallelism, where there is one."""
+    records = [asdict(row) for row in rows]
+    single = [column for column in ("dp_rank", "tp_rank") if not any(record[column] for record in records)]
+    return [{key: value for key, value in record.items() if key not in single} for record in records]
 
 
 def _fill_blocked_power(rows: list[ProfileRow]) -> list[ProfileRow]:

@@ -65,6 +65,10 @@ class InstructionSource(Protocol):
         """Rank of this process within the pipeline."""
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Which replica of the pipeline this process is in, and which part of its layers it has."""
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """Stages that run on this rank."""
 
@@ -88,8 +92,8 @@ class InstructionSource(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has finished what was launched."""
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Exchange a small picklable value with all pipeline ranks; a collective call."""
+    def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
+        """Exchange a small picklable value with all pipeline ranks, or with those of all places; a collective call."""
 
 
 class EventEmitter:

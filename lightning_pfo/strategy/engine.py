@@ -35,6 +35,7 @@ class PipelineEngine:
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
         group: Process group of the pipeline; None is the world.
+        place: Which replica of the pipeline, and which part of its layers, this process is.
         local_device_index: Index of this rank's GPU on its node.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
     """
@@ -47,6 +48,7 @@ class PipelineEngine:
         device: torch.device,
         *,
         group: dist.ProcessGroup | None = None,
+        place: tuple[int, int] = (0, 0),
         local_device_index: int = 0,
         seed: int = 0,
     ) -> None:
@@ -57,6 +59,7 @@ class PipelineEngine:
         self.local_device_index = local_device_index
         self.device = device
         self.group = group
+        self.place = place
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
         self._layers = [layer for module in modules.values() for layer in module.layers]
@@ -101,10 +104,11 @@ class PipelineEngine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Exchange a small picklable value with all pipeline ranks; a collective call."""
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
+    def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
+        """See `InstructionSource.all_gather`."""
+        group = None if everywhere else self.group
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def set_num_microbatches(self, num_microbatches: int) -> None:

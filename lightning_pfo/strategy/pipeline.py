@@ -158,6 +158,7 @@ def build_pipeline(
         make_schedule,
         device,
         group=group,
+        place=(_rank_in(replica_group), _rank_in(tensor_group)),
         local_device_index=local_device_index,
         seed=seed,
     )
@@ -170,6 +171,10 @@ def build_pipeline(
     runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), replica_group)
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
     return Pipeline(engine, runner, split.pipelined.module, own_layers, redirection, shared, held, description)
+
+
+def _rank_in(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_rank(group)
 
 
 def _agree_on_initial_values(

@@ -8,6 +8,7 @@ class FakeSource:
     """A pipeline of one rank, driven by `run_iteration`."""
 
     rank = 0
+    place = (0, 0)
     stages = (0,)
     local_device_index = 0
 
@@ -29,7 +30,7 @@ class FakeSource:
     def synchronize(self):
         pass
 
-    def all_gather(self, value):
+    def all_gather(self, value, *, everywhere=False):
         return [value]
 
     def run_iteration(self, compute=lambda instruction: None, work=None):

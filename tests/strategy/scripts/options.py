@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from lightning_pfo.callbacks import EnergyProfilerCallback
+from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
+from lightning_pfo.planner import plan_frontier
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -212,28 +213,40 @@ def fit(name, where):
     return {**histories, "held": sorted(module.history["held"]), "weights": weights, "dtypes": dtypes}
 
 
-def profile_replicas():
-    """Each replica profiles its own GPU, and the first is done with half of the clocks of the second."""
-    rank = torch.distributed.get_rank()
-    options = {"gpu": "emulated_a40", "iterations_per_clock": 1, "warmup_iterations": 0, "patience": 99}
-    profiler = EnergyProfilerCallback(
-        FOLDER / f"profile_{rank}.csv", clock_step_mhz=(600, 300)[rank], stop_when_done=True, **options
-    )
+def replicas_with(callback, max_epochs):
     train, _ = make_loaders(num_samples=96, batch_size=16)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2),
-        max_epochs=-1,
-        callbacks=[profiler],
+        max_epochs=max_epochs,
+        callbacks=[callback],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(Module(), train)
-    seen = {"done": profiler.done, "steps": trainer.global_step}
-    (FOLDER / f"profile_{rank}.json").write_text(json.dumps(seen))
+
+
+def profile_and_plan_replicas():
+    """Each replica has a GPU of its own; they share a profile and follow one plan."""
+    options = {"gpu": "emulated_a40", "iterations_per_clock": 1, "warmup_iterations": 0, "patience": 99}
+    profiler = EnergyProfilerCallback(FOLDER / "profile.csv", clock_step_mhz=300, stop_when_done=True, **options)
+    replicas_with(profiler, max_epochs=-1)
+    torch.distributed.barrier()
+    frontier = plan_frontier(FOLDER / "profile.csv", num_microbatches=2, p2p_blocking_power_w=0)
+    plan = frontier.plans[-1]
+    planned = FrequencyPlanCallback(plan, gpu="emulated_a40")
+    replicas_with(planned, max_epochs=1)
+    seen = {
+        "done": profiler.done,
+        "clocks": plan.clocks_mhz,
+        "num_changes": planned.clock_statistics.num_changes,
+        "planned_j": plan.iteration_energy_j,
+        "measured": [[m.time_s, m.energy_j] for m in planned.measurements],
+    }
+    (FOLDER / f"profile_{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
 
 
 def whole(parameter):
@@ -249,7 +262,7 @@ def two_stages(names):
     for name in names:
         result = fit(name, "pipeline")
         (FOLDER / f"{name}_{torch.distributed.get_rank()}.json").write_text(json.dumps(result))
-    profile_replicas()
+    profile_and_plan_replicas()
 
 
 for num_ranks, function in enumerate((one_device, two_stages), start=1):
