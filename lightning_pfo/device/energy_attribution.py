@@ -89,9 +89,9 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     usage = {key: _usage(kind) for key, kind in intervals.items() if kind}
     if not usage or len(times_s) < 2:
         return {}
-    # energy that a lagging counter shows at first was used before
+    # energy that a lagging counter shows at first was used before; left out if enough remains to fit by
     is_ours = times_s > min(edges_s[0] for edges_s, _ in usage.values()) + _MOST_LAG_S
-    if np.count_nonzero(is_ours) > len(usage) + 5:
+    if np.count_nonzero(is_ours) > len(usage) + 9:
         times_s, energies_j = times_s[is_ours], energies_j[is_ours]
     usage = {key: use for key, use in usage.items() if np.ptp(np.interp(times_s[[0, -1]], *use)) > trace.resolution_s}
     if not usage:

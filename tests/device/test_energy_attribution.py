@@ -122,6 +122,21 @@ def test_20_ms_instructions_with_a_100_ms_counter_are_within_2_percent_after_50_
     assert found.share_covered > 0.9
 
 
+def test_what_a_lagging_counter_shows_of_the_time_before_is_left_out() -> None:
+    for seed in range(10):
+        world = pipeline(seed, repeats=70, lag_s=0.12)
+        trace = snap_to_period(world.trace())
+        from_s = world.intervals[FORWARD][20][0]
+        readings = [pair for pair in zip(trace.times_s, trace.energies_j, strict=True) if pair[0] >= from_s]
+        times_s, energies_j = zip(*readings, strict=True)
+        intervals = {
+            kind: [interval for interval in known if interval[0] >= from_s] for kind, known in world.intervals.items()
+        }
+        powers = mean_powers(EnergyTrace(times_s, energies_j, trace.resolution_s), intervals)
+        assert powers[FORWARD].power_w == pytest.approx(300, rel=0.02)
+        assert powers[BACKWARD].power_w == pytest.approx(250, rel=0.02)
+
+
 def least_stderr(world: World, kind: str) -> float:
     """Cramer-Rao bound: of any unbiased estimate of a mean power from these ticks, relative.
 
