@@ -1,17 +1,19 @@
 r"""The relaxed time-cost tradeoff as a linear programme with the iteration time as parameter.
 
-Every node i of the DAG may take any duration on the lower convex hull of its options. With start times s, the
-iteration time T, and one segment variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
+Every node i of the DAG may take any duration on the lower convex hull of its options. Nodes with the same predecessors
+may as well start together, at one *event*; so with the time s_e of each event, the iteration time T, and one segment
+variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
 
     minimise    constant + sum_ik g_ik x_ik
-    subject to  s_j - s_i - sum_k x_ik >= t_i     for each precedence i -> j     (t_i: the fastest option of i)
-                T   - s_i - sum_k x_ik >= t_i     for each sink i
+    subject to  s_f - s_e - sum_k x_ik >= t_i     for each node i from its event e to an event f that waits for it
+                T   - s_e - sum_k x_ik >= t_i     for each sink i                (t_i: the fastest option of i)
                 0 <= x_ik <= w_ik,  s >= 0
 
 Hull slopes increase, so segments fill in order without being told to (Kelley 1961; Fulkerson 1961). The optimum
 LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every real choice of options
 is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every plan of iteration time T'. The duals
-of the precedences form a flow of value -slope from the sources to the sinks (Phillips and Dessouky 1977).
+of the rows form a flow of value -slope from the sources to the sinks (Phillips and Dessouky 1977). In the steady state
+of 1F1B events halve the number of rows: `F` of a stage and `B` of the next both wait for the same two nodes.
 
 Only a column bound changes from one T to the next, so the previous basis stays dual feasible and the dual simplex
 continues from it.
@@ -26,9 +28,10 @@ References:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import highspy
@@ -110,28 +113,32 @@ class RelaxedTradeoff:
         lengths, slopes = padded[kind_of][is_segment[kind_of]].T
         self._cost_unit = float(np.abs(slopes).max(initial=0.0) or 1.0) * self._time_unit
         self._num_nodes = n
-        self._time_column = n
-        self._num_edges = len(dag.edges)
+        self._start_of = np.array(dag.start_of, dtype=np.int64)
+        self._time_column = num_events = len(dag.events)
         segments_of = num_segments[kind_of]
         self._owner = np.repeat(np.arange(n), segments_of)
-        first_segment = n + 1 + np.cumsum(segments_of) - segments_of
+        first_segment = num_events + 1 + np.cumsum(segments_of) - segments_of
 
-        # A row per precedence, and one per sink, whose head is the column of T: head, tail, segments of the tail.
-        sinks = np.array(dag.sinks, dtype=np.int64)
-        self._tails = np.concatenate([dag.edges[:, 0], sinks])
-        heads = np.concatenate([dag.edges[:, 1], np.full(len(sinks), n)])
+        # A row per event and node that it waits for, and one per sink, whose head is the column of T: head, event at
+        # which the tail starts, segments of the tail.
+        self._tails = np.array([*chain.from_iterable(dag.events), *dag.sinks], dtype=np.int64)
+        heads = np.repeat(np.arange(num_events + 1), [*map(len, dag.events), len(dag.sinks)])
+        self._num_waits = len(heads) - len(dag.sinks)
+        tails, after = dag.edges.T
+        self._row_of_edge = np.searchsorted(heads * n + self._tails, self._start_of[after] * n + tails)
+        self._after = after
         sizes = 2 + segments_of[self._tails]
         begins = np.concatenate([[0], np.cumsum(sizes)])
         columns = np.arange(begins[-1]) + np.repeat(first_segment[self._tails] - 2 - begins[:-1], sizes)
-        columns[begins[:-1]], columns[begins[:-1] + 1] = heads, self._tails
+        columns[begins[:-1]], columns[begins[:-1] + 1] = heads, self._start_of[self._tails]
         values = np.full(len(columns), -1.0)
         values[begins[:-1]] = 1.0
 
         programme = highspy.HighsLp()
-        programme.num_col_, programme.num_row_ = n + 1 + len(lengths), len(heads)
-        programme.col_cost_ = np.concatenate([np.zeros(n + 1), slopes * self._time_unit / self._cost_unit])
+        programme.num_col_, programme.num_row_ = num_events + 1 + len(lengths), len(heads)
+        programme.col_cost_ = np.concatenate([np.zeros(num_events + 1), slopes * self._time_unit / self._cost_unit])
         programme.col_lower_ = np.zeros(programme.num_col_)
-        programme.col_upper_ = np.concatenate([np.full(n + 1, highspy.kHighsInf), lengths / self._time_unit])
+        programme.col_upper_ = np.concatenate([np.full(num_events + 1, highspy.kHighsInf), lengths / self._time_unit])
         programme.row_lower_ = self._fastest[self._tails] / self._time_unit
         programme.row_upper_ = np.full(len(heads), highspy.kHighsInf)
         programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -179,7 +186,10 @@ class RelaxedTradeoff:
             starts: Weights of start times by node.
             durations: Weights of durations by node.
         """
-        columns, values, constant = list(starts), list(starts.values()), 0.0
+        at_event: dict[int, float] = defaultdict(float)
+        for node, weight in starts.items():
+            at_event[int(self._start_of[node])] += weight
+        columns, values, constant = list(at_event), list(at_event.values()), 0.0
         for node, weight in durations.items():
             first, end = np.searchsorted(self._owner, [node, node + 1]) + self._time_column + 1
             columns += range(first, end)
@@ -199,44 +209,41 @@ class RelaxedTradeoff:
         solution = self._highs.getSolution()
         values = np.fromiter(solution.col_value, np.float64)  # faster than np.array from a list
         n = self._num_nodes
-        segments = values[n + 1 :] * self._time_unit
+        segments = values[self._time_column + 1 :] * self._time_unit
         if time != time:  # the programme chose it
-            time = float(values[n]) * self._time_unit
+            time = float(values[self._time_column]) * self._time_unit
         duals_per_second = self._cost_unit / self._time_unit
         row_flow = np.maximum(np.array(solution.row_dual[: len(self._tails)]), 0.0) * duals_per_second
+        flow = np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64)
+        # What flows into an event is divided as it flows on through the nodes that start there.
+        out_of_event = np.bincount(self._start_of, flow, minlength=self._time_column)
+        share = flow / np.maximum(out_of_event[self._start_of], np.finfo(float).tiny)
         return RelaxedSolution(
             time=time,
             cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit - rate * time,
-            slope=-float(row_flow[self._num_edges :].sum()),
-            starts=values[:n] * self._time_unit,
+            slope=-float(row_flow[self._num_waits :].sum()),
+            starts=values[self._start_of] * self._time_unit,
             durations=self._fastest + np.bincount(self._owner, segments, minlength=n),
-            edge_flow=row_flow[: self._num_edges],
-            sink_flow=row_flow[self._num_edges :],
-            flow=np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64),
+            edge_flow=row_flow[self._row_of_edge] * share[self._after],
+            sink_flow=row_flow[self._num_waits :],
+            flow=flow,
         )
 
 
 def _slowest_basis(dag: InstructionDag, slowest: Sequence[float], num_segments: int) -> Any:
-    """The basis of the slowest options, every node as early as possible: where the simplex method starts.
+    """The basis of the slowest options, every event as early as possible: where the simplex method starts.
 
-    Of the rows into a node the one on its longest path is tight and determines its start.
+    Of the rows into an event the one on its longest path is tight and determines when it is.
     """
     status = highspy.HighsBasisStatus
     finish = dag.finish_times(slowest)
-    rows = [status.kBasic] * (len(dag.edges) + len(dag.sinks))
-    starts = [status.kLower] * dag.num_nodes
-    latest = [-1.0] * dag.num_nodes
-    tight = [0] * dag.num_nodes
-    for row, (before, after) in enumerate(dag.edges.tolist()):
-        if finish[before] > latest[after]:
-            latest[after], tight[after] = finish[before], row
-    for node, end in enumerate(latest):
-        if end >= 0.0:
-            starts[node], rows[tight[node]] = status.kBasic, status.kLower
-    last = max(range(len(dag.sinks)), key=lambda sink: finish[dag.sinks[sink]])
-    rows[len(dag.edges) + last] = status.kLower
+    starts, rows = [], []
+    for waiting_for in (*dag.events, dag.sinks):
+        starts.append(status.kBasic if waiting_for else status.kLower)
+        tight = max(waiting_for, key=finish.__getitem__, default=None)
+        rows += [status.kLower if node == tight else status.kBasic for node in waiting_for]
     basis = highspy.HighsBasis()
-    basis.col_status = [*starts, status.kBasic, *[status.kUpper] * num_segments]
+    basis.col_status = [*starts, *[status.kUpper] * num_segments]
     basis.row_status = rows
     basis.valid = True
     return basis
