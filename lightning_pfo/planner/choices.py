@@ -93,9 +93,6 @@ class ChoiceTable:
     def spend_slack(self, choices: Choices, deadlines: Floats) -> tuple[Choices, Floats]:
         """Slow nodes down into the slack before their successors, first nodes first, keeping to the deadlines.
 
-        Each node takes the slowest option that ends by its latest end. It starts when its predecessors really end, so
-        what an option leaves over is passed on to the next node. No node becomes faster.
-
         Args:
             choices: Shape (n, choices).
             deadlines: One for each choice, in seconds; not shorter than its longest path.
@@ -103,12 +100,29 @@ class ChoiceTable:
         Returns:
             The slowed choices and their longest paths in seconds.
         """
-        latest_ends = self.latest_ends(self.durations(choices), deadlines * (1 + TOLERANCE / 2))
+        return self.fill(choices, self.latest_ends(self.durations(choices), deadlines * (1 + TOLERANCE / 2)))
+
+    def fill(self, choices: Choices, latest_ends: Floats, *, on_hull: bool = False) -> tuple[Choices, Floats]:
+        """Slow every node down to the slowest option that ends by its latest end; no node becomes faster.
+
+        A node starts when its predecessors really end, so what an option leaves over is passed on to the next node.
+
+        Args:
+            choices: Shape (n, choices).
+            latest_ends: Latest end of each node in seconds, shape (n, choices).
+            on_hull: Take options on the hull only. Those above it waste energy that options on it, alternating, do
+                not; but where slack cannot be passed on, they are better than nothing.
+
+        Returns:
+            The slowed choices and their longest paths in seconds.
+        """
         places, finish = self.places(choices), np.empty(latest_ends.shape)
         for level in self.dag.levels:
             nodes = level.nodes
             starts = _latest(finish, level) if level.neighbours else 0.0
             fitting = self.line.slowest_fitting(self.kind_of[nodes, None], latest_ends[nodes] - starts)
+            if on_hull:
+                fitting = self.line.hull_before[fitting]
             places[nodes] = np.maximum(fitting, places[nodes])
             finish[nodes] = starts + self.line.times[places[nodes]]
         return self.options(places), finish.max(axis=0, initial=0.0)
@@ -124,8 +138,8 @@ class ChoiceTable:
 class OptionLine:
     """The options of all kinds in one ascending line, so that one binary search finds what fits, for any kinds at once.
 
-    Each kind begins with "nothing fits", of infinite cost. Behind the last kind is one for padding, whose only option
-    takes no time and costs nothing.
+    Each kind begins with "nothing fits", of infinite cost. Behind the last kind is one for padding, which takes no time
+    and costs nothing, whether it fits or not.
 
     Args:
         kinds: The distinct option sets.
@@ -135,6 +149,7 @@ class OptionLine:
         costs: Cost at each place in joules.
         first: Place of the fastest option of each kind.
         last: Place of the slowest.
+        hull_before: For each place the one of the slowest option on the hull that is not slower.
     """
 
     def __init__(self, kinds: Sequence[OptionSet]) -> None:
@@ -146,7 +161,10 @@ class OptionLine:
         is_option[self.first - 1] = False
         self.times[is_option] = [*(time for opts in kinds for time in opts.times), 0.0]
         self.costs[is_option] = [*(cost for opts in kinds for cost in opts.costs), 0.0]
-        self.costs[~is_option] = np.inf
+        self.costs[self.first[:-1] - 1] = np.inf
+        is_on_hull = ~is_option
+        is_on_hull[[place + k for place, opts in zip(self.first, kinds, strict=False) for k in opts.hull]] = True
+        self.hull_before = np.maximum.accumulate(np.where(is_on_hull, np.arange(len(is_on_hull)), 0))
         self._longest = float(self.times.max())
         self._spacing = 2 * self._longest + 1
         self._keys = self.times + self._spacing * np.repeat(np.arange(len(sizes)), sizes + 1)

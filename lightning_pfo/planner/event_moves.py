@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pfo.planner.hull import OptionSet
+from lightning_pfo.planner.choices import Choices, ChoiceTable
 from lightning_pfo.planner.instruction_dag import InstructionDag
-from lightning_pfo.planner.rounding import chosen_times
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -55,44 +54,33 @@ class EventMoves:
     """The events of a DAG and the options of its nodes, to improve any number of choices.
 
     Args:
-        dag: The precedences.
-        options: Options of each node; nodes of one kind should share one object.
+        table: The options.
     """
 
-    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet]) -> None:
-        self._dag, self._options = dag, options
-        kinds = {opts: i for i, opts in enumerate(dict.fromkeys(options))}
-        # All options of all kinds in one ascending table: one binary search finds what fits, for any kinds at once.
-        self._longest = max(opts.times[-1] for opts in kinds)
-        self._spacing = 2 * self._longest + 1
-        self._times = np.array([0.0, *(time for opts in kinds for time in opts.times)])
-        self._costs = np.array([0.0, *(cost for opts in kinds for cost in opts.costs)])
-        sizes = [1, *(len(opts.times) for opts in kinds)]
-        self._keys = self._times + self._spacing * np.repeat(np.arange(len(sizes)), sizes)
-        last = np.cumsum(sizes) - 1
-        # The node behind the last is the padding: its only option takes no time and costs nothing.
-        self._kind_of = np.array([*(kinds[opts] + 1 for opts in options), 0])
-        self._last = last[self._kind_of]
-        self._first = self._last - np.array(sizes)[self._kind_of] + 1
-        self._start_of, self._num_events, self._batches = _events(dag)
+    def __init__(self, table: ChoiceTable) -> None:
+        self._table, self._line = table, table.line
+        # The node behind the last is the padding.
+        self._kind_of = np.append(table.kind_of, len(table.kinds))
+        self._first, self._last = self._line.first[self._kind_of], self._line.last[self._kind_of]
+        self._start_of, self._num_events, self._batches = _events(table.dag)
 
-    def improve(self, choice: Sequence[int], deadline: float, sweeps: int) -> list[int]:
+    def improve(self, choice: Choices, deadline: float, sweeps: int) -> Choices:
         """Move every event `sweeps` times.
 
         Args:
-            choice: Option of each node.
+            choice: Option of each node, shape (n, 1).
             deadline: Time in seconds to keep to, at least the longest path of `choice`.
             sweeps: How often to go over all events.
         """
-        durations = chosen_times(self._options, choice)
-        finish = np.array(self._dag.finish_times(durations))
+        durations = self._table.durations(choice)
+        finish = self._table.finish_times(durations)
         moments = np.append(np.zeros(self._num_events), [max(deadline, finish.max()), np.inf])
-        moments[self._start_of[:-1]] = finish - durations
-        chosen = np.append(self._first[:-1] + np.array(choice, dtype=np.int64), 0)
+        moments[self._start_of[:-1]] = (finish - durations)[:, 0]
+        chosen = np.append(self._table.places(choice), self._first[-1])
         for _ in range(sweeps):
             for batch in self._batches:
                 self._move(batch, moments, chosen, _EQUAL_TIMES * deadline)
-        return list((chosen[:-1] - self._first[:-1]).tolist())
+        return self._table.options(chosen[:-1, None])
 
     def _move(self, batch: _Batch, moments: Floats, chosen: Ints, tolerance: float) -> None:
         """Move the events of a batch to their best moments; `moments` and `chosen` change in place."""
@@ -111,9 +99,10 @@ class EventMoves:
             ends[:, :, None] - tried[:, None, :],
         ]
         nodes = np.concatenate([batch.ending, batch.starting], axis=1)
-        fitting = self._slowest_fitting(nodes, np.concatenate(rooms, axis=1) + tolerance)
-        costs = self._costs[fitting]
-        costs[fitting < self._first[nodes][:, :, None]] = np.inf  # not even the fastest option fits
+        fitting = self._line.slowest_fitting(
+            self._kind_of[nodes][:, :, None], np.concatenate(rooms, axis=1) + tolerance
+        )
+        costs = self._line.costs[fitting]
         total = costs.sum(axis=1)
         best = total.argmin(axis=1)
         rows = np.flatnonzero(np.isfinite(total[np.arange(len(best)), best]))
@@ -122,24 +111,17 @@ class EventMoves:
 
     def _nearby_times(self, nodes: Ints, chosen: Ints) -> Floats:
         nearby = chosen[nodes][:, :, None] + np.arange(-_REACH, _REACH + 1)
-        return np.asarray(self._times[np.clip(nearby, self._first[nodes][:, :, None], self._last[nodes][:, :, None])])
-
-    def _slowest_fitting(self, nodes: Ints, rooms: Floats) -> Ints:
-        """Number of the slowest option that fits; one below the node's first where none does."""
-        offsets = self._spacing * self._kind_of[nodes][:, :, None]
-        return np.searchsorted(self._keys, offsets + np.clip(rooms, 0.0, self._longest), side="right") - 1
+        first, last = self._first[nodes][:, :, None], self._last[nodes][:, :, None]
+        return np.asarray(self._line.times[np.clip(nearby, first, last)])
 
 
 def _events(dag: InstructionDag) -> tuple[Ints, int, list[_Batch]]:
     """The event at which each node starts (and "never" for padding), their number, and batches of those to move."""
-    number_of: dict[tuple[int, ...], int] = {}
-    start_of = [number_of.setdefault(before, len(number_of)) for before in dag.predecessors]
-    num_events = len(number_of)
-    ending = list(number_of)
+    start_of, ending, num_events = dag.start_of, dag.events, len(dag.events)
     starting: list[list[int]] = [[] for _ in ending]
     for node, event in enumerate(start_of):
         starting[event].append(node)
-    ends_of = [sorted({start_of[after] for after in row}) or [num_events] for row in dag.successors]
+    ends_of = [list(events) or [num_events] for events in dag.ends_of]
 
     colour_of = [-1] * (num_events + 1)
     by_colour: list[list[int]] = []

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable
 from lightning_pfo.planner.event_moves import EventMoves
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
+from lightning_pfo.planner.linear_programme import RelaxedSolution
 from lightning_pfo.planner.merged_programme import MergedTradeoff
-from lightning_pfo.planner.rounding import chosen_times, round_to_options, spend_slack, total_cost
 from lightning_pfo.planner.steady_state import Run
 from lightning_pfo.planner.tradeoff import Progress, TradeoffPoint, fastest_time
 
@@ -58,7 +59,8 @@ def trace_long_tradeoff(
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    programme, moves = MergedTradeoff(dag, options, runs), EventMoves(dag, options)
+    table, programme = ChoiceTable(dag, options), MergedTradeoff(dag, options, runs)
+    moves = EventMoves(table)
     slowest = max(programme.solve_with_rate(rate).time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
@@ -66,14 +68,14 @@ def trace_long_tradeoff(
     for done, target in enumerate(targets, 1):
         relaxed = programme.with_timetable(programme.solve(target))
         tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + rate))
-        choices = [round_to_options(dag, options, relaxed)]
+        choices = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
-            choices.append([0] * dag.num_nodes)
+            choices.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
         for choice in choices:
             for sweeps in _SWEEPS:
-                choice = spend_slack(dag, options, moves.improve(choice, target, sweeps), target)
-            time = dag.longest_path(chosen_times(options, choice))
-            found.append((time, total_cost(options, choice) + rate * time, choice))
+                choice, longest = table.spend_slack(moves.improve(choice, target, sweeps), np.array([target]))
+            time = float(longest[0])
+            found.append((time, float(table.total_costs(choice)[0]) + rate * time, choice[:, 0].tolist()))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
     points: list[TradeoffPoint] = []
@@ -82,3 +84,19 @@ def trace_long_tradeoff(
             bound = max(value + slope * time for value, slope in tangents)
             points.append(TradeoffPoint(time, cost, min(bound, cost), tuple(choice)))
     return points
+
+
+def _rounded(table: ChoiceTable, relaxed: RelaxedSolution) -> Choices:
+    """Options no slower than the relaxation grants, what one leaves over passed on to the next; shape (n, 1).
+
+    Every node may end when the first of its successors starts in the relaxation.
+    """
+    latest_ends = np.full(table.dag.num_nodes, relaxed.time)
+    np.minimum.at(latest_ends, table.dag.edges[:, 0], relaxed.starts[table.dag.edges[:, 1]])
+    latest_ends = latest_ends[:, None] + TOLERANCE * relaxed.time
+    fastest = np.zeros((table.dag.num_nodes, 1), dtype=np.int64)
+    filled = []
+    for on_hull in (False, True):
+        choice, longest = table.fill(fastest, latest_ends, on_hull=on_hull)
+        filled.append(table.spend_slack(choice, np.maximum(longest, relaxed.time))[0])
+    return min(filled, key=lambda choice: float(table.total_costs(choice)[0]))
