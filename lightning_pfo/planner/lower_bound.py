@@ -46,7 +46,7 @@ class LowerBound:
         values = np.array([solution.sink_flow.sum() for solution in solutions])
         share = _SHARES[:, None]
         mixed = share[:, None] * flows[:-1] + (1 - share[:, None]) * flows[1:]
-        self._add(self._cheapest(mixed).ravel(), (share * values[:-1] + (1 - share) * values[1:]).ravel())
+        self._add(least_costs(self._table, mixed).ravel(), (share * values[:-1] + (1 - share) * values[1:]).ravel())
 
     def at(self, times: Floats | float) -> Floats:
         """No choice that takes `times` seconds costs less, in joules; the rate is included."""
@@ -63,15 +63,16 @@ class LowerBound:
         self._at_zero = np.concatenate([self._at_zero, at_zero])
         self._slopes = np.concatenate([self._slopes, self._rate - flow_values])
 
-    def _cheapest(self, flows: Floats) -> Floats:
-        """Sum over the nodes of the least cost of an option plus flow times its time; the last axis are the nodes."""
-        total = np.zeros(flows.shape[:-1])
-        for kind, opts in enumerate(self._table.kinds):
-            times, costs = np.array(opts.hull_points).T
-            flow = flows[..., self._table.kind_of == kind]
-            # Slopes rise towards zero along the hull: as many corners are passed as fall more steeply than the flow.
-            with np.errstate(over="ignore"):  # a step is infinitely steep
-                slopes = np.diff(costs) / np.diff(times)
-            passed = np.searchsorted(slopes, -flow)
-            total += (costs[passed] + flow * times[passed]).sum(axis=-1)
-        return total
+
+def least_costs(table: ChoiceTable, flows: Floats) -> Floats:
+    """Sum over the nodes of the least cost of an option plus flow times its time; the last axis are the nodes."""
+    total = np.zeros(flows.shape[:-1])
+    for kind, opts in enumerate(table.kinds):
+        times, costs = np.array(opts.hull_points).T
+        flow = flows[..., table.kind_of == kind]
+        # Slopes rise towards zero along the hull: as many corners are passed as fall more steeply than the flow.
+        with np.errstate(over="ignore"):  # a step is infinitely steep
+            slopes = np.diff(costs) / np.diff(times)
+        passed = np.searchsorted(slopes, -flow)
+        total += (costs[passed] + flow * times[passed]).sum(axis=-1)
+    return total

@@ -31,9 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag, make_dag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
+from lightning_pfo.planner.lower_bound import least_costs
 from lightning_pfo.planner.steady_state import Run
 
 Floats = npt.NDArray[np.float64]
@@ -62,10 +64,7 @@ class MergedTradeoff:
         self._dag = dag
         self._map = _Map(dag, options, runs)
         self._below = RelaxedTradeoff(self._map.dag, self._map.options)
-        nodes_of: dict[OptionSet, list[int]] = defaultdict(list)
-        for node, opts in enumerate(options):
-            nodes_of[opts].append(node)
-        self._nodes_of = {opts: np.array(nodes) for opts, nodes in nodes_of.items()}
+        self._table = ChoiceTable(dag, options)
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
@@ -119,12 +118,7 @@ class MergedTradeoff:
 
     def _lower_bound(self, edge_flow: Floats, outflow: Floats, time: float) -> float:
         """Lower bound on the cost plus the flow in all times the iteration time (weak duality)."""
-        total = 0.0
-        for opts, nodes in self._nodes_of.items():
-            times, costs = np.array(opts.hull_points).T
-            # Where the flow lies between the steepnesses of two segments, the corner between them is the cheapest.
-            corner = np.searchsorted(np.diff(costs) / np.diff(times), -outflow[nodes])
-            total += float(np.sum(costs[corner] + outflow[nodes] * times[corner]))
+        total = float(least_costs(self._table, outflow))
         # What flows into a node and not out again (solver noise) would reward a late start, at most at the end.
         inflow = _sums(self._dag.edges[:, 1], edge_flow, self._dag.num_nodes)
         return total - 2 * time * float(np.maximum(inflow - outflow, 0.0).sum())
