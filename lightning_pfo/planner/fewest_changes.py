@@ -78,7 +78,7 @@ def equal_clocks(profile: Profile) -> EqualClocks:
 
 
 def share_clocks(schedule: PipelineSchedule, equal: EqualClocks, clocks_mhz: Rows) -> Rows:
-    """Where instructions may as well take the clock of their neighbours, they do.
+    """Where instructions may as well take the clock of their neighbours, they do; the lowest of equal ones.
 
     Args:
         schedule: The order.
@@ -99,7 +99,7 @@ def share_clocks(schedule: PipelineSchedule, equal: EqualClocks, clocks_mhz: Row
                 runs.append((menu, 1))
         # Iterations follow each other.
         ends = runs[0][0] & runs[-1][0]
-        chosen = [max(menu & ends or menu) for menu, _ in runs]
+        chosen = [min(menu & ends or menu) for menu, _ in runs]
         rows.append(tuple(clock for clock, (_, length) in zip(chosen, runs, strict=True) for _ in range(length)))
     return tuple(rows)
 
