@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.precision import check_precision
@@ -49,3 +53,22 @@ def check_configuration(
     if compiles:
         check_compiler(device)
     check_averages(trainer, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "ModelPruning reads and replaces the weights of all layers, but a pipeline rank holds those of its own "
+            "stages. Prune the checkpoint on one device, or leave the callback out."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers can make their steps from the parameters of one rank.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
+                "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
+            )

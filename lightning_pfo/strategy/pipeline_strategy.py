@@ -32,7 +32,8 @@ from lightning_pfo.core.schedules.families import file_of
 from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.checkpoint_strategy import CheckpointStrategy
-from lightning_pfo.strategy.configuration_checks import check_configuration
+from lightning_pfo.strategy.configuration_checks import check_configuration, check_optimizers
+from lightning_pfo.strategy.example_input import give_example_back, set_example_aside
 from lightning_pfo.strategy.finetuning import add_the_same_everywhere, compare_values
 from lightning_pfo.strategy.gradients import average_gradients
 from lightning_pfo.strategy.layer_times import measure_training_step
@@ -168,6 +169,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
         self._accumulating = False
         self._layer_sync: Any = None  # where the Trainer leaves what sync_batchnorm=True asks for
         self._pipeline: Pipeline | None = None
+        self._example: Any = None
 
     @property
     def instruction_source(self) -> InstructionSource:
@@ -216,9 +218,12 @@ class PfoPipelineStrategy(CheckpointStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._split(self._module())
         split_averages(trainer, self._module())
+        self._example = set_example_aside(self._module())
         add_the_same_everywhere(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if self.mesh.num_ranks > 1:
+                check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -370,6 +375,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
         compare_values()
         _optimizers_to_device(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
+            give_example_back(self.lightning_module, self._example)
             move_local_tensors(self.lightning_module, torch.device("cpu"))
         assert self.cluster_environment is not None
         assert self.accelerator is not None

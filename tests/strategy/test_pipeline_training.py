@@ -68,6 +68,13 @@ def test_events_come_in_the_order_of_the_schedule(ranks):
         assert seen["schedule"] == ranks[0]["schedule"]
 
 
+def test_nobody_is_given_an_example_to_call_the_split_module_with(ranks):
+    for seen in ranks:
+        during, after = seen["examples"]
+        assert during is None
+        assert after is not None
+
+
 def test_instructions_do_not_overlap_and_lie_within_iterations(ranks):
     for seen in ranks:
         inside = iteration = None
@@ -141,6 +148,8 @@ def test_tuples_between_layers_and_a_dict_at_the_end(ranks):
         ("divided_output", "ConfigurationError", ["got a DTensor", "use_local_output=True"]),
         ("sync_batchnorm", "ConfigurationError", ["sync_batchnorm=True", "nn.GroupNorm"]),
         ("sharded_by_the_user", "ConfigurationError", ["'model.0'", "PfoPipelineStrategy(fully_shard=True)"]),
+        ("pruned", "ConfigurationError", ["ModelPruning", "leave the callback out"]),
+        ("lbfgs", "ConfigurationError", ["LBFGS", "torch.optim.AdamW"]),
         ("swa_with_batch_norm", "ConfigurationError", ["statistics of batch norm", "callbacks.WeightAveraging"]),
         ("compiled_zero_bubble", "ConfigurationError", ["'zbv'", "schedule='1f1b'"]),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from plain_module import PlainModule, make_loaders
 from torch import nn
@@ -47,6 +47,7 @@ class Recorder(L.Callback, InstructionListener):
         self.seen = []
 
     def on_train_start(self, trainer, pl_module):
+        self.example = pl_module.example_input_array
         self.source = trainer.strategy.instruction_source
         self.source.add_listener(self)
 
@@ -77,8 +78,10 @@ def events():
     recorder = Recorder()
     module = SaysWhenItComputesTheLoss()
     module.recorder = recorder
+    module.example_input_array = "what summaries and loggers call the module with"
     trainer = fit(module, callbacks=[recorder], validate=True)
     results["events"] = recorder.seen
+    results["examples"] = [recorder.example, module.example_input_array]
     schedule = recorder.source.schedule
     results["schedule"] = [[str(inst) for inst in order] for order in schedule.orders]
     results["global_step"] = trainer.global_step
@@ -230,6 +233,11 @@ class FailsInALayer(PlainModule):
         self.model[3] = nn.Linear(5, 5)
 
 
+class SearchesALine(PlainModule):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
 class OtherPrecision(Precision):
     precision = "transformer-engine"
 
@@ -293,6 +301,8 @@ def refusals():
         "divided_output": lambda: fit(SendsDividedTensors()),
         "sync_batchnorm": lambda: fit(BatchNormModule(), sync_batchnorm=True),
         "sharded_by_the_user": lambda: fit(ShardsItself()),
+        "pruned": lambda: fit(PlainModule(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)]),
+        "lbfgs": lambda: fit(SearchesALine()),
         "swa_with_batch_norm": lambda: fit(BatchNormModule(), callbacks=[StochasticWeightAveraging(0.1)]),
         "compiled_zero_bubble": lambda: fit(
             PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=6, schedule="zbv", compile=True)
