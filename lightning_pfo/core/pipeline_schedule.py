@@ -125,10 +125,15 @@ class PipelineSchedule:
             ConfigurationError: If an instruction is missing, doubled or foreign, if a stage is on two ranks or a rank
                 has none, or if ranks wait for each other in a circle. The grid is drawn with the cell in brackets.
         """
+        _ = self._is_checked
+
+    @cached_property
+    def _is_checked(self) -> bool:
         self._check_complete()
         self._check_placement()
         for _ in self.rounds():
             pass
+        return True
 
     def rounds(self) -> Iterator[tuple[Instruction, ...]]:
         """Execute the order in lock-step: yield what runs in each round, at most one instruction per rank.

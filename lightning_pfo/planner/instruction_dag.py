@@ -161,23 +161,16 @@ def schedule_dag(schedule: PipelineSchedule) -> InstructionDag:
     return make_dag(len(number), ((number[before], number[after]) for before, after in schedule.dependencies()))
 
 
-def _levels(order: Sequence[int], neighbours_of: Sequence[Sequence[int]]) -> tuple[Level, ...]:
+def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> tuple[Level, ...]:
     """Group nodes by the longest chain of neighbours that must come before them."""
     depth = [0] * len(order)
-    by_depth: list[list[int]] = []
     for node in order:
         depth[node] = max([depth[before] + 1 for before in neighbours_of[node]], default=0)
-        if depth[node] == len(by_depth):
-            by_depth.append([])
-        by_depth[depth[node]].append(node)
-    levels = []
-    for nodes in by_depth:
-        most = max(len(neighbours_of[node]) for node in nodes)
-        rows = [list(neighbours_of[node]) for node in nodes]
-        padded = [row + row[-1:] * (most - len(row)) for row in rows]
-        columns = np.array(padded, dtype=np.int64).reshape(len(nodes), most).T
-        levels.append(Level(np.array(nodes, dtype=np.int64), tuple(np.ascontiguousarray(columns))))
-    return tuple(levels)
+    most = max(map(len, neighbours_of), default=0)
+    padded = np.array([row + (row[-1:] or (0,)) * (most - len(row)) for row in neighbours_of], dtype=np.int64)
+    sizes = np.array([len(row) for row in neighbours_of])
+    by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
+    return tuple(Level(nodes, tuple(padded.T[: sizes[nodes].max(), nodes])) for nodes in by_depth if len(nodes))
 
 
 def _adjacency(num_nodes: int, pairs: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:

@@ -32,7 +32,7 @@ from lightning_pfo.planner.steady_state import Run
 _LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
-_POINTS_PER_RELAXATION, _DENSER = 3.5, 0.55
+_POINTS_PER_RELAXATION, _DENSER = 4.2, 0.65
 """The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end: at this power
 of equal parts."""
 
