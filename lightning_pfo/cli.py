@@ -51,9 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_usage(name, command))
         else:
             command.run(read_settings(command.Settings, without_dashes(overrides)))
-    except (PfoError, OSError) as error:
-        print(f"lightning-pfo: error: {error}", file=sys.stderr)
-        return 2
+    except PfoError as error:
+        return _explain(str(error))
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return _explain(f"Files are read and written where this user may; {reason}. Give another path.")
     return 0
 
 
@@ -95,12 +97,16 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
         if key not in known:
             raise ConfigurationError(f"There is no setting {key!r}{_closest(key, known)}; available: {_join(known)}.")
     try:
-        settings = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(list(overrides)))
-        return OmegaConf.to_object(settings)
+        given = OmegaConf.from_dotlist(list(overrides))
+        for setting in fields(schema):
+            name = setting.name
+            if setting.default_factory is list and name in given and not OmegaConf.is_list(given[name]):
+                given[name] = [given[name]]  # one value is a list of one
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
     except MissingMandatoryValue:
         required = [field.name for field in fields(schema) if _is_required(field)]
-        given = {override.partition("=")[0] for override in overrides}
-        missing = [name for name in required if name not in given]
+        named = {override.partition("=")[0] for override in overrides}
+        missing = [name for name in required if name not in named]
         raise ConfigurationError(f"Give {_join([f'{name}=...' for name in missing or required])}.") from None
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).strip().splitlines()[0].rstrip(".")
@@ -109,6 +115,11 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
         raise ConfigurationError(
             f"Values are read as YAML, e.g. deadlines_s=[2.84,2.87]; not readable: {' '.join(overrides)}."
         ) from error
+
+
+def _explain(problem: str) -> int:
+    print(f"lightning-pfo: error: {problem}", file=sys.stderr)
+    return 2
 
 
 def _overview() -> str:
@@ -121,9 +132,9 @@ def _overview() -> str:
 
 def _usage(name: str, command: Any) -> str:
     settings = fields(command.Settings)
-    required = " ".join(f"{field.name}=..." for field in settings if _is_required(field))
+    required = [f"{field.name}=..." for field in settings if _is_required(field)]
     lines = [
-        f"usage: lightning-pfo {name} {required} [key=value ...]",
+        " ".join(["usage: lightning-pfo", name, *required, "[key=value ...]"]),
         "",
         (command.__doc__ or "").strip(),
         "",
@@ -139,11 +150,10 @@ def _is_required(field: Field[Any]) -> bool:
 
 
 def _default(field: Field[Any]) -> str:
-    if field.default_factory is not MISSING:
-        return f"default {field.default_factory()}"
-    if field.default is MISSING:
+    if _is_required(field):
         return "required"
-    return "default none" if field.default is None else f"default {field.default}"
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return "default none" if default in (None, "") else f"default {default}"
 
 
 def _closest(word: str, known: Sequence[str] | dict[str, str]) -> str:

@@ -74,6 +74,7 @@ def test_plan_takes_limits_and_powers_by_clock_and_thins_what_it_writes(profile_
         (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=soon"], "deadlines_s"),
         (["plan", "profile=${p}", "output_dir=o", "num_microbatches=4"], "profile"),
         (["plan", "profile=p", "output_dir=o", "num_microbatches=4"], "There is no profile at p"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=2.9"], "There is no profile at p"),
     ],
 )
 def test_errors_are_one_paragraph_and_status_2(arguments, message, capsys, tmp_path, monkeypatch):
@@ -92,6 +93,12 @@ def test_a_plan_that_cannot_be_selected_leaves_nothing_behind(profile_csv, tmp_p
     assert main(["plan", *arguments, "select=0.5x"]) == 2
     assert "iteration times range from" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(profile_csv, capsys):
+    arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=2"]
+    assert main(["plan", *arguments, f"output_dir={profile_csv}"]) == 2
+    assert f"{profile_csv}: File exists. Give another path." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

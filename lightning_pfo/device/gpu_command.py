@@ -86,7 +86,8 @@ def run(settings: Settings) -> None:
         sys.stdout.write(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
         return
     console = Console()
-    console.print(_table(reports))
+    for report in reports:
+        console.print(_table(report))
     for reason in sorted({report.permission for report in reports} - {""}):
         console.print(reason, highlight=False, markup=False)
     if any(report.may_set_clocks is False for report in reports):
@@ -118,19 +119,13 @@ def config_text(report: GpuReport, config: GpuConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(reports: list[GpuReport]) -> Table:
-    table = Table(title="GPUs")
-    for heading in ("GPU", "clocks (MHz)", "worth scanning (MHz)", "may set clocks", "clock latency", "energy"):
-        table.add_column(heading)
-    for report in reports:
-        table.add_row(
-            f"{report.index}: {report.name}",
-            f"{report.min_clock_mhz} to {report.top_clock_mhz}, step {report.clock_step_mhz:g}",
-            f"{report.scan_min_mhz} to {report.scan_max_mhz}, step {report.scan_step_mhz}",
-            {True: "yes", False: "no", None: "unknown"}[report.may_set_clocks],
-            _latency(report),
-            _energy(report),
-        )
+def _table(report: GpuReport) -> Table:
+    table = Table("", f"GPU {report.index}: {report.name}")
+    table.add_row("clocks", f"{report.min_clock_mhz} to {report.top_clock_mhz} MHz, step {report.clock_step_mhz:g}")
+    table.add_row("worth scanning", f"{report.scan_min_mhz} to {report.scan_max_mhz} MHz, step {report.scan_step_mhz}")
+    table.add_row("may set clocks", {True: "yes", False: "no", None: "unknown"}[report.may_set_clocks])
+    table.add_row("clock latency", _latency(report))
+    table.add_row("energy", _energy(report))
     return table
 
 
