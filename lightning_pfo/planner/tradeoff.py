@@ -208,7 +208,7 @@ class _Search:
             choices = search_beam(self._table, some, self._order, effort.width, effort.options_per_node)
             self._add(choices, [guide.deadline for guide in some])
             self._report("searching", min(first + at_once, len(guides)), len(guides))
-        targets = sorted({*self._unsatisfied(), *(self._shared() if effort is _ROUNDS[0] else ())})
+        targets = self._unsatisfied(with_shared=effort is _ROUNDS[0])
         if targets:
             self._splice(targets, effort.spliced_pairs)
         self._polish(effort.least_polished)
@@ -368,19 +368,12 @@ class _Search:
         at_target = (self._costs[best] - bounds) / np.maximum(np.abs(bounds), np.finfo(float).tiny)
         return best, np.where(is_near, gaps[best], at_target)
 
-    def _shared(self) -> list[int]:
-        """Targets for which there is only a choice that another has taken as well."""
-        best, _ = self._best()
-        _, first = np.unique(best, return_index=True)
-        shared: list[int] = np.setdiff1d(np.flatnonzero(~self._is_kept), first).tolist()
-        return shared
-
-    def _unsatisfied(self) -> list[int]:
-        """Targets to work on."""
+    def _unsatisfied(self, with_shared: bool = False) -> list[int]:
+        """Targets to work on; where there are any, those for which there is only a choice that another has as well."""
         best, gaps = self._best()
         distinct = np.unique(best, return_index=True)[1]  # as they will be on the frontier
         limit = _LARGEST_GAP if np.median(gaps[distinct]) <= _MEDIAN_GAP else _MEDIAN_GAP
         open_targets = set(np.flatnonzero(gaps > limit).tolist())
-        if open_targets or self._table.dag.num_nodes * len(gaps) <= _SMALL:
-            open_targets.update(self._shared())
+        if with_shared or open_targets or self._table.dag.num_nodes * len(gaps) <= _SMALL:
+            open_targets.update(np.setdiff1d(np.flatnonzero(~self._is_kept), distinct).tolist())
         return sorted(open_targets)
