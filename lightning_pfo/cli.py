@@ -34,7 +34,7 @@ _HELP_FLAGS = ("-h", "--help", "help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, or 2 after an error that the user can correct."""
+    """Run a command; returns the exit status: 0, 2 after an error that the user can correct, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return _explain(f"Files are read and written where this user may; {reason}. Give another path.")
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 
@@ -99,6 +100,16 @@ def test_a_folder_that_cannot_be_made_is_named(profile_csv, capsys):
     arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=2"]
     assert main(["plan", *arguments, f"output_dir={profile_csv}"]) == 2
     assert f"{profile_csv}: File exists. Give another path." in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(profile_csv, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "lightning_pfo.planner.command.plan_frontier", lambda *_, **__: signal.raise_signal(signal.SIGINT)
+    )
+    arguments = [f"profile={profile_csv}", "num_microbatches=4", f"output_dir={tmp_path / 'out'}"]
+    assert main(["plan", *arguments]) == 130
+    assert capsys.readouterr().err.strip().endswith("Interrupted.")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

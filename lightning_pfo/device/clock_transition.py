@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter, deque
@@ -134,7 +135,7 @@ class TransitionLog:
             num_changes=num_changes,
             num_observed=len(latencies_s),
             latency_s=statistics.median(latencies_s) if latencies_s else float("nan"),
-            latency_p90_s=latencies_s[int(0.9 * (len(latencies_s) - 1))] if latencies_s else float("nan"),
+            latency_p90_s=latencies_s[math.ceil(0.9 * len(latencies_s)) - 1] if latencies_s else float("nan"),
             not_reached=dict(self._not_reached),
             limits=frozenset(self._limits),
         )

@@ -59,6 +59,14 @@ def test_a_clock_that_lands_is_timed_from_its_request(now: list[float]) -> None:
     assert statistics.as_dict()["latency_s"] == statistics.latency_s
 
 
+@pytest.mark.parametrize(("count", "within"), [(2, 2), (9, 9), (10, 9), (20, 18)])
+def test_nine_in_ten_latencies_are_within_the_last_figure(count: int, within: int, now: list[float]) -> None:
+    log = TransitionLog(ScriptedGpu(1200))
+    for latency_ms in range(1, count + 1):
+        log.watch(1200, requested_s=now[0] - latency_ms / 1000, sleep=sleeper(now))  # type: ignore[arg-type]
+    assert log.statistics(count).latency_p90_s == pytest.approx(within / 1000, abs=1e-4)
+
+
 def test_a_reading_nearer_than_half_a_step_counts(now: list[float]) -> None:
     log = TransitionLog(ScriptedGpu(1207))
     assert log.watch(1200, 100.0, sleeper(now)).latency_s == 0  # type: ignore[arg-type]
