@@ -43,7 +43,9 @@ _FREE = (
 _KEPT = (
     *((0.0, 0.2, 1.0, 0.3), (4e-4, 0.1, 1.0, 0.3), (0.0, 0.1, 0.0, 0.0)),
     *((-3e-4, 0.2, 1.0, 0.3), (-6e-4, 0.2, 0.0, 0.0), (-3e-4, 0.1, 0.3, 0.3)),
-    *((k * 1e-4, 0.1, 0.0, 0.0) for k in range(4, -20, -1)),
+    *((k * 2e-4, 0.1, 0.0, 0.0) for k in range(2, -10, -1)),
+    *((k * 8e-4, 0.1, 0.0, 0.0) for k in (4, 2, -3, -6, -10)),
+    *((k * 8e-4, 0.2, 1.0, 0.3) for k in (4, 2, -3, -6, -10)),
 )
 """Guides for a target: offset of the time aimed at, meeting, haste and patience. Which does best is a matter of luck,
 and several find more than a wide beam for one. Offsets are relative to the reach of a free time, to a time to keep."""
