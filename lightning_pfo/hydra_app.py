@@ -82,8 +82,13 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
 
 
 def with_selection(argument: str) -> str:
-    """Let `plan=1.02x`, or any other selection that is no file of conf/plan, stand for `plan.select=1.02x`."""
+    """Let `plan=1.02x`, or any other selection that is no file of conf/plan, stand for `plan.select=1.02x`.
+
+    Numbers are quoted where a group's option is expected: Hydra has names only, and fails on `gpu=40`.
+    """
     key, _, value = argument.partition("=")
+    if re.fullmatch(r"[\d.]+", value) and (conf_dir() / key).is_dir():
+        return f'plan.select="{value}"' if key == "plan" else f'{key}="{value}"'
     if key != "plan" or not value or (conf_dir() / "plan" / f"{value}.yaml").exists():
         return argument
     from lightning_pfo.planner import check_selection  # the planner need not be imported to compose a configuration
@@ -146,7 +151,11 @@ def _errors_explained(wants_traceback: bool) -> Iterator[None]:
     """End the process with one paragraph where the mistake is the user's."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ending:
+        # Ctrl-C during a fit: Lightning ends the process with 1, and without a word where it is told to be quiet.
+        ended_by_lightning = isinstance(ending, SystemExit) and ending.code == 1
+        if not isinstance(ending.__context__ if ended_by_lightning else ending, KeyboardInterrupt):
+            raise
         if is_first_process():
             print("Interrupted.", file=sys.stderr)  # noqa: T201
         sys.exit(130)

@@ -115,7 +115,7 @@ def test_foreign_keys_are_refused():
 
 # The same main function as the examples have, without the libraries that they train with.
 SCRIPT = """
-import dataclasses, json, os
+import dataclasses, json, os, signal
 from pathlib import Path
 from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import PlanError
@@ -127,6 +127,11 @@ def main(config):
         raise PlanError("A plan is needed.")
     if config.seed == 14:
         raise ZeroDivisionError("a bug")
+    if config.seed == 15:  # as Lightning does
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            exit(1)
     assert type(config) is ExperimentConfig and os.environ.get("HYDRA_FULL_ERROR") is None
     (Path(config.output_dir) / "seen.json").write_text(json.dumps(dataclasses.asdict(config)))
 
@@ -182,6 +187,8 @@ def test_cfg_job_shows_the_configuration(run):
         ("plan=fastest", 'plan.select="fastest"'),
         ("plan=least_energy", "plan=least_energy"),  # a file
         ("plan=least_enrgy", "plan=least_enrgy"),  # for Hydra to refuse
+        ("plan=1.02", 'plan.select="1.02"'),  # for `check_settings` to refuse, which says what a selection looks like
+        ("gpu=40", 'gpu="40"'),
         ("plan.select=1.02x", "plan.select=1.02x"),
         ("seed=3", "seed=3"),
     ],
@@ -214,6 +221,7 @@ def test_help_lists_groups_options_and_common_overrides(run):
         ("modle=gpt_tiny", "There is no key 'modle' at the top level of the configuration. Did you mean model? Known:"),
         ("+extra=1", "There is no key 'extra' at the top level of the configuration. Known: data, gpu, model, name,"),
         ("plan=least_enrgy", "There is no plan=least_enrgy. Did you mean least_energy? Known: least_energy, no_slow"),
+        ("gpu=40", "There is no gpu=40. Known: auto, emulated_a100,"),
         ("gpu=emulated_a400", "There is no gpu=emulated_a400. Did you mean emulated_a40? Known: auto, emulated_a100,"),
         ("trainer.devices=two", "trainer.devices: Value 'two' of type 'str' could not be converted to Integer"),
         ("trainer.devices=???", "trainer.devices needs a value. Give it on the command line: trainer.devices=VALUE."),
@@ -234,6 +242,11 @@ def test_full_errors_on_request(run, tmp_path):
     assert result.returncode != 0
     assert "Traceback" in result.stdout
     assert "PlanError: A plan is needed." in result.stdout
+
+
+def test_ctrl_c_says_interrupted_once(run, tmp_path):
+    result = run("seed=15", f"output_dir={tmp_path / 'out'}")
+    assert (result.returncode, result.stdout) == (130, "Interrupted.\n")
 
 
 def test_a_bug_keeps_its_traceback(run, tmp_path):

@@ -148,7 +148,8 @@ class RankWatch:
 
     def failed(self, error: BaseException) -> None:
         """Say that the run has raised, so that the others do not wait for this rank."""
-        self._end(event="failed", run=self._run, error=f"{type(error).__name__}: {error}"[:2000])
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no text
+        self._end(event="failed", run=self._run, error=text[:2000])
 
     def _end(self, **message: Any) -> None:
         with self._changed:
