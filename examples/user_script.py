@@ -45,7 +45,7 @@ def main():
     trainer.fit(Module(), loader)
     if trainer.is_global_zero:
         last = plan.measurements[-1]
-        print(f"under the plan: {last.time_s:.3f} s and {last.energy_j:.1f} J per iteration")
+        print(f"under the plan: {last.time_s:.3f} s and {last.energy_j:.1f} J per iteration on {plan.gpu_name}")
 
 
 if __name__ == "__main__":

@@ -89,9 +89,11 @@ def main(options):
             accelerator.print(f"epoch {epoch}: loss {losses[-1]:.3f}, validation accuracy {accuracy:.2f}")
             accelerator.save_state(folder / "checkpoint")
     last = run.measurements[-1]
-    accelerator.print(f"under the plan: {last.time_s:.3f} s and {last.energy_j:.1f} J per iteration")
+    measured = f"{last.time_s:.3f} s and {last.energy_j:.1f} J per iteration on {run.gpu_name}"
+    accelerator.print(f"under the plan: {measured}")
     if accelerator.is_main_process:
         report = {"losses": losses, "accuracy": accuracy, "time_s": last.time_s, "energy_j": last.energy_j}
+        report["gpu"] = run.gpu_name
         (folder / "report.json").write_text(json.dumps(report))
     accelerator.end_training()
 

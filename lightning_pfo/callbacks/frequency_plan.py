@@ -70,6 +70,11 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         return self._run.measurements if self._run is not None else []
 
     @property
+    def gpu_name(self) -> str | None:
+        """What was measured: the model of this rank's GPU, `(emulated)` where it is; None before training."""
+        return self._run.gpu_name if self._run is not None else None
+
+    @property
     def clock_statistics(self) -> ClockStatistics | None:
         """What became of this rank's clock changes; None before training."""
         return self._run.clock_statistics if self._run is not None else None

@@ -32,6 +32,11 @@ class PlannedRun(InstructionListener):
         user: Who is named in messages; None is this object.
         report: Told about progress.
 
+    Attributes:
+        plan: The plan in use; None until the pipeline is known, if none was given.
+        measurements: What the iterations of this run took so far.
+        gpu_name: What was measured: the model of this rank's GPU, `(emulated)` where it is.
+
     Raises:
         ConfigurationError: If something else sets this GPU's clocks.
         DeviceError: If the GPU cannot be opened, or another job sets its clocks.
@@ -64,6 +69,7 @@ class PlannedRun(InstructionListener):
         self._cursor: PlanCursor | None = None
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self.gpu_name = session.gpu.name
         self.is_open = True
         self._meter = IterationMeter(session.gpu, source, session.follower, is_ready=lambda: session.ready)
         self._requests = ClockRequests(session.clocks, session.follower, leads=session.config.lead_clocks)
@@ -151,7 +157,7 @@ class PlannedRun(InstructionListener):
         self._source.remove_listener(self._meter)
         self._meter.close()
         if self.clock_statistics.num_changes:
-            self._report(f"{self._session.gpu.name}: {self.clock_statistics}.")
+            self._report(f"{self.gpu_name}: {self.clock_statistics}.")
         self._session.release(self._user)
 
     def __enter__(self) -> PlannedRun:
