@@ -69,7 +69,8 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
     output_dir = Path(config.output_dir)
     say = _Narrator()
 
-    say(f"1/4 Profiling {config.trainer.devices} stages x {config.schedule.num_microbatches} microbatches")
+    num_stages = config.trainer.devices * config.trainer.num_nodes
+    say(f"1/4 Profiling {num_stages} stages x {config.schedule.num_microbatches} microbatches")
     profile(config, make_module, make_data, output_dir / "profile.csv")
 
     say("2/4 Planning")
