@@ -1,16 +1,16 @@
 """A step of `Trainer.fit` with pfo_pipeline against a hand-written loop on torch.distributed.pipelining.
 
-    python benchmarks/strategy_overhead.py [--ranks 2] [--steps 20] [--cases small large profiler plan]
+    python benchmarks/strategy_overhead.py [--ranks 2] [--steps 40] [--cases small large profiler plan]
 
 Both train the same model on the same data with 1F1B on CPUs, in turn within one run: after each step of the Trainer, a
 callback runs a step by hand, so that both see the same machine. A step of the Trainer is all between two of those:
 loading the batch, the step, the optimizer, logging, all hooks. Prints one JSON line per case: medians of the step
 times (s), of the ratio of neighbouring steps, and of their difference (ms), and the CPU time of a process for each.
 
-Cases: `small` shows the fixed cost of a step, `large` has steps of some 300 ms or more, `profiler` and `plan` are
-`large` with that callback on an emulated GPU whose modelled times are shorter than the real ones, so that it never
-sleeps; the plan asks for another clock at every instruction. (Two callbacks cannot set clocks in one run, so they are
-measured one by one.)
+Cases: `small` shows the fixed cost of a step (in ten times as many steps), `large` has steps of some 300 ms or more,
+`profiler` and `plan` are `large` with that callback on an emulated GPU whose modelled times are shorter than the real
+ones, so that it never sleeps; the plan asks for another clock at every instruction. (Two callbacks cannot set clocks in
+one run, so they are measured one by one.)
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class InTurn(L.Callback):
 def measure(case: str, num_ranks: int, steps: int, folder: Path) -> dict[str, Any]:
     """Run one case; returns what is printed."""
     width, microbatch = SIZES["small" if case == "small" else "large"]
-    steps += WARM_UP_STEPS
+    steps = (10 if case == "small" else 1) * steps + WARM_UP_STEPS
     loader = make_loader(width, microbatch, steps)
     in_turn = InTurn(width, microbatch, loader)
     callbacks: dict[str, list[L.Callback]] = {
@@ -198,7 +198,7 @@ def main() -> None:
     """Run the cases and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--cases", nargs="+", default=["small", "large", "profiler", "plan"])
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
