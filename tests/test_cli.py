@@ -11,7 +11,14 @@ from lightning_pfo.planner import load_frontier, write_profile
 @pytest.fixture
 def profile_csv(tmp_path):
     rows = [
-        {"stage": stage, "instruction": kind, "frequency": mhz, "time": work * 1400 / mhz, "energy": work * mhz / 7}
+        {
+            "stage": stage,
+            "instruction": kind,
+            "frequency": mhz,
+            "time": work * 1400 / mhz,
+            "energy": work * mhz / 7,
+            "gpu": "A100 (emulated)",
+        }
         for stage, speed in enumerate((1.0, 1.2))
         for kind, work in (("forward", 0.02 * speed), ("backward", 0.04 * speed))
         for mhz in (1400, 1200, 1000, 800)
@@ -30,6 +37,7 @@ def test_plan_writes_everything_as_a_program(profile_csv, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "top clocks" in result.stdout
     assert "1.1x" in result.stdout
+    assert "A100 (emulated)" in result.stdout
     frontier = load_frontier(out)
     plan_files = {f"freqs_pipeline_{i:05d}.py" for i in range(len(frontier.plans))}
     pictures = {"frontier.png", "timeline_fastest.png", "timeline_chosen.png"}

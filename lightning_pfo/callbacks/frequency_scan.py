@@ -47,6 +47,7 @@ class ProfileRow:
     samples: int
     p2p_blocking_power_w: float
     flags: str = ""
+    gpu: str = ""
     dp_rank: int = 0
     tp_rank: int = 0
 
@@ -93,6 +94,7 @@ class FrequencyScan(InstructionListener):
         target_error: How uncertain energies may be: two relative standard errors.
         warmup_iterations: Iterations to let a clock settle.
         patience: Rises of energy in a row that end the scan of an instruction.
+        gpu_name: Name of this rank's GPU, for the rows.
         on_clock_done: Called on every rank after each clock with all rows so far.
         is_ready: Scanning waits until this returns true.
     """
@@ -109,6 +111,7 @@ class FrequencyScan(InstructionListener):
         target_error: float,
         warmup_iterations: int,
         patience: int,
+        gpu_name: str,
         on_clock_done: Callable[[list[ProfileRow]], None],
         is_ready: Callable[[], bool],
     ) -> None:
@@ -122,6 +125,7 @@ class FrequencyScan(InstructionListener):
         self._num_wanted = iterations_per_clock
         self._warmup_iterations = warmup_iterations
         self._patience = patience
+        self._gpu_name = gpu_name
         self._on_clock_done = on_clock_done
         self._is_ready = is_ready
         self._valleys: dict[tuple[int, str], EnergyValley] = {}
@@ -211,6 +215,7 @@ class FrequencyScan(InstructionListener):
                     samples=measured.samples,
                     p2p_blocking_power_w=blocked_power_w,
                     flags=_flags(measured, clock_mhz, self._target_error),
+                    gpu=self._gpu_name,
                     dp_rank=dp_rank,
                     tp_rank=tp_rank,
                 )

@@ -156,6 +156,7 @@ class ProfilingRun:
             target_error=settings.target_error,
             warmup_iterations=settings.warmup_iterations,
             patience=settings.patience,
+            gpu_name=session.gpu.name,
             on_clock_done=self._write,
             is_ready=lambda: session.ready,
         )

@@ -23,7 +23,7 @@ def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, out
         output_dir: Folder to write to.
     """
     measured = [(result.iteration_time_s, result.iteration_energy_j) for result in (report.baseline, report.plan)]
-    draw_frontier(frontier, output_dir / "frontier.png", chosen=chosen, measured=measured, device=report.device)
+    draw_frontier(frontier, output_dir / "frontier.png", chosen=chosen, measured=measured)
     note = ", emulated" if report.is_emulated else ""
     plans = {f"Top clocks{note}": frontier.baseline, f"Plan{note}": chosen}
     timelines = {title: frontier.timeline(plan) for title, plan in plans.items()}

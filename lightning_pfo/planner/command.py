@@ -99,8 +99,12 @@ def run(settings: Settings) -> None:
     from lightning_pfo.planner.timeline_picture import draw_timeline
 
     draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
-    draw_timeline(frontier.timeline(frontier.fastest), folder / "timeline_fastest.png", title="Fastest plan")
-    draw_timeline(frontier.timeline(chosen), folder / "timeline_chosen.png", title=f"Chosen plan ({settings.select})")
+    for plan, name, what in (
+        (frontier.fastest, "fastest", "Fastest plan"),
+        (chosen, "chosen", f"Chosen plan ({settings.select})"),
+    ):
+        title = ", ".join(filter(None, [what, frontier.profile.device]))
+        draw_timeline(frontier.timeline(plan), folder / f"timeline_{name}.png", title=title)
     _report(frontier, chosen, settings)
     if findings.notes:
         done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
@@ -114,7 +118,7 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
     schedule = frontier.schedule
     table = Table(
         title=f"{len(frontier.plans)} plans for {schedule.name}, {schedule.num_stages} stages x "
-        f"{schedule.num_microbatches} microbatches"
+        f"{schedule.num_microbatches} microbatches" + (f", {device}" if (device := frontier.profile.device) else "")
     )
     table.add_column("plan")
     for heading in ("number", "time (s)", "change", "energy (J)", "saving", "at most"):

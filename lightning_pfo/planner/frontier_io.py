@@ -105,6 +105,7 @@ def _json_text(frontier: Frontier) -> str:
         "switch_latency_s": frontier.switch_latency_s,
         "least_dwell_s": frontier.least_dwell_s,
         "gpus_per_stage": frontier.profile.gpus_per_stage,
+        "gpus": frontier.profile.gpus,
         "profile": [
             {
                 "stage": stage,
@@ -158,6 +159,7 @@ def _frontier_from(data: Mapping[str, Any]) -> Frontier:
             for row in data["profile"]
         },
         _whole(data["gpus_per_stage"]),
+        _names(data.get("gpus", ())),
     )
     blocking = _blocking_from(data)
     if len(blocking) != len(orders):
@@ -208,6 +210,12 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PlanError(f"Expected a whole number, at least 0, got {value!r}.")
     return value
+
+
+def _names(values: Sequence[Any]) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) for value in values):
+        raise PlanError(f"Expected a list of names, got {values!r}.")
+    return tuple(values)
 
 
 def _numbers(values: Sequence[Any]) -> tuple[float, ...]:

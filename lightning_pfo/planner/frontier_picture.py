@@ -31,7 +31,6 @@ def draw_frontier(
     *,
     chosen: FrequencyPlan | None = None,
     measured: Sequence[tuple[float, float]] = (),
-    device: str = "",
 ) -> None:
     """Draw the frontier, the proven bound, the top clocks' point and the chosen plan.
 
@@ -40,7 +39,6 @@ def draw_frontier(
         path: Picture file to write.
         chosen: Plan to mark; the cheapest without slowdown is the usual choice.
         measured: Iteration times (s) and energies (J) measured in training, to compare with the predictions.
-        device: Name of the GPU for the title.
     """
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
@@ -76,7 +74,7 @@ def draw_frontier(
     axes.set_ylim(bottom=floor)
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
-    schedule = frontier.schedule
+    schedule, device = frontier.schedule, frontier.profile.device
     axes.set_title(
         f"{device}{', ' if device else ''}{schedule.name}, {schedule.num_stages} stages x "
         f"{schedule.num_microbatches} microbatches",

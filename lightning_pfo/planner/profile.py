@@ -5,6 +5,7 @@ allowed. Some of them mean something here:
 
 - `p2p_blocking_power_w`: power in watts of the stage's GPU while it waits for a neighbour at that clock;
 - `time_stderr`, `energy_stderr`: standard errors of time and energy, which `regularise` weighs points by;
+- `gpu`: name of the GPU that was measured; an emulated one says so, and so do tables and pictures;
 - `rank` or `dp_rank`, `pp_rank`, `tp_rank`: several GPUs work on one stage. A stage is as slow as its slowest rank,
   and energies add up, so that the energy of a stage is that of all its GPUs.
 
@@ -114,10 +115,17 @@ class Profile:
     Attributes:
         instructions: Measurements by stage and kind of instruction.
         gpus_per_stage: GPUs that work on each stage (more than one where rank columns say so).
+        gpus: Names of the GPUs that were measured, each once; empty where not known.
     """
 
     instructions: Mapping[tuple[int, InstructionType], InstructionProfile]
     gpus_per_stage: int = 1
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """What was measured, for headings; empty where not known."""
+        return " and ".join(self.gpus)
 
     @property
     def num_stages(self) -> int:
@@ -212,7 +220,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     instructions = {
         key: _merge_ranks(where, key, clocks, ranks_of_stage[key[0]]) for key, clocks in sorted(measured.items())
     }
-    return Profile(instructions, num_ranks.pop())
+    return Profile(instructions, num_ranks.pop(), tuple(dict.fromkeys(row.gpu for row in rows if row.gpu)))
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,7 @@ class _Row:
     time_stderr_s: float | None
     energy_stderr_j: float | None
     rank: tuple[str, ...]
+    gpu: str
 
 
 def _read_rows(where: Path) -> list[_Row]:
@@ -301,6 +310,7 @@ def _parse_row(where: Path, line: int, record: Mapping[str, str]) -> _Row:
         time_stderr_s=optional("time_stderr", "a number of seconds, at least 0"),
         energy_stderr_j=optional("energy_stderr", "a number of joules, at least 0"),
         rank=tuple(record[column] for column in _RANK_COLUMNS if column in record),
+        gpu=record.get("gpu", ""),
     )
 
 

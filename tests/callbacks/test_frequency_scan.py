@@ -57,6 +57,7 @@ def scan_until_done(
         target_error=0.02,
         warmup_iterations=1,
         patience=patience,
+        gpu_name="A100 (emulated)",
         on_clock_done=lambda rows: written.append(list(rows)),
         is_ready=is_ready,
     )

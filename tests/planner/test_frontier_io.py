@@ -4,6 +4,7 @@ import json
 import math
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def wait(rank, position):
         (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "must be positive"),
         (lambda d: d["profile"][0]["clocks_mhz"].reverse(), "from the highest to the lowest"),
         (lambda d: d["baseline"].update(iteration_time_s=0.0), "takes time"),
+        (lambda d: d.update(gpus=[7]), "list of names"),
     ],
 )
 def test_a_damaged_frontier_is_a_clear_error(folder, change, message):
@@ -113,11 +115,17 @@ def test_version_1_is_still_read(frontier, folder):
     def downgrade(data):
         data["version"] = 1
         data["p2p_blocking_powers_w"] = [power["powers_w"][0] for power in data.pop("p2p_blocking")]
-        del data["switch_latency_s"], data["least_dwell_s"]
+        del data["switch_latency_s"], data["least_dwell_s"], data["gpus"]
         for plan in (data["baseline"], *data["plans"]):
             del plan["wait_clocks"], plan["switching_cost_j"], plan["clock_changes"]
 
     assert load_frontier(edit(folder, downgrade)) == frontier
+
+
+def test_the_names_of_the_gpus_come_back(make_profile, tmp_path):
+    profile = replace(make_profile([0.03, 0.05]), gpus=("A100 (emulated)", "A40 (emulated)"))
+    save_frontier(plan_frontier(profile, num_microbatches=2, num_plans=2), tmp_path)
+    assert load_frontier(tmp_path).profile.device == "A100 (emulated) and A40 (emulated)"
 
 
 def test_wait_clocks_and_limits_come_back(make_profile, tmp_path):

@@ -40,6 +40,12 @@ def test_further_columns_blank_lines_spaces_and_load_rows_are_allowed(tmp_path):
     assert read_profile(spaced) == read_profile(write(tmp_path, GOOD))
 
 
+def test_the_names_of_the_gpus_are_known_each_once(tmp_path):
+    lines = [f"{line},A100 (emulated)" for line in GOOD] + [f"1{line[1:]}," for line in GOOD]
+    assert read_profile(write(tmp_path, lines, HEADER + ",gpu")).device == "A100 (emulated)"
+    assert read_profile(write(tmp_path, GOOD)).device == ""
+
+
 def test_blocking_power_is_the_mean_over_the_instructions_at_each_clock(tmp_path):
     lines = [f"{line},{60 if '1410' in line else 50 if 'forward' in line else 52}" for line in GOOD]
     profile = read_profile(write(tmp_path, lines, HEADER + ",p2p_blocking_power_w"))
