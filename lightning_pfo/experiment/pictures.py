@@ -27,7 +27,7 @@ def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, out
     note = ", emulated" if report.is_emulated else ""
     plans = {f"Top clocks{note}": frontier.baseline, f"Plan{note}": chosen}
     timelines = {title: frontier.timeline(plan) for title, plan in plans.items()}
-    draw_timelines(timelines, output_dir / "timelines.png")
+    draw_timelines(timelines, output_dir / "timelines.png", device=report.device)
     draw_energy_valleys(frontier.profile, output_dir / "energy_valleys.png", title=report.device)
     draw_losses(report, output_dir / "losses.png")
 

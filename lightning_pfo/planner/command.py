@@ -99,12 +99,12 @@ def run(settings: Settings) -> None:
     from lightning_pfo.planner.timeline_picture import draw_timeline
 
     draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
-    for plan, name, what in (
+    for plan, name, title in (
         (frontier.fastest, "fastest", "Fastest plan"),
         (chosen, "chosen", f"Chosen plan ({settings.select})"),
     ):
-        title = ", ".join(filter(None, [what, frontier.profile.device]))
-        draw_timeline(frontier.timeline(plan), folder / f"timeline_{name}.png", title=title)
+        path = folder / f"timeline_{name}.png"
+        draw_timeline(frontier.timeline(plan), path, title=title, device=frontier.profile.device)
     _report(frontier, chosen, settings)
     if findings.notes:
         done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"

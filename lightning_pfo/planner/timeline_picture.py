@@ -31,6 +31,7 @@ def draw_timeline(
     *,
     title: str = "",
     colour: Literal["power", "clock"] = "power",
+    device: str = "",
 ) -> None:
     """Draw one iteration.
 
@@ -42,8 +43,9 @@ def draw_timeline(
         path: Picture file to write.
         title: Heading; iteration time and energy are added.
         colour: What colours tell: power in watts or clock in MHz.
+        device: Name of the GPU, written below.
     """
-    draw_timelines({title: timeline}, path, colour=colour)
+    draw_timelines({title: timeline}, path, colour=colour, device=device)
 
 
 def draw_timelines(
@@ -51,6 +53,7 @@ def draw_timelines(
     path: str | os.PathLike[str],
     *,
     colour: Literal["power", "clock"] = "power",
+    device: str = "",
 ) -> None:
     """Draw iterations one above the other, with one time axis and one colour scale: before and after.
 
@@ -58,6 +61,7 @@ def draw_timelines(
         timelines: What to draw, by heading.
         path: Picture file to write.
         colour: What colours tell: power in watts or clock in MHz.
+        device: Name of the GPU, written below.
     """
     num_ranks = max(len(timeline.schedule.orders) for timeline in timelines.values())
     longest = max(len(order) for timeline in timelines.values() for order in timeline.schedule.orders)
@@ -68,7 +72,7 @@ def draw_timelines(
     norm = _norm(timelines, colour)
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
         _draw(axes, timeline, title, colour, norm, width)
-    rows[-1].set_xlabel("time (s)", color=INK)
+    rows[-1].set_xlabel(f"time (s) on {device}" if device else "time (s)", color=INK)
     _add_scale(figure, rows.tolist(), norm, colour)
     save_figure(figure, path)
 
