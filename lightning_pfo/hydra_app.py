@@ -52,9 +52,12 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
     def decorate(task: Callable[[Config], None]) -> Callable[[], None]:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
         wants_traceback = os.environ.get(_TRACEBACK) == "1"
+        has_begun = False
 
         @functools.wraps(task)
         def job(composed: DictConfig) -> None:
+            nonlocal has_begun
+            has_begun = True
             with _environment(_TRACEBACK, "1" if wants_traceback else None), _errors_explained(wants_traceback):
                 if HydraConfig.get().mode is RunMode.MULTIRUN:
                     _run_as_own_script()
@@ -75,6 +78,10 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
                     run()
             except SystemExit as leaving:
                 _leave(leaving)
+            except OSError as error:  # before the job, Hydra makes its folder
+                if has_begun or wants_traceback:
+                    raise
+                sys.exit(f"Error: The output folder cannot be made ({error}). Give another: output_dir=PATH.")
 
         return main
 

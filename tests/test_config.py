@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -235,6 +236,13 @@ def test_a_mistake_is_one_paragraph(run, tmp_path, override, message):
     assert result.returncode == 1
     assert result.stdout.startswith(f"Error: {message}")
     assert result.stdout.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_paragraph(run, tmp_path):
+    (tmp_path / "file").touch()
+    result = run(f"output_dir={tmp_path / 'file' / 'out'}")
+    assert result.returncode == 1
+    assert re.fullmatch(r"Error: The output folder cannot be made \(.*file.*\)\. Give another: .*\n", result.stdout)
 
 
 def test_full_errors_on_request(run, tmp_path):
