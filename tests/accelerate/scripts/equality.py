@@ -13,23 +13,11 @@ from net import Net, make_loaders
 from torch import nn
 
 from lightning_pfo.accelerate import prepare_pipeline
+from tests.overflow import Overflow
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
 loss_fn = nn.functional.cross_entropy
-
-
-class Overflow(torch.autograd.Function):
-    """Lets the backward of one step overflow, in one layer."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
 
 
 class Run:

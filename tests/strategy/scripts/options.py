@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.planner import plan_frontier
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.overflow import Overflow
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -56,19 +57,9 @@ class Overflows(Module):
 
     fused = True
 
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, factor):
-            ctx.factor = factor
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * ctx.factor, None
-
     def __init__(self):
         super().__init__()
-        self.stem.register_forward_hook(lambda module, args, output: self.Backward.apply(output, self.factor))
+        self.stem.register_forward_hook(lambda module, args, output: Overflow.apply(output, self.factor))
 
     def training_step(self, batch, batch_idx):
         self.factor = 1e30 if batch_idx == 2 else 1.0
