@@ -57,7 +57,8 @@ class LowerBound:
     def gaps(self, times: Floats, costs: Floats) -> Floats:
         """How far costs are above the bound, relative to it."""
         bounds = self.at(times)
-        return np.asarray((costs - bounds) / np.maximum(np.abs(bounds), np.finfo(float).tiny))
+        with np.errstate(over="ignore"):  # a bound of zero is infinitely far away
+            return np.asarray((costs - bounds) / np.maximum(np.abs(bounds), np.finfo(float).tiny))
 
     def _add(self, at_zero: Floats, flow_values: Floats) -> None:
         self._at_zero = np.concatenate([self._at_zero, at_zero])

@@ -69,6 +69,9 @@ class _Effort:
 _ROUNDS = (_Effort(6, 4, 1, 3, 4, 10), _Effort(12, 8, 2, 6, 4, 1), _Effort(32, 8, 6, len(_KEPT), 6, 1))
 """Cheap to dear."""
 
+_SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
+"""Where choices slower than the relaxation's of least cost are searched, on the way to the slowest of all."""
+
 _ROWS_AT_ONCE = 2_000_000
 """Nodes times partial choices searched in one go: what memory is used, and how often progress is reported."""
 
@@ -130,7 +133,8 @@ def trace_tradeoff(
     search.relax(num_points, kept)
     for effort in _ROUNDS:
         search.improve(effort)
-    return search.frontier(num_points)
+    search.look_beyond()
+    return search.frontier(num_points, deadlines)
 
 
 def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: Sequence[float] = ()) -> float:
@@ -167,8 +171,9 @@ class _Search:
         self._bound = LowerBound(self._table, rate)
         self._relaxed = [self._programme.solve_with_rate(rate)]
         self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
-        self._bound.add(self._relaxed[0])
-        self._order = order_of_time(self._table, self._relaxed[0])
+        self._least = self._relaxed[0]
+        self._bound.add(self._least)
+        self._order = order_of_time(self._table, self._least)
         # So that there is a choice for every time.
         self._choices, self._times = np.zeros((dag.num_nodes, 1), dtype=np.int64), np.array([fastest])
         self._costs = self._table.total_costs(self._choices) + rate * fastest
@@ -216,8 +221,24 @@ class _Search:
         self._polish(effort.least_polished)
         self._prune()
 
-    def frontier(self, num_points: int) -> list[TradeoffPoint]:
-        """The best choice for each target, without those that another dominates, fast to slow.
+    def look_beyond(self) -> None:
+        """Where options are so sparse that nothing comes near the least cost of the relaxation, search slower choices.
+
+        The relaxation mixes options, so it is done sooner than the choice of least cost may be.
+        """
+        dag, kinds = self._table.dag, self._table.kinds
+        is_small = dag.num_nodes * len(self._targets) <= _SMALL
+        if self._bound.gaps(np.array(self.slowest), self._costs.min()) <= (TOLERANCE if is_small else _LARGEST_GAP):
+            return
+        latest = dag.longest_path([kinds[kind].times[-1] for kind in self._table.kind_of])
+        aims = self.slowest + (latest - self.slowest) * np.array(_SHARES_BEYOND)
+        guides = [Guide(self._least, aim, *weights) for aim in aims.tolist() for _, *weights in _FREE]
+        effort = _ROUNDS[0]
+        choices = search_beam(self._table, guides, self._order, effort.width, effort.options_per_node)
+        self._add(choices, [math.inf] * len(guides))
+
+    def frontier(self, num_points: int, deadlines: Sequence[float]) -> list[TradeoffPoint]:
+        """The best choice for each target and deadline, without those that another dominates, fast to slow.
 
         Where targets share one, further choices are taken in between, so that there are `num_points` if so many are
         known.
@@ -226,12 +247,14 @@ class _Search:
         for found in best[gaps > _LARGEST_GAP]:
             self._relax(self._times[found])  # a tangent right there is the tightest bound
         chosen: list[int] = []
-        for found in sorted(set(best.tolist()), key=lambda found: (self._times[found], self._costs[found])):
+        beyond = {self._cheapest_within(deadline) for deadline in (*deadlines, math.inf) if deadline > self.slowest}
+        for found in sorted({*best.tolist(), *beyond}, key=lambda found: (self._times[found], self._costs[found])):
             if not chosen or self._costs[found] < self._costs[chosen[-1]]:
                 chosen.append(found)
         self._fill(chosen, num_points)
-        # Solver tolerance may put the bound of a perfect choice a hair above the choice itself.
-        bounds = np.minimum(self._bound.at(self._times), self._costs)
+        # Solver tolerance may put the bound of a perfect choice a hair above the choice itself; and what takes longer
+        # than the relaxation of least cost is no bound for choices that take less.
+        bounds = np.minimum(self._bound.at(np.minimum(self._times, self.slowest)), self._costs)
         return [
             TradeoffPoint(
                 float(self._times[found]),
@@ -241,6 +264,9 @@ class _Search:
             )
             for found in sorted(chosen, key=self._times.__getitem__)
         ]
+
+    def _cheapest_within(self, deadline: float) -> int:
+        return int(np.where(self._times <= deadline * (1 + TOLERANCE), self._costs, np.inf).argmin())
 
     def _fill(self, chosen: list[int], num_points: int) -> None:
         """Add choices to those chosen, none dominated: good ones first, and the farthest in time from the others."""
@@ -364,11 +390,9 @@ class _Search:
         has_good = np.asarray(np.isfinite(near).any(axis=1))
         near = np.where(has_good[:, None], near, wider)
         within = np.where(self._times <= self._targets[:, None] * (1 + TOLERANCE), self._costs, np.inf)
-        bounds = self._bound.at(self._targets)
         is_near = np.isfinite(near).any(axis=1)
         best = np.where(is_near, near.argmin(axis=1), within.argmin(axis=1))
-        at_target = (self._costs[best] - bounds) / np.maximum(np.abs(bounds), np.finfo(float).tiny)
-        return best, np.where(is_near, gaps[best], at_target)
+        return best, np.where(is_near, gaps[best], self._bound.gaps(self._targets, self._costs[best]))
 
     def _unsatisfied(self, with_shared: bool = False) -> list[int]:
         """Targets to work on; where there are any, those for which there is only a choice that another has as well."""

@@ -1,5 +1,6 @@
 import doctest
 import itertools
+import warnings
 
 import networkx as nx
 import pytest
@@ -53,6 +54,22 @@ def test_knobs_of_every_point_give_its_time_and_nothing_beats_its_bound(problem)
         )
         assert point.lower_bound <= min(cost for time, cost in every if time <= point.time + 1e-9) + 1e-5
     assert points[0].time == pytest.approx(min(time for time, _ in every), abs=1e-7)
+
+
+def test_the_frontier_reaches_the_least_total_cost_though_the_relaxation_ends_sooner():
+    # half of each option of a would cost least, at 1; no choice does
+    graph = build([], {"a": [(0, 16, "fast"), (2, 12, "slow")], "b": [(1, 10, "only")]})
+    points = solve_time_cost_tradeoff(graph, rate=2.5, deadlines=[1.5, 2.1])
+    assert [(point.time, point.cost) for point in points] == [(1, 28.5), (2, 27)]
+    assert points[-1].lower_bound == pytest.approx(26.5)
+
+
+def test_a_bound_of_zero_is_no_division_by_zero():
+    graph = build([], {"a": [(0, 100, "fast"), (2, -100, "slow")], "b": [(1, 0, "only")]})
+    with warnings.catch_warnings(action="error"):
+        points = solve_time_cost_tradeoff(graph)
+    assert [(point.time, point.cost) for point in points] == [(1, 100), (2, -100)]
+    assert points[0].lower_bound == pytest.approx(0)
 
 
 def test_the_example_in_the_documentation():
