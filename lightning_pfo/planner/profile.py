@@ -148,8 +148,19 @@ class Profile:
             ) from None
 
     def top_clock_mhz(self, stage: int) -> int:
-        """The highest clock that was measured for every instruction of `stage`."""
-        common = set.intersection(*(set(p.clocks_mhz) for (s, _), p in self.instructions.items() if s == stage))
+        """The highest clock that was measured for every instruction of `stage`.
+
+        Raises:
+            ProfileError: If there is none.
+        """
+        clocks_of = {kind: p.clocks_mhz for (s, kind), p in self.instructions.items() if s == stage}
+        common = set.intersection(*map(set, clocks_of.values()))
+        if not common:
+            ranges = ", ".join(f"{k.profile_name} at {c[-1]} to {c[0]} MHz" for k, c in clocks_of.items())
+            raise ProfileError(
+                f"The instructions of a stage need a clock at which all of them were measured, to compare with; stage "
+                f"{stage} has {ranges}, none in common. Profile all instructions at the top clock."
+            )
         return max(common)
 
     def p2p_blocking_powers_w(self, stage: int) -> dict[int, float]:
@@ -258,6 +269,9 @@ def _read_rows(where: Path) -> list[_Row]:
             f"A profile has the columns {', '.join(COLUMNS)}; {where} lacks {', '.join(missing)} "
             f"(it has: {', '.join(header) or 'nothing at all'}).{_hint(header)}"
         )
+    repeated = sorted({column for column in header if column and header.count(column) > 1})
+    if repeated:
+        raise ProfileError(f"Each column has a name of its own; {where} has more than one {', '.join(repeated)}.")
     rows = []
     for line, cells in lines:
         if len(cells) != len(header):

@@ -235,10 +235,10 @@ def _pool(values: Sequence[float], weights: Sequence[float]) -> list[tuple[range
 
 
 def _weights(errors: Sequence[float], count: int) -> list[float]:
-    """Inverse variances; equal where an error is not known or zero."""
+    """Inverse variances relative to the largest; equal where an error is not known or zero."""
     if not errors or min(errors) <= 0:
         return [1.0] * count
-    return [error**-2 for error in errors]
+    return [(min(errors) / error) ** 2 for error in errors]
 
 
 def _errors_j(measured: InstructionProfile) -> list[float]:

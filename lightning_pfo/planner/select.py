@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 
-from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.errors import PlanError, rounded_up
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.planner.frontier import Frontier
 
@@ -98,8 +98,8 @@ def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
         fastest_s, slowest_s = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
         top_s = frontier.baseline.iteration_time_s
         raise PlanError(
-            f"No plan meets {text}: iteration times range from {fastest_s:.6f} s ({fastest_s / top_s:.4f}x) to "
-            f"{slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' {top_s:.6f} s)."
+            f"No plan meets {text}: iteration times range from {rounded_up(fastest_s, 6)} s "
+            f"({rounded_up(fastest_s / top_s, 4)}x) to {slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' {top_s:.6f} s)."
         )
     return fitting[-1]
 
@@ -111,7 +111,8 @@ def _within_power(frontier: Frontier, power_w: float) -> FrequencyPlan:
     for plan, plan_power_w in zip(frontier.plans, powers_w, strict=True):
         if plan_power_w <= power_w * (1 + _EQUAL_TIMES):
             return plan
+    least = rounded_up(powers_w[-1], 2)
     raise PlanError(
-        f"No plan takes at most {power_w:g} W per GPU: average powers range from {powers_w[-1]:.2f} W to "
-        f"{powers_w[0]:.2f} W. Ask for {powers_w[-1]:.2f} W or more."
+        f"No plan takes at most {power_w:g} W per GPU: average powers range from {least} W to {powers_w[0]:.2f} W. Ask "
+        f"for {least} W or more."
     )

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.errors import PlanError, rounded_up
 from lightning_pfo.planner.beam_search import Guide, order_of_time, search_beam
 from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
 from lightning_pfo.planner.hull import OptionSet
@@ -147,8 +147,8 @@ def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: S
     for deadline in deadlines:
         if not deadline >= fastest * (1 - TOLERANCE):
             raise PlanError(
-                f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than {fastest:.6f} s, the "
-                "iteration time of the fastest plan."
+                f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than {rounded_up(fastest, 6)} s, "
+                "the iteration time of the fastest plan."
             )
     return fastest
 

@@ -80,6 +80,13 @@ def test_clocks_not_measured_on_all_ranks_are_dropped(tmp_path):
     assert profile.top_clock_mhz(0) == 1200
 
 
+def test_a_stage_without_a_clock_for_all_its_instructions_is_an_error(tmp_path):
+    lines = ["0,forward,1410,0.05,20", "0,backward,1200,0.1,40"]
+    path = write(tmp_path, lines, HEADER)
+    with pytest.raises(ProfileError, match="backward at 1200 to 1200 MHz, forward at 1410 to 1410 MHz, none"):
+        plan_frontier(path, num_microbatches=2, p2p_blocking_power_w=50)
+
+
 @pytest.mark.parametrize(
     ("lines", "header", "message"),
     [
@@ -97,6 +104,7 @@ def test_clocks_not_measured_on_all_ranks_are_dropped(tmp_path):
         ([*GOOD, GOOD[0]], HEADER, "line 6 repeats line 2"),
         ([line for line in GOOD if "backward" not in line], HEADER, "stage 0 has only forward"),
         ([line.replace("0,", "1,", 1) for line in GOOD], HEADER, "no row of stage 0"),
+        ([f"{line},0.1" for line in GOOD], HEADER + ",time", "more than one time"),
     ],
 )
 def test_bad_files_are_errors_that_name_the_place(tmp_path, lines, header, message):

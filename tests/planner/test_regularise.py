@@ -40,6 +40,13 @@ def test_a_profile_without_contradictions_is_left_alone(profile):
     assert regular.dropped_mhz == {}
 
 
+def test_errors_of_any_size_are_weights():
+    for error in (1e-300, 1e300):
+        points = (1400, 1300, 1200), (1.0, 0.9, 1.2), (300.0, 200.0, 190.0)
+        regular = regularise(one_stage(InstructionProfile(*points, (), (error,) * 3, (error, 1.0, error))))
+        assert regular.profile.of(0, F).times_s[:2] == pytest.approx((0.95, 0.95))
+
+
 def test_a_power_cap_becomes_one_time_and_power_and_is_reported():
     noisy = InstructionProfile((1700, 1600, 1500, 1400), (0.102, 0.098, 0.100, 0.120), (30.6, 29.4, 30.0, 31.0))
     regular = regularise(one_stage(noisy))
