@@ -68,12 +68,12 @@ def load_frontier(path: str | os.PathLike[str]) -> Frontier:
     if where.is_dir():
         where = where / JSON_NAME
     try:
-        data = json.loads(where.read_text(encoding="utf-8"))
+        data = json.loads(where.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise PlanError(
             f"There is no frontier at {where}. Make one with `lightning-pfo plan ... output_dir={where.parent}`."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{where} cannot be read as JSON ({error}). Plan again to write it anew.") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{where} is not a frontier file: it must be a JSON object with "format": "{FORMAT}".')

@@ -122,6 +122,10 @@ class Profile:
     gpus_per_stage: int = 1
     gpus: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.gpus_per_stage < 1:
+            raise ProfileError(f"At least one GPU works on a stage; got gpus_per_stage={self.gpus_per_stage}.")
+
     @property
     def device(self) -> str:
         """What was measured, for headings; empty where not known."""

@@ -99,7 +99,8 @@ def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
         top_s = frontier.baseline.iteration_time_s
         raise PlanError(
             f"No plan meets {text}: iteration times range from {rounded_up(fastest_s, 6)} s "
-            f"({rounded_up(fastest_s / top_s, 4)}x) to {slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' {top_s:.6f} s)."
+            f"({rounded_up(fastest_s / top_s, 4)}x) to {slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' "
+            f"{top_s:.6f} s)."
         )
     return fitting[-1]
 

@@ -147,8 +147,8 @@ def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: S
     for deadline in deadlines:
         if not deadline >= fastest * (1 - TOLERANCE):
             raise PlanError(
-                f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than {rounded_up(fastest, 6)} s, "
-                "the iteration time of the fastest plan."
+                f"No plan is as fast as {deadline:g} s: a deadline must not be shorter than "
+                f"{rounded_up(fastest, 6)} s, the iteration time of the fastest plan."
             )
     return fastest
 

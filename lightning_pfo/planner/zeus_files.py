@@ -42,7 +42,7 @@ def read_zeus_plan(path: str | os.PathLike[str], schedule: PipelineSchedule) -> 
     """
     where = Path(path)
     try:
-        rows = ast.literal_eval(where.read_text(encoding="utf-8").strip())
+        rows = ast.literal_eval(where.read_text(encoding="utf-8-sig").strip())
     except (OSError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
         raise PlanError(f"{where} cannot be read as a plan, a Python list with a row per stage: {error}.") from error
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):

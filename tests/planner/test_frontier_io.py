@@ -104,6 +104,7 @@ def wait(rank, position):
         (lambda d: d["profile"][0]["clocks_mhz"].reverse(), "from the highest to the lowest"),
         (lambda d: d["baseline"].update(iteration_time_s=0.0), "takes time"),
         (lambda d: d.update(gpus=[7]), "list of names"),
+        (lambda d: d.update(gpus_per_stage=0), "At least one GPU"),
     ],
 )
 def test_a_damaged_frontier_is_a_clear_error(folder, change, message):
@@ -142,7 +143,7 @@ def test_wait_clocks_and_limits_come_back(make_profile, tmp_path):
     assert load_frontier(tmp_path) == limited
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00", "[" * 100_000])
 def test_other_files_are_errors_too(tmp_path, text):
     path = tmp_path / "frontier.json"
     path.write_text(text)

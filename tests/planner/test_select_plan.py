@@ -79,7 +79,9 @@ def test_impossible_wishes_name_the_range(frontier):
 @pytest.mark.parametrize("stretch", [1.0, 1.0000004, 1.0000041])
 def test_the_ends_of_the_range_in_a_message_can_be_had(frontier, stretch):
     plans = tuple(
-        replace(plan, iteration_time_s=plan.iteration_time_s * stretch, iteration_energy_j=plan.iteration_energy_j * 1.1)
+        replace(
+            plan, iteration_time_s=plan.iteration_time_s * stretch, iteration_energy_j=plan.iteration_energy_j * 1.1
+        )
         for plan in frontier.plans
     )
     stretched = replace(frontier, plans=plans)

@@ -26,7 +26,7 @@ def test_what_was_written_comes_back(frontier, tmp_path):
 
 def test_bare_clocks_of_the_perseus_artifact_are_read(tmp_path):
     path = tmp_path / "freqs_pipeline_00000.py"
-    path.write_text("# Iteration 0: cost change 0.1\n[[1410, 1395, 900, 885], [1410, 1410, 1400, 870]]\n# end\n")
+    path.write_text("\ufeff# Iteration 0: cost change 0.1\n[[1410, 1395, 900, 885], [1410, 1410, 1400, 870]]\n# end\n")
     assert read_zeus_plan(path, make_schedule("1f1b", 2, 2)).clocks_mhz == (
         (1410, 1395, 900, 885),
         (1410, 1410, 1400, 870),
