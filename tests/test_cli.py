@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from lightning_pfo.cli import main, without_dashes
+from lightning_pfo.core.pipeline_schedule import make_schedule
 from lightning_pfo.planner import load_frontier, write_profile
 
 
@@ -67,6 +68,17 @@ def test_plan_takes_limits_and_powers_by_clock_and_thins_what_it_writes(profile_
     assert frontier.blocking[0].powers_w == (60, 40)
 
 
+def test_an_order_of_ones_own_says_how_many_microbatches_there_are(profile_csv, tmp_path, capsys):
+    order = tmp_path / "mine.txt"
+    order.write_text("\n".join(" ".join(map(str, row)) for row in make_schedule("gpipe", 2, 3).orders))
+    arguments = [f"profile={profile_csv}", "p2p_blocking_power_w=50", "num_plans=2", f"output_dir={tmp_path / 'out'}"]
+    assert main(["plan", *arguments, f"schedule=file:{order}"]) == 0
+    assert load_frontier(tmp_path / "out").schedule.num_microbatches == 3
+    assert main(["plan", *arguments, f"schedule=file:{order}", "num_microbatches=4"]) == 2
+    assert main(["plan", *arguments]) == 2
+    assert "give num_microbatches, e.g." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -75,7 +87,7 @@ def test_plan_takes_limits_and_powers_by_clock_and_thins_what_it_writes(profile_
             "Cannot select a plan by 'cheap'",
         ),
         (["pln"], "did you mean 'plan'?"),
-        (["plan"], "Give profile=..., num_microbatches=..., output_dir=..."),
+        (["plan"], "Give profile=..., output_dir=..."),
         (["plan", "num_microbatch=4"], "did you mean 'num_microbatches'?"),
         (["plan", "profile.csv"], "Settings read key=value, got 'profile.csv'"),
         (["plan", "profile=p", "output_dir=o", "num_microbatches=many"], "'many'"),

@@ -138,7 +138,7 @@ def _curve(power: Any, num_gpus: int) -> BlockingPower:
     if not watts or min(watts) < 0:
         raise ConfigurationError(
             "p2p_blocking_power_w must be a finite power in watts, at least 0, or one for each clock such as "
-            f"{{1410: 85, 705: 66}}; got {power!r}."
+            f"{{1410: 85, 705: 66}}, with a blank after each colon; got {power!r}."
         )
     clocks = sorted(watts, reverse=True)
     return _reduced(clocks, [watts[clock] for clock in clocks])

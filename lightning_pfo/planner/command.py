@@ -32,8 +32,10 @@ class Settings:
     """What `lightning-pfo plan` can be told."""
 
     profile: str = field(metadata={"help": "profile CSV to plan from"})
-    num_microbatches: int = field(metadata={"help": "microbatches per iteration"})
     output_dir: str = field(metadata={"help": "directory to write to"})
+    num_microbatches: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
+        default=None, metadata={"help": "microbatches per iteration; an order of your own says it itself"}
+    )
     p2p_blocking_power_w: Any = field(
         default=None,
         metadata={
