@@ -19,6 +19,7 @@ from lightning_pfo.planner.picture import (
     MUTED,
     PLAN,
     TOP_CLOCKS,
+    difference,
     new_figure,
     save_figure,
     tidy,
@@ -47,7 +48,7 @@ def draw_frontier(
     bounds = [plan.lower_bound_j for plan in frontier.plans]
     top = frontier.baseline
 
-    axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound")
+    axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound: no plan is below")
     floor = min(bounds) - 0.06 * (max(top.iteration_energy_j, *energies) - min(bounds))
     axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
     axes.plot(
@@ -63,7 +64,7 @@ def draw_frontier(
             color=CHOSEN, marker="*", markersize=16, markeredgecolor=INK, markeredgewidth=0.6, linestyle="none",
             zorder=5, label="chosen plan",
         )  # fmt: skip
-        _annotate_saving(axes, top, chosen)
+        _annotate_saving(axes, top, chosen, to_the_left=chosen.iteration_time_s > (times[0] + times[-1]) / 2)
 
     if measured:
         axes.plot(
@@ -98,11 +99,13 @@ def draw_frontier(
     save_figure(figure, path)
 
 
-def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan) -> None:
-    saving = 100 * (1 - chosen.iteration_energy_j / top.iteration_energy_j)
-    slowdown = 100 * (chosen.iteration_time_s / top.iteration_time_s - 1)
+def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan, to_the_left: bool) -> None:
     axes.annotate(
-        f"{saving:.1f} % less energy\n{slowdown:+.1f} % time",
-        xy=(chosen.iteration_time_s, chosen.iteration_energy_j), xytext=(16, 24), textcoords="offset points",
-        fontsize=9, color=INK, zorder=6,
+        "\n".join(
+            difference(
+                (top.iteration_time_s, top.iteration_energy_j), (chosen.iteration_time_s, chosen.iteration_energy_j)
+            )
+        ),
+        xy=(chosen.iteration_time_s, chosen.iteration_energy_j), xytext=(8 if to_the_left else 16, 24),
+        textcoords="offset points", ha="right" if to_the_left else "left", fontsize=9, color=INK, zorder=6,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from matplotlib.transforms import Affine2D
 from lightning_pfo.core.files import atomic_path
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
+FAINT_INK, FAINT_WHITE = "#1f2933b4", "#ffffffb4"
 PLAN, TOP_CLOCKS, CHOSEN, BOUND = "#2463a6", "#c8452f", "#e8a013", "#8aa4bf"
 
 
@@ -54,6 +55,13 @@ def _centred(path: Path) -> Path:
     vertices, codes = np.asarray(path.vertices), path.codes
     inked = vertices if codes is None else vertices[codes != Path.CLOSEPOLY]
     return Path(vertices - (inked.min(axis=0) + inked.max(axis=0)) / 2, codes)
+
+
+def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple[str, str]:
+    """How energy and time of an iteration have changed, in words; both are given as time (s) and energy (J)."""
+    slowdown, growth = (100 * (new / old - 1) for old, new in zip(before, after, strict=True))
+    energy = f"{abs(growth):.1f} % {'less' if growth < 0 else 'more'} energy"
+    return energy, "same time" if abs(slowdown) < 0.05 else f"{slowdown:+.1f} % time"
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib import colormaps
+from matplotlib.lines import Line2D
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner.picture import GRID, INK, new_figure, save_figure, tidy
+from lightning_pfo.planner.picture import GRID, INK, MUTED, new_figure, save_figure, tidy
 from lightning_pfo.planner.profile import InstructionProfile, Profile
+
+_LEAST: dict[str, Any] = {"marker": "o", "markersize": 9, "markeredgecolor": "white", "linestyle": "none"}
 
 
 def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title: str = "") -> None:
@@ -20,11 +25,13 @@ def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title
     Args:
         profile: Measurements.
         path: Picture file to write.
-        title: Heading.
+        title: Heading; the names of the GPUs if empty.
     """
+    title = title or profile.device
     kinds = [kind for kind in InstructionType if any(k is kind for _, k in profile.instructions)]
     groups = _equal_stages(profile, kinds)
-    figure = new_figure(4.4 * len(kinds), 3.8)
+    columns = min(len(groups) + 1, 3 * len(kinds))
+    figure = new_figure(4.4 * len(kinds), 3.8 + 0.2 * math.ceil((len(groups) + 1) / columns))
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     colours = colormaps["viridis"]
     for axes, kind in zip(panels, kinds, strict=True):
@@ -41,15 +48,18 @@ def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title
             lowest = min(range(len(measured.clocks_mhz)), key=measured.energies_j.__getitem__)
             axes.plot(
                 [measured.clocks_mhz[lowest]], [measured.energies_j[lowest]],
-                color=colour, marker="o", markersize=8, markeredgecolor=INK, markeredgewidth=0.7, linestyle="none",
+                color=colour, **_LEAST, zorder=3,
             )  # fmt: skip
         axes.set_title(kind.profile_name.replace("_", " "), loc="left", fontsize=11, color=INK)
         axes.set_xlabel("locked graphics clock (MHz)", color=INK)
         axes.grid(color=GRID, linewidth=0.8)
         tidy(axes)
     panels[0].set_ylabel("energy of a microbatch (J)", color=INK)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8, labelcolor=INK)
+    lines, _ = panels[0].get_legend_handles_labels()
+    least = Line2D([], [], color=MUTED, label="least energy", **_LEAST)
+    figure.legend(
+        handles=[*lines, least], loc="outside lower center", ncols=columns, frameon=False, fontsize=8, labelcolor=INK
+    )
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     save_figure(figure, path)

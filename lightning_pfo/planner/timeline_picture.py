@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import compress
 from typing import Literal
 
 import numpy as np
@@ -12,17 +11,32 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.collections import PatchCollection, PolyCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner.picture import INK, MUTED, new_figure, save_figure, tidy, write_many
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.planner.picture import (
+    FAINT_INK,
+    FAINT_WHITE,
+    INK,
+    MUTED,
+    difference,
+    new_figure,
+    save_figure,
+    tidy,
+    write_many,
+)
 from lightning_pfo.planner.timeline import Timeline
 
 _BAR = 0.82
-_BLOCKED, _BLOCKED_LOW, _CRITICAL = "#e9edf1", "#cbd5e0", "#c8452f"
+_BLOCKED, _BLOCKED_LOW, _CRITICAL = "#e6eaef", "#cbd5e0", "#c8452f"
 _SMALLEST_TEXT = 3.5
 _POINTS_PER_CHARACTER = 0.62
 """Width of a character relative to the font size."""
+
+_CROWDED = 60
+"""Instructions per rank from which edges are thin and forwards unmarked."""
 
 
 def draw_timeline(
@@ -36,7 +50,7 @@ def draw_timeline(
     """Draw one iteration.
 
     Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
-    the critical path. Clocks in MHz are written where they fit.
+    the critical path. Clocks in MHz and instructions are written where they fit.
 
     Args:
         timeline: What to draw, see `Frontier.timeline`.
@@ -57,6 +71,8 @@ def draw_timelines(
 ) -> None:
     """Draw iterations one above the other, with one time axis and one colour scale: before and after.
 
+    The headings of all but the first say how they differ from it.
+
     Args:
         timelines: What to draw, by heading.
         path: Picture file to write.
@@ -66,15 +82,51 @@ def draw_timelines(
     num_ranks = max(len(timeline.schedule.orders) for timeline in timelines.values())
     longest = max(len(order) for timeline in timelines.values() for order in timeline.schedule.orders)
     width = min(max(8.0, 0.6 * longest), 18.0)
-    height = len(timelines) * (1.15 + min(0.42 * num_ranks, 9.0))
+    bar_height = min(0.42, 9.0 / num_ranks)
+    height = 0.3 + len(timelines) * (1.15 + bar_height * num_ranks)
     figure = new_figure(width, height)
     rows = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
     norm = _norm(timelines, colour)
+    first = next(iter(timelines.values()))
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
-        _draw(axes, timeline, title, colour, norm, width)
+        _draw(axes, timeline, colour, norm, width, 72 * _BAR * bar_height)
+        heading = f"{title}: " if title else ""
+        energy = f"{timeline.iteration_energy_j:,.{0 if timeline.iteration_energy_j >= 1e4 else 1}f} J"
+        ahead = f" ({', '.join(_difference(first, timeline))})" if timeline is not first else ""
+        axes.set_title(
+            f"{heading}{timeline.iteration_time_s:.4g} s, {energy}{ahead}", loc="left", fontsize=11, color=INK
+        )
     rows[-1].set_xlabel(f"time (s) on {device}" if device else "time (s)", color=INK)
     _add_scale(figure, rows.tolist(), norm, colour)
+    _add_key(figure, list(timelines.values()))
     save_figure(figure, path)
+
+
+def _difference(before: Timeline, after: Timeline) -> tuple[str, str]:
+    return difference(
+        (before.iteration_time_s, before.iteration_energy_j), (after.iteration_time_s, after.iteration_energy_j)
+    )
+
+
+def _is_crowded(schedule: PipelineSchedule) -> bool:
+    return len(schedule.instructions) / schedule.num_ranks > _CROWDED
+
+
+def _add_key(figure: Figure, timelines: list[Timeline]) -> None:
+    """What the greys, the red line and the pale edge mean, below everything."""
+    key = [Patch(color=_BLOCKED, label="waiting for a neighbour")]
+    if any(timeline.wait_clocks for timeline in timelines):
+        key.append(Patch(color=_BLOCKED_LOW, label="waiting at a clock of its own"))
+    entries: list[Patch | Line2D] = [*key, Line2D([], [], color=_CRITICAL, linewidth=1.6, label="critical path")]
+    if not any(_is_crowded(timeline.schedule) for timeline in timelines):
+        forward = Line2D(
+            [], [], linestyle="none", marker="s", markersize=9, fillstyle="bottom", markerfacecolor="#3b528b",
+            markerfacecoloralt="#c4cbdc", markeredgewidth=0, label="forward (pale top edge)",
+        )  # fmt: skip
+        entries.append(forward)
+    figure.legend(
+        handles=entries, loc="outside lower right", ncols=len(entries), frameon=False, fontsize=8, labelcolor=INK
+    )
 
 
 def _values(timeline: Timeline, colour: str) -> list[float]:
@@ -89,7 +141,7 @@ def _norm(timelines: dict[str, Timeline], colour: str) -> Normalize:
     return Normalize(low, high) if high > low else Normalize(low - 1, high + 1)
 
 
-def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normalize, width_in: float) -> None:
+def _draw(axes: Axes, timeline: Timeline, colour: str, norm: Normalize, width_in: float, bar_pt: float) -> None:
     schedule, end = timeline.schedule, timeline.iteration_time_s
     for rank in range(len(schedule.orders)):
         axes.add_patch(Rectangle((0, rank - _BAR / 2), end, _BAR, color=_BLOCKED, linewidth=0, zorder=1))
@@ -99,7 +151,7 @@ def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normali
     corners = [(starts, top), (ends, top), (ends, top + _BAR), (starts, top + _BAR)]
     boxes = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
     values = _values(timeline, colour)
-    crowded = len(boxes) / len(schedule.orders) > 60
+    crowded = _is_crowded(schedule)
     edge = 0.15 if crowded else 0.5
     filled = PolyCollection(list(boxes), cmap="viridis", norm=norm, edgecolor="white", linewidth=edge, zorder=2)
     filled.set_array(values)
@@ -107,17 +159,12 @@ def _draw(axes: Axes, timeline: Timeline, title: str, colour: str, norm: Normali
     _mark_forwards(axes, timeline, rank_of, crowded)
     _trace_critical_path(axes, timeline, rank_of, crowded)
     _draw_wait_clocks(axes, timeline, width_in)
-    _write_clocks(axes, timeline, rank_of, values, norm, width_in)
+    _write_clocks(axes, timeline, rank_of, [norm(value) < 0.6 for value in values], width_in, bar_pt)
 
     axes.set_xlim(0, end)
     axes.set_ylim(len(schedule.orders) - 0.5, -0.5)
     axes.set_yticks(range(len(schedule.orders)))
     axes.set_yticklabels([f"rank {rank}" for rank in range(len(schedule.orders))], fontsize=8)
-    heading = f"{title}: " if title else ""
-    axes.set_title(f"{heading}{end:.4g} s, {timeline.iteration_energy_j:.5g} J", loc="left", fontsize=11, color=INK)
-    key = ["grey: waiting", "darker: at a clock of its own", "red: critical path", "pale top edge: forward"]
-    shown = [True, bool(timeline.wait_clocks), True, not crowded]
-    axes.set_title("    ".join(compress(key, shown)), loc="right", fontsize=8, color=MUTED)
     tidy(axes)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -144,7 +191,7 @@ def _trace_critical_path(axes: Axes, timeline: Timeline, rank_of: list[int], cro
         start = timeline.starts_s[node]
         x += [start, start + timeline.durations_s[node]]
         y += [rank_of[node] + _BAR / 2 - 0.07] * 2
-    axes.plot(x, y, color=_CRITICAL, linewidth=0.9 if crowded else 1.6, solid_joinstyle="round", zorder=4)
+    axes.plot(x, y, color=_CRITICAL, linewidth=1.2 if crowded else 1.6, solid_joinstyle="round", zorder=4)
 
 
 def _draw_wait_clocks(axes: Axes, timeline: Timeline, width_in: float) -> None:
@@ -167,22 +214,33 @@ def _points_per_second(timeline: Timeline, width_in: float) -> float:
 
 
 def _write_clocks(
-    axes: Axes, timeline: Timeline, rank_of: list[int], values: list[float], norm: Normalize, width_in: float
+    axes: Axes, timeline: Timeline, rank_of: list[int], is_dark: list[bool], width_in: float, bar_pt: float
 ) -> None:
-    """Write clocks at the largest size that fits short instructions; not at all where that is unreadable."""
-    points_per_second = _points_per_second(timeline, width_in)
+    """Write clocks at the largest size that fits short instructions; not at all where that is unreadable.
+
+    The instructions are written below them, smaller, where bars are high enough.
+    """
+    schedule, points_per_second = timeline.schedule, _points_per_second(timeline, width_in)
     short = sorted(timeline.durations_s)[len(timeline.durations_s) // 50]
     size = min(8.0, 0.85 * short * points_per_second / (4 * _POINTS_PER_CHARACTER))
     if size < _SMALLEST_TEXT:
         return
-    labels = [
-        (start + duration / 2, float(rank), str(clock), "white" if norm(value) < 0.6 else INK)
-        for clock, start, duration, rank, value in zip(
-            timeline.clocks_mhz, timeline.starts_s, timeline.durations_s, rank_of, values, strict=True
-        )
-        if duration * points_per_second >= len(str(clock)) * _POINTS_PER_CHARACTER * size
-    ]
-    write_many(axes, labels, size, zorder=5)
+    small = max(0.75 * size, _SMALLEST_TEXT)
+    has_names = bar_pt >= 2.6 * size
+    several = schedule.num_stages > schedule.num_ranks
+    clocks, names = [], []
+    for inst, clock, start, duration, rank, dark in zip(
+        schedule.instructions, timeline.clocks_mhz, timeline.starts_s, timeline.durations_s, rank_of, is_dark,
+        strict=True,
+    ):  # fmt: skip
+        x, room = start + duration / 2, duration * points_per_second / _POINTS_PER_CHARACTER
+        if room >= len(str(clock)) * size:
+            clocks.append((x, rank - (0.09 if has_names else 0.0), str(clock), "white" if dark else INK))
+        name = str(inst) if several else f"{inst.type.value}{inst.microbatch}"
+        if has_names and room >= len(name) * small:
+            names.append((x, rank + 0.19, name, FAINT_WHITE if dark else FAINT_INK))
+    write_many(axes, clocks, size, zorder=5)
+    write_many(axes, names, small, zorder=5)
 
 
 def _add_scale(figure: Figure, rows: list[Axes], norm: Normalize, colour: str) -> None:

@@ -1,8 +1,12 @@
+from itertools import combinations
+
 import numpy as np
 import pytest
+from matplotlib.axis import Tick
 from matplotlib.image import imread
+from matplotlib.text import Text
 
-from lightning_pfo.planner import plan_frontier
+from lightning_pfo.planner import frontier_picture, plan_frontier, profile_picture, timeline_picture
 from lightning_pfo.planner.frontier_picture import draw_frontier
 from lightning_pfo.planner.profile_picture import _label, draw_energy_valleys
 from lightning_pfo.planner.timeline_picture import draw_timeline, draw_timelines
@@ -41,6 +45,33 @@ def test_waits_with_a_clock_of_their_own_are_shaded(make_profile, tmp_path):
         share[path.stem] = np.isclose(imread(path)[:, :, :3], shade, atol=2e-3).all(axis=2).mean()
     assert share["with"] > 0.02
     assert share["without"] < 1e-4
+
+
+def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, monkeypatch):
+    figures = []
+    for module in (frontier_picture, profile_picture, timeline_picture):
+        monkeypatch.setattr(module, "save_figure", lambda figure, _: figures.append(figure))
+    profile = make_profile([0.02, 0.03, 0.04, 0.05, 0.06])
+    frontier = plan_frontier(profile, num_microbatches=8, num_plans=5, p2p_blocking_power_w={1400: 90, 800: 60})
+    before, after = frontier.timeline(frontier.baseline), frontier.timeline(frontier.fastest)
+    draw_timeline(after, "picture", title="Chosen plan (no_slowdown)", device="NVIDIA A100 SXM (emulated)")
+    draw_timelines({"Top clocks, emulated": before, "Plan, emulated": after}, "picture")
+    draw_energy_valleys(profile, "picture", title="NVIDIA A100 SXM (emulated)")
+    for plan in (frontier.fastest, frontier.least_energy):
+        draw_frontier(frontier, "picture", chosen=plan)
+    written = []
+    for figure in figures:
+        figure.draw_without_rendering()
+        ticks = {label for tick in figure.findobj(Tick) for label in (tick.label1, tick.label2)}  # some are not drawn
+        texts = [text for text in figure.findobj(Text) if text.get_text() and text not in ticks]
+        boxes = [text.get_window_extent() for text in texts]
+        for (one, box), (other, another) in combinations(zip(texts, boxes, strict=True), 2):
+            assert one.get_text() == other.get_text() or not box.overlaps(another), (one, other)
+        assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+        written.append([text.get_text() for text in texts])
+    assert "waiting at a clock of its own" in written[0]
+    assert any("less energy, same time" in text for text in written[1])
+    assert figures[-1].axes[0].bbox.width > 0.85 * figures[-1].bbox.width
 
 
 def test_stages_of_equal_measurements_share_a_label():
