@@ -59,10 +59,12 @@ def test_plan_takes_limits_and_powers_by_clock_and_thins_what_it_writes(profile_
     out = tmp_path / "out"
     arguments = [f"profile={profile_csv}", "num_microbatches=4", f"output_dir={out}", "deadlines_s=[0.41]", "every=50"]
     limits = ["p2p_blocking_power_w={1400: 60, 800: 40}", "switch_latency_s=0.005", "least_dwell_s=0.01"]
-    assert main(["plan", *arguments, *limits, "select=T'=1.2x"]) == 0
+    assert main(["plan", *arguments, *limits, "all_pictures=true", "select=T'=1.2x"]) == 0
     assert "times per iteration; few changes cost it" in capsys.readouterr().out
     frontier = load_frontier(out)
     assert 3 <= len(frontier.plans) <= 5
+    assert (out / "timelines.png").exists()
+    assert (out / "energy_valleys.png").exists()
     assert any(plan.wait_clocks for plan in frontier.plans)
     assert (frontier.switch_latency_s, frontier.least_dwell_s) == (0.005, 0.01)
     assert frontier.blocking[0].powers_w == (60, 40)

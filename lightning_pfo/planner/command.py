@@ -1,7 +1,8 @@
 """Plan the clocks of a pipeline from a profile.
 
 Writes into output_dir: frontier.csv, frontier.json, freqs_pipeline_%05d.py for each plan, frontier.png, and timelines
-of the fastest and of the chosen plan. Example:
+of the fastest and of the chosen plan; all_pictures=true adds the profile's energy valleys, and the chosen plan below
+the top clocks. Example:
 
   lightning-pfo plan profile=profile.csv num_microbatches=12 p2p_blocking_power_w=85 output_dir=plans
 """
@@ -64,6 +65,9 @@ class Settings:
     change_cost_j: float = field(
         default=0.0, metadata={"help": "joules that one clock change less is worth; not part of the energies"}
     )
+    all_pictures: bool = field(
+        default=False, metadata={"help": "draw energy_valleys.png and timelines.png (top clocks and chosen plan) too"}
+    )
     select: str = field(default="no_slowdown", metadata={"help": f"plan to show: {FORMS}"})
 
 
@@ -97,16 +101,7 @@ def run(settings: Settings) -> None:
     folder = Path(settings.output_dir)
     save_frontier(frontier, folder)
 
-    from lightning_pfo.planner.frontier_picture import draw_frontier  # matplotlib is slow to import
-    from lightning_pfo.planner.timeline_picture import draw_timeline
-
-    draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
-    for plan, name, title in (
-        (frontier.fastest, "fastest", "Fastest plan"),
-        (chosen, "chosen", f"Chosen plan ({settings.select})"),
-    ):
-        path = folder / f"timeline_{name}.png"
-        draw_timeline(frontier.timeline(plan), path, title=title, device=frontier.profile.device)
+    _draw(frontier, chosen, settings, folder)
     _report(frontier, chosen, settings)
     if findings.notes:
         done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
@@ -114,6 +109,23 @@ def run(settings: Settings) -> None:
         print_line(f"{len(findings.notes)} findings of noise in the profile ({done}):")
         for note in findings.notes[:_NOTES_SHOWN]:
             print_line(f"  {note}")
+
+
+def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:
+    from lightning_pfo.planner.frontier_picture import draw_frontier  # matplotlib is slow to import
+    from lightning_pfo.planner.profile_picture import draw_energy_valleys
+    from lightning_pfo.planner.timeline_picture import draw_timelines
+
+    draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
+    top, fastest = {"Top clocks": frontier.baseline}, {"Fastest plan": frontier.fastest}
+    selected = {f"Chosen plan ({settings.select})": chosen}
+    pictures = {"timeline_fastest": fastest, "timeline_chosen": selected}
+    if settings.all_pictures:
+        pictures["timelines"] = top | selected
+        draw_energy_valleys(frontier.profile, folder / "energy_valleys.png")
+    for name, plans in pictures.items():
+        timelines = {title: frontier.timeline(plan) for title, plan in plans.items()}
+        draw_timelines(timelines, folder / f"{name}.png", device=frontier.profile.device)
 
 
 def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> None:
