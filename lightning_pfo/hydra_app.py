@@ -91,9 +91,12 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
 def with_selection(argument: str) -> str:
     """Let `plan=1.02x`, or any other selection that is no file of conf/plan, stand for `plan.select=1.02x`.
 
-    Numbers are quoted where a group's option is expected: Hydra has names only, and fails on `gpu=40`.
+    Numbers are quoted where a group's option is expected: Hydra has names only, and fails on `gpu=40`. So are the
+    boundaries of a partition, whose commas Hydra takes for a sweep.
     """
     key, _, value = argument.partition("=")
+    if re.fullmatch(r"custom:[\d,]+", value):
+        return f'{key}="{value}"'
     if re.fullmatch(r"[\d.]+", value) and (conf_dir() / key).is_dir():
         return f'plan.select="{value}"' if key == "plan" else f'{key}="{value}"'
     if key != "plan" or not value or (conf_dir() / "plan" / f"{value}.yaml").exists():
@@ -196,6 +199,7 @@ def _run_as_own_script() -> None:
     """Run one job of a sweep; the ranks of a job are processes that know only a command line."""
     hydra_config = HydraConfig.get()
     overrides = [text for text in hydra_config.overrides.task if not re.match(r"\+*output_dir=", text)]
+    print(f"Job {hydra_config.job.num} of the sweep: {' '.join(overrides)}", flush=True)  # noqa: T201
     command = [sys.executable, sys.argv[0], *overrides, f"output_dir={hydra_config.runtime.output_dir}"]
     process = subprocess.Popen(command)
     interrupted = False

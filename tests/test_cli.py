@@ -118,10 +118,13 @@ def test_a_plan_that_cannot_be_selected_leaves_nothing_behind(profile_csv, tmp_p
     assert not out.exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(profile_csv, capsys):
-    arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=2"]
-    assert main(["plan", *arguments, f"output_dir={profile_csv}"]) == 2
-    assert f"{profile_csv}: File exists. Give another path." in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "command", [["plan", "profile=nowhere.csv", "num_microbatches=4"], ["sample", "frontier=nowhere"]]
+)
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(profile_csv, capsys, command):
+    assert main([*command, f"output_dir={profile_csv}"]) == 2
+    error = f"got '{profile_csv}' ({profile_csv}: File exists). Give another path.\n"
+    assert capsys.readouterr().err == f"lightning-pfo: error: output_dir is a folder that you may write to; {error}"
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(profile_csv, tmp_path, capsys, monkeypatch):

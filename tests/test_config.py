@@ -171,7 +171,7 @@ def test_multirun_runs_each_job_on_its_own(run, tmp_path):
 
 def test_a_failing_job_of_a_sweep_fails_the_sweep(run, tmp_path):
     result = run("--multirun", "seed=13,1", f"output_dir={tmp_path / 'out'}")
-    assert (result.returncode, result.stdout) == (1, "Error: A plan is needed.\n")
+    assert (result.returncode, result.stdout) == (1, "Job 0 of the sweep: seed=13\nError: A plan is needed.\n")
 
 
 def test_cfg_job_shows_the_configuration(run):
@@ -190,6 +190,7 @@ def test_cfg_job_shows_the_configuration(run):
         ("plan=least_enrgy", "plan=least_enrgy"),  # for Hydra to refuse
         ("plan=1.02", 'plan.select="1.02"'),  # for `check_settings` to refuse, which says what a selection looks like
         ("gpu=40", 'gpu="40"'),
+        ("schedule.partition=custom:0,2,6", 'schedule.partition="custom:0,2,6"'),
         ("plan.select=1.02x", "plan.select=1.02x"),
         ("seed=3", "seed=3"),
     ],

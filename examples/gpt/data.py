@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import check_between
 
 
 @dataclass
@@ -26,6 +28,11 @@ class TextConfig:
     """Read at most this many bytes."""
     val_fraction: float = 0.1
     """Share of the text that is kept for validation (0 to 1), cut from its end."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size", "max_bytes"):
+            check_between(f"data.{name}", getattr(self, name), 1)
+        check_between("data.val_fraction", self.val_fraction, 0, 1)
 
 
 def read_stdlib(max_bytes: int) -> bytes:
@@ -42,7 +49,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Successive windows of a text: (bytes, the bytes that follow each), both of shape (sequence_length,)."""
 
     def __init__(self, text: bytes, sequence_length: int) -> None:
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.text = torch.from_numpy(np.frombuffer(bytearray(text), dtype=np.uint8))
         self.sequence_length = sequence_length
 
     def __len__(self) -> int:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import check_above, check_between
+
 NUM_BYTES = 256
 
 
@@ -29,6 +32,16 @@ class GptConfig:
     """Bytes T per sequence."""
     learning_rate: float = 3e-3
     """Step size of AdamW."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "width", "num_heads", "sequence_length"):
+            check_between(f"model.{name}", getattr(self, name), 1)
+        check_above("model.learning_rate", self.learning_rate, 0)
+        if self.width % self.num_heads:
+            raise ConfigurationError(
+                f"model.width is a multiple of model.num_heads; got {self.width} and {self.num_heads}. Use "
+                f"model.width={self.num_heads * max(1, self.width // self.num_heads)}."
+            )
 
 
 class Embedding(nn.Module):

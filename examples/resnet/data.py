@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import check_between
 
 
 @dataclass
@@ -21,6 +22,10 @@ class DigitsConfig:
     """Images per iteration; a multiple of schedule.num_microbatches."""
     val_fraction: float = 0.1
     """Share of the images that is kept for validation (0 to 1)."""
+
+    def __post_init__(self) -> None:
+        check_between("data.batch_size", self.batch_size, 1)
+        check_between("data.val_fraction", self.val_fraction, 0, 1)
 
 
 class Digits(lightning.LightningDataModule):

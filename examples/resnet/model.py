@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_pfo.core.ranges import check_above, check_between
+
 NUM_CLASSES = 10
 
 
@@ -27,6 +29,11 @@ class ResNetConfig:
     """Factor on the channels of all groups: 1 a ResNet, more a WideResNet."""
     learning_rate: float = 3e-3
     """Step size of AdamW."""
+
+    def __post_init__(self) -> None:
+        for name in ("blocks_per_group", "base_width", "widening"):
+            check_between(f"model.{name}", getattr(self, name), 1)
+        check_above("model.learning_rate", self.learning_rate, 0)
 
 
 def _norm(channels: int) -> nn.Module:

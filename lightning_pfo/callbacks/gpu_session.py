@@ -7,9 +7,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_pfo.callbacks.agreement import check_together
 from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark, record_mark
 from lightning_pfo.callbacks.emulation import EmulationListener
-from lightning_pfo.core.errors import ConfigurationError, PfoError
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
 
@@ -76,20 +77,15 @@ class GpuSession:
                 f"One callback sets the clocks of a GPU at a time; {type(self._clock_owner).__name__} does already, "
                 f"and {type(user).__name__} wants to. Use them in two runs: profile first, then apply a plan."
             )
-        problem: PfoError | None = None
-        try:
-            check_same_gpu(self.gpu, self._source.local_device_index)
-            self.gpu.claim_clocks()
-        except PfoError as error:
-            problem = error
-        # a rank that raised alone would leave the others waiting for it
-        problems = [p for p in self._source.all_gather(problem, everywhere=True) if p is not None]
-        if problems:
-            raise problems[0]
+        check_together(self._source, self._claim_clocks)
         self._clock_owner = user
         # On the main thread, as on CUDA requests come from the follower's; and late enough to be installed over
         # Lightning's own SIGTERM handler, which waits for other ranks before it calls the handlers it replaced.
         self.clocks.guard()
+
+    def _claim_clocks(self) -> None:
+        check_same_gpu(self.gpu, self._source.local_device_index)
+        self.gpu.claim_clocks()
 
 
 def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, num_gpus: int) -> GpuSession:

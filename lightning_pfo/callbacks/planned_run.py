@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from lightning_pfo.callbacks.agreement import check_together
 from lightning_pfo.callbacks.clock_requests import ClockRequests
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.callbacks.meters import IterationMeasurement, IterationMeter
 from lightning_pfo.callbacks.plan_cursor import PlanCursor
-from lightning_pfo.core.errors import PfoError, PlanMismatchError
+from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
+from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clock_transition import ClockStatistics
 
 log = logging.getLogger(__name__)
@@ -111,20 +113,16 @@ class PlannedRun(InstructionListener):
         supported_mhz = gpu.supported_clocks_mhz()
         tops_mhz = source.all_gather(max(supported_mhz))
         plan = uniform_plan(schedule, tops_mhz) if self.plan is None else self.plan
-        problem: PfoError | None = None
-        try:
+
+        def check() -> None:
             plan.check_fits(schedule)
             waiting_mhz = {wait.clock_mhz for wait in plan.wait_clocks if wait.rank == source.rank}
             _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
-        except PfoError as error:
-            problem = error
-        # a rank that raised alone would leave the others waiting for it
-        problems = [p for p in source.all_gather(problem, everywhere=True) if p is not None]
-        if problems:
-            raise problems[0]
+
+        check_together(source, check)
         self._report(
-            f"{len(schedule.instructions)} instructions on {gpu.name}, clocks {min(map(min, plan.clocks_mhz))} to "
-            f"{max(map(max, plan.clocks_mhz))} MHz."
+            f"{counted(len(schedule.instructions), 'instruction')} on {gpu.name}, clocks "
+            f"{min(map(min, plan.clocks_mhz))} to {max(map(max, plan.clocks_mhz))} MHz."
         )
         return plan
 

@@ -6,17 +6,22 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lightning_pfo.callbacks.agreement import check_together
 from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow, clocks_to_scan
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.callbacks.meters import InstructionMeter
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.core.files import check_can_write
+from lightning_pfo.core.ranges import check_between
+from lightning_pfo.core.wording import counted
+from lightning_pfo.device import Gpu, GpuConfig
 from lightning_pfo.planner import write_profile
 
 log = logging.getLogger(__name__)
@@ -61,9 +66,9 @@ class ScanSettings:
             ("patience", self.patience, 1),
             ("max_iterations_per_clock", self.max_iterations_per_clock, self.iterations_per_clock),
         ):
-            if value is not None and value < least:
-                raise ConfigurationError(f"{name} must be at least {least}; got {value}.")
-        if not self.target_error > 0:
+            if value is not None:
+                check_between(name, value, least)
+        if not 0 < self.target_error < math.inf:
             raise ConfigurationError(
                 f"target_error is a share of the energy above 0, such as 0.02 for 2 %; got {self.target_error}."
             )
@@ -72,6 +77,31 @@ class ScanSettings:
     def max_iterations(self) -> int:
         """Iterations measured at a clock at most."""
         return self.max_iterations_per_clock or _MOST_REPETITIONS * self.iterations_per_clock
+
+
+def scan_clocks(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple[int, ...]:
+    """The clocks that a scan measures, the highest first.
+
+    Args:
+        settings: What the scan was asked for.
+        gpu: The GPU.
+        config: What its configuration says where `settings` say nothing.
+
+    Raises:
+        ConfigurationError: If none is left.
+    """
+    supported = gpu.supported_clocks_mhz()
+    lowest = settings.min_clock_mhz or config.scan_min_mhz or min(supported)
+    highest = config.scan_max_mhz or max(supported)
+    step = settings.clock_step_mhz or config.scan_step_mhz or None
+    chosen = clocks_to_scan([clock for clock in supported if clock <= highest], step, lowest)
+    if not chosen:
+        raise ConfigurationError(
+            f"Clocks from {lowest} MHz (min_clock_mhz, or scan_min_mhz of the GPU) to {highest} MHz (its scan_max_mhz) "
+            f"are scanned, but {gpu.name} supports {min(supported)} to {max(supported)} MHz, so none is left. Use "
+            f"min_clock_mhz={min(supported)}, and leave scan_max_mhz out."
+        )
+    return chosen
 
 
 class ProfilingRun:
@@ -87,7 +117,8 @@ class ProfilingRun:
         report: Told about progress.
 
     Raises:
-        ConfigurationError: If no clock is left to scan, or something else sets this GPU's clocks.
+        ConfigurationError: If no clock is left to scan, the file cannot be written, or something else sets this GPU's
+            clocks.
         DeviceError: If the GPU cannot be opened, or another job sets its clocks.
 
     Example::
@@ -118,8 +149,9 @@ class ProfilingRun:
         self.is_open = True
         self._meter = InstructionMeter(session.gpu, source)
         try:
+            check_together(source, self._check_output)
             session.own_clocks(self._user)
-            self._scan = self._make_scan(settings)
+            self._scan = self._make_scan(scan_clocks(settings, session.gpu, session.config), settings)
         except BaseException:
             session.release(self._user)
             raise
@@ -129,23 +161,12 @@ class ProfilingRun:
         if not session.gpu.energy_is_continuous:
             per_clock += f" to {settings.warmup_iterations + settings.max_iterations}"
         report(
-            f"scanning up to {self._scan.num_clocks} clocks from {self._scan.clock_mhz} MHz down on "
+            f"scanning up to {counted(self._scan.num_clocks, 'clock')} from {self._scan.clock_mhz} MHz down on "
             f"{session.gpu.name}, {per_clock} iterations each."
         )
 
-    def _make_scan(self, settings: ScanSettings) -> FrequencyScan:
+    def _make_scan(self, clocks_mhz: Sequence[int], settings: ScanSettings) -> FrequencyScan:
         session = self._session
-        scan_max_mhz = session.config.scan_max_mhz or max(session.gpu.supported_clocks_mhz())
-        clocks_mhz = clocks_to_scan(
-            [clock for clock in session.gpu.supported_clocks_mhz() if clock <= scan_max_mhz],
-            settings.clock_step_mhz or session.config.scan_step_mhz or None,
-            settings.min_clock_mhz or session.config.scan_min_mhz or None,
-        )
-        if not clocks_mhz:
-            raise ConfigurationError(
-                f"min_clock_mhz={settings.min_clock_mhz} leaves no clock to scan; {session.gpu.name} supports up to "
-                f"{max(session.gpu.supported_clocks_mhz())} MHz."
-            )
         return FrequencyScan(
             self._source,
             session.clocks,
@@ -171,14 +192,22 @@ class ProfilingRun:
         """The listener that scans."""
         return self._scan
 
+    @property
+    def _writes(self) -> bool:
+        return (self._source.rank, *self._source.place) == (0, 0, 0)
+
+    def _check_output(self) -> None:
+        if self._writes:
+            check_can_write("output", self.output)
+
     def _write(self, rows: list[ProfileRow]) -> None:
-        if (self._source.rank, *self._source.place) == (0, 0, 0):
+        if self._writes:
             by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
             write_profile(self.output, _with_needed_columns(_fill_blocked_power(by_stage)))
         latest = min(row.frequency for row in rows)
         measured = [row for row in rows if row.frequency == latest]
         mean_energy = math.fsum(row.energy for row in measured) / len(measured)
-        self._report(f"{latest} MHz measured: {len(measured)} instructions, mean {mean_energy:.3g} J.")
+        self._report(f"{latest} MHz measured: {counted(len(measured), 'instruction')}, mean {mean_energy:.3g} J.")
 
     def close(self) -> None:
         """Stop listening and restore the clocks; a second call does nothing."""

@@ -8,8 +8,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lightning_pfo.core.errors import ConfigurationError
 
 
 @contextmanager
@@ -38,6 +40,40 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
+    """Check that a file, or files into a folder, can be written, before the work whose result they hold.
+
+    Only writing shows it: folders that are missing are made, and removed again.
+
+    Args:
+        setting: What the path was given as, for the message.
+        path: The file or folder.
+        is_folder: Whether it is a folder.
+
+    Raises:
+        ConfigurationError: If it cannot be written.
+    """
+    target = Path(path)
+    folder = target if is_folder else target.parent
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        reason = "it is a folder" if target.is_dir() and not is_folder else None
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+    finally:
+        for one in missing:
+            with suppress(OSError):
+                one.rmdir()
+    if reason is not None:
+        wanted = "a folder" if is_folder else "a file in a folder"
+        raise ConfigurationError(
+            f"{setting} is {wanted} that you may write to; got {str(path)!r} ({reason}). Give another path."
+        )
 
 
 def temporary_sibling(path: str | os.PathLike[str]) -> Path:

@@ -10,6 +10,7 @@ from itertools import pairwise, zip_longest
 from lightning_pfo.core.errors import PlanError, PlanMismatchError
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.wording import counted, pipeline_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +105,11 @@ class FrequencyPlan:
         sizes = [(s.num_stages, s.num_microbatches, s.num_ranks) for s in (mine, schedule)]
         if sizes[0] != sizes[1]:
             raise PlanMismatchError(
-                f"The plan was made for {mine.num_stages} stages x {mine.num_microbatches} microbatches on "
-                f"{mine.num_ranks} ranks, but the pipeline runs {schedule.num_stages} x {schedule.num_microbatches} on "
-                f"{schedule.num_ranks}. Plan again with num_microbatches={schedule.num_microbatches} and a profile of "
-                f"{schedule.num_stages} stages."
+                f"The plan was made for {pipeline_size(mine.num_stages, mine.num_microbatches)} on "
+                f"{counted(mine.num_ranks, 'rank')}, "
+                f"but the pipeline runs {schedule.num_stages} x {schedule.num_microbatches} on {schedule.num_ranks}. "
+                f"Plan again with num_microbatches={schedule.num_microbatches} and a profile of "
+                f"{counted(schedule.num_stages, 'stage')}."
             )
         for planned, executed in zip(mine.orders, schedule.orders, strict=True):
             for a, b in zip_longest(planned, executed):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from lightning_pfo.core.wording import counted
 from lightning_pfo.device.gpu import Gpu
 
 TIMEOUT_S = 0.25
@@ -79,13 +80,15 @@ class ClockStatistics:
         }
 
     def __str__(self) -> str:
-        parts = [f"{self.num_changes} clock changes"]
+        parts = [counted(self.num_changes, "clock change")]
         if self.num_observed:
             parts.append(
                 f"reached after {1e3 * self.latency_s:.1f} ms (nine in ten: {1e3 * self.latency_p90_s:.1f} ms)"
             )
         if self.not_reached:
-            clocks = ", ".join(f"{clock} MHz {count} times" for clock, count in sorted(self.not_reached.items()))
+            clocks = ", ".join(
+                f"{clock} MHz {counted(count, 'time')}" for clock, count in sorted(self.not_reached.items())
+            )
             reason = f" ({', '.join(sorted(self.limits))})" if self.limits else ""
             parts.append(f"not reached: {clocks}{reason}")
         return "; ".join(parts)

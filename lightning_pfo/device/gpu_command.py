@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import nvml, zeus_backend
 from lightning_pfo.device.choose import open_gpu
@@ -61,27 +61,24 @@ def run(settings: Settings) -> None:
             f"write is a file of conf/gpu, whose names end in .yaml; got {settings.write!r}. Use "
             f"write={Path(settings.write).with_suffix('.yaml')}."
         )
+    if settings.write:
+        check_can_write("write", settings.write)
     config = load_gpu_config(settings.gpu)
     num_gpus = 1
     if config.kind != "emulated":
         num_gpus = zeus_backend.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
+    num_gpus = max(1, num_gpus)  # without any, opening says why
+    if not 0 <= settings.index < num_gpus:
+        raise ConfigurationError(f"index counts the GPUs from 0 to {num_gpus - 1}; got {settings.index}. Use index=0.")
     reports = []
-    for index in range(max(1, num_gpus)):
+    for index in range(num_gpus):
         gpu = open_gpu(config, index)
         try:
             reports.append(report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s))
         finally:
             gpu.close()
     if settings.write:
-        if not 0 <= settings.index < len(reports):
-            raise ConfigurationError(f"index counts the GPUs from 0 to {len(reports) - 1}; got {settings.index}.")
-        try:
-            write_text_atomically(settings.write, config_text(reports[settings.index], config))
-        except OSError as error:
-            raise ConfigurationError(
-                f"write is a file in a folder that you may write to; {settings.write}: {error}. The folder that gpu= "
-                f"looks into is {conf_dir() / 'gpu'}."
-            ) from error
+        write_text_atomically(settings.write, config_text(reports[settings.index], config))
     if settings.json:
         sys.stdout.write(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
         return

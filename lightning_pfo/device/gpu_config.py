@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,6 +11,7 @@ from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.core.ranges import check_above, check_between
 
 KINDS = ("auto", "nvml", "zeus", "emulated")
 
@@ -32,7 +34,7 @@ class GpuConfig:
     """Lowest graphics clock, MHz; at most the top clock."""
 
     clock_step_mhz: float = 15.0
-    """Distance of supported clocks, counted down from the top, MHz (> 0); fractional clocks are rounded down."""
+    """Distance of supported clocks, counted down from the top, MHz (>= 1); fractional clocks are rounded down."""
 
     scan_max_mhz: int = 0
     """Highest clock that a scan measures, MHz; 0: the top clock. (Also for real GPUs.)"""
@@ -97,7 +99,7 @@ class GpuConfig:
     """Seed of the noise; each GPU index draws its own sequence."""
 
     throttle_clock_mhz: int = 0
-    """Thermal throttling: the clock never exceeds this, whatever is locked, MHz; 0: no throttling."""
+    """Thermal throttling: the clock never exceeds this, whatever is locked, MHz, at least the lowest; 0: none."""
 
     straggler_index: int = -1
     """Index of the GPU that is a straggler; -1: none."""
@@ -113,42 +115,37 @@ class GpuConfig:
         """
         if self.kind not in KINDS:
             raise ConfigurationError(f"gpu.kind is one of {', '.join(KINDS)}; got {self.kind!r}.")
-        inf = float("inf")
-        self._check_between("top_clock_mhz", 1, inf)
-        self._check_between("min_clock_mhz", 1, self.top_clock_mhz)
-        self._check_above("clock_step_mhz", 0)
-        self._check_between("scan_max_mhz", 0, inf)
-        self._check_between("scan_min_mhz", 0, self.scan_max_mhz or inf)
-        self._check_between("scan_step_mhz", 0, inf)
-        self._check_between("static_power_w", 0, inf)
-        self._check_above("dynamic_power_w", 0)
-        self._check_above("power_limit_w", self.static_power_w)
-        self._check_between("voltage_knee_mhz", 0, self.top_clock_mhz)
-        self._check_between("voltage_rise", 0, inf)
-        self._check_between("idle_power_w", 0, inf)
-        self._check_between("blocked_activity", 0, 1)
-        self._check_between("memory_share", 0, 0.99)
-        self._check_above("forward_s", 0)
+        self._between("top_clock_mhz", 1)
+        self._between("min_clock_mhz", 1, self.top_clock_mhz)
+        self._between("clock_step_mhz", 1)
+        self._between("scan_max_mhz", 0)
+        self._between("scan_min_mhz", 0, self.scan_max_mhz or math.inf)
+        self._between("scan_step_mhz", 0)
+        self._between("static_power_w", 0)
+        self._above("dynamic_power_w", 0)
+        self._above("power_limit_w", self.static_power_w)
+        self._between("voltage_knee_mhz", 0, self.top_clock_mhz)
+        self._between("voltage_rise", 0)
+        self._between("idle_power_w", 0)
+        self._between("blocked_activity", 0, 1)
+        self._between("memory_share", 0, 0.99)
+        self._above("forward_s", 0)
         if self.work_scale is not None:
-            self._check_above("work_scale", 0)
-        self._check_above("time_scale", 0)
-        self._check_between("clock_latency_s", 0, inf)
-        self._check_between("counter_tick_s", 0, inf)
-        self._check_between("noise", 0, 0.3)
-        self._check_between("throttle_clock_mhz", 0, inf)
-        self._check_between("straggler_index", -1, inf)
-        self._check_between("straggler_factor", 1, inf)
+            self._above("work_scale", 0)
+        self._above("time_scale", 0)
+        self._between("clock_latency_s", 0)
+        self._between("counter_tick_s", 0)
+        self._between("noise", 0, 0.3)
+        if self.throttle_clock_mhz != 0:
+            self._between("throttle_clock_mhz", self.min_clock_mhz)
+        self._between("straggler_index", -1)
+        self._between("straggler_factor", 1)
 
-    def _check_between(self, field: str, low: float, high: float) -> None:
-        value = getattr(self, field)
-        if not low <= value <= high:
-            allowed = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
-            raise ConfigurationError(f"gpu.{field} is {allowed}; got {value}.")
+    def _between(self, field: str, low: float, high: float = math.inf) -> None:
+        check_between(f"gpu.{field}", getattr(self, field), low, high)
 
-    def _check_above(self, field: str, low: float) -> None:
-        value = getattr(self, field)
-        if not low < value < float("inf"):
-            raise ConfigurationError(f"gpu.{field} is above {low}; got {value}.")
+    def _above(self, field: str, low: float) -> None:
+        check_above(f"gpu.{field}", getattr(self, field), low)
 
 
 def known_gpu_configs() -> list[str]:

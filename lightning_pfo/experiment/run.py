@@ -24,17 +24,25 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightning_pfo.config import ExperimentConfig
-from lightning_pfo.core.errors import ConfigurationError, PfoError
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.pipeline_schedule import make_schedule
+from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import GpuConfig, open_gpu
+from lightning_pfo.experiment.checks import check_experiment, schedule_of
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.report import Report, TrainingResult
-from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
+from lightning_pfo.experiment.training import (
+    TOP_CLOCKS,
+    MakeData,
+    MakeModule,
+    accelerator_of,
+    profile,
+    quiet_lightning,
+    train,
+)
 from lightning_pfo.hydra_app import is_first_process
 from lightning_pfo.planner import (
     Frontier,
-    check_selection,
     plan_frontier,
     read_profile,
     regularise,
@@ -44,9 +52,6 @@ from lightning_pfo.planner import (
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-TOP_CLOCKS = "top_clocks"
-"""Selects no plan: the top clocks."""
 
 
 def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
@@ -63,14 +68,14 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
         ConfigurationError: If a setting cannot work; before any training.
         PlanError: If no plan meets `config.plan.select`.
     """
-    check_settings(config)
     config = dataclasses.replace(config, gpu=gpu_for(config))
     quiet_lightning()
+    check_experiment(config, make_module, make_data)
     output_dir = Path(config.output_dir)
     say = _Narrator()
 
-    num_stages = config.trainer.devices * config.trainer.num_nodes
-    say(f"1/4 Profiling {num_stages} stages x {config.schedule.num_microbatches} microbatches")
+    schedule = schedule_of(config)
+    say(f"1/4 Profiling {pipeline_size(schedule.num_stages, schedule.num_microbatches)}")
     profile(config, make_module, make_data, output_dir / "profile.csv")
 
     say("2/4 Planning")
@@ -83,30 +88,6 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
     planned = train(config, make_module, make_data, chosen, name="plan")
 
     on_rank_zero(lambda: _report(config, frontier, chosen, baseline, planned, say))
-
-
-def check_settings(config: ExperimentConfig) -> None:
-    """Check what can be checked before any process is started.
-
-    Raises:
-        ConfigurationError: If no step remains to be measured, or the schedule is impossible.
-        PlanError: If `plan.select` is not understood.
-    """
-    if config.plan.select != TOP_CLOCKS:
-        check_selection(config.plan.select)
-    settings = config.trainer
-    if min(settings.devices, settings.num_nodes) < 1:
-        raise ConfigurationError(
-            f"trainer.devices and trainer.num_nodes must be at least 1; got {settings.devices} and "
-            f"{settings.num_nodes}. Use trainer.devices=4 trainer.num_nodes=1."
-        )
-    make_schedule(config.schedule.name, settings.devices * settings.num_nodes, config.schedule.num_microbatches)
-    if not 1 <= settings.warmup_steps < settings.steps:
-        raise ConfigurationError(
-            f"trainer.warmup_steps must be at least 1 and below trainer.steps, so that iterations remain to be "
-            f"measured; got {settings.warmup_steps} of {settings.steps} steps. Use trainer.warmup_steps=3 "
-            "trainer.steps=16."
-        )
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:

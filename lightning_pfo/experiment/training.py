@@ -28,6 +28,22 @@ from lightning_pfo.strategy import PfoPipelineStrategy
 MakeModule = Callable[[], pl.LightningModule]
 MakeData = Callable[[], pl.LightningDataModule]
 
+TOP_CLOCKS = "top_clocks"
+"""Selects no plan: the top clocks."""
+
+_SET_ELSEWHERE = {
+    "accelerator": "trainer.accelerator",
+    "devices": "trainer.devices",
+    "num_nodes": "trainer.num_nodes",
+    "precision": "trainer.precision",
+    "max_steps": "trainer.steps",
+    "max_epochs": "trainer.steps",
+    "limit_train_batches": "trainer.steps",
+    "callbacks": "profiler and plan",
+    "strategy": "schedule.name and schedule.partition",
+}
+"""Arguments of Lightning's Trainer that the experiment depends on, and the settings they follow."""
+
 
 class LossHistory(Callback):
     """Keeps the training loss of every step."""
@@ -44,19 +60,7 @@ class LossHistory(Callback):
 
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
     """Train while scanning the clocks, until the profile at `path` is complete."""
-    settings = config.profiler
-    profiler = EnergyProfilerCallback(
-        path,
-        gpu=config.gpu,
-        clock_step_mhz=settings.clock_step_mhz,
-        min_clock_mhz=settings.min_clock_mhz,
-        iterations_per_clock=settings.iterations_per_clock,
-        max_iterations_per_clock=settings.max_iterations_per_clock,
-        target_error=settings.target_error,
-        warmup_iterations=settings.warmup_iterations,
-        patience=settings.patience,
-        stop_when_done=True,
-    )
+    profiler = EnergyProfilerCallback(path, gpu=config.gpu, stop_when_done=True, **vars(config.profiler))
     with progress_messages():
         _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
 
@@ -83,6 +87,7 @@ def train(
         [history, applied],
         max_steps=settings.steps,
         max_epochs=settings.steps,
+        limit_train_batches=settings.steps,  # else the progress bar counts on the whole epoch
         limit_val_batches=settings.val_batches,
         val_check_interval=settings.steps,
         check_val_every_n_epoch=None,
@@ -138,13 +143,15 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 def check_trainer_options(options: Mapping[str, Any]) -> None:
-    """Check that Lightning's Trainer knows all `options`.
+    """Check that Lightning's Trainer knows all `options`, and that the experiment leaves them open.
 
     Raises:
-        ConfigurationError: Naming the first that it does not know, and the closest that it does.
+        ConfigurationError: Naming the first that it does not know and the closest that it does, or where it is set.
     """
     known = inspect.signature(pl.Trainer).parameters
     for name in options:
+        if name in _SET_ELSEWHERE:
+            raise ConfigurationError(f"trainer.options.{name} follows {_SET_ELSEWHERE[name]}. Set that.")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
@@ -159,12 +166,22 @@ def _fit(
     **options: Any,
 ) -> pl.Trainer:
     pl.seed_everything(config.seed, verbose=False)
-    trainer = _make_trainer(config, callbacks, options)
+    trainer = make_trainer(config, callbacks, options)
     trainer.fit(make_module(), make_data())
     return trainer
 
 
-def _make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], options: dict[str, Any]) -> pl.Trainer:
+def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], options: dict[str, Any]) -> pl.Trainer:
+    """Make the Trainer of one phase.
+
+    Args:
+        config: The experiment.
+        callbacks: Its callbacks.
+        options: What the phase wants different from a Trainer that logs, saves and shows nothing.
+
+    Raises:
+        ConfigurationError: If Lightning refuses the settings.
+    """
     schedule, settings = config.schedule, config.trainer
     check_trainer_options(settings.options)
     defaults: dict[str, Any] = {
@@ -182,5 +199,5 @@ def _make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], optio
     )
     try:
         return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **defaults | options | settings.options)
-    except (MisconfigurationException, ValueError) as error:
+    except (MisconfigurationException, ImportError, TypeError, ValueError) as error:
         raise ConfigurationError(f"Lightning's Trainer refuses the settings of trainer: {error}") from error

@@ -87,10 +87,8 @@ def resolve_blocking(
         ConfigurationError: If what is given is not a power for each stage, or the file cannot be read.
     """
     num_stages = schedule.num_stages
-    if isinstance(given, (str, os.PathLike)):
-        given = read_blocking_power(given)
-    each: Sequence[Any]
-    if given is None:
+    curves = _given_curves(given, num_stages, profile.gpus_per_stage)
+    if not curves:
         each = [profile.p2p_blocking_powers_w(stage) for stage in range(num_stages)]
         if not all(each):
             raise ProfileError(
@@ -99,15 +97,31 @@ def resolve_blocking(
                 "SXM, 70 W on an A40."
             )
         curves = [_curve(power, 1) for power in each]
-    else:
-        each = given if isinstance(given, Sequence) else [given] * num_stages
-        if len(each) != num_stages:
-            raise ConfigurationError(
-                f"p2p_blocking_power_w is one number or one per stage; got {len(each)} for {num_stages} stages."
-            )
-        curves = [_curve(power, profile.gpus_per_stage) for power in each]
     # The stages of one rank share its GPUs.
     return tuple(_mean([curves[stage] for stage in schedule.stages_of(rank)]) for rank in range(schedule.num_ranks))
+
+
+def check_blocking_power(given: BlockingPowerOption, num_stages: int) -> None:
+    """Check what `resolve_blocking` is given, before there is a profile.
+
+    Raises:
+        ConfigurationError: If it is not a power for each stage, or the file cannot be read.
+    """
+    _given_curves(given, num_stages, 1)
+
+
+def _given_curves(given: BlockingPowerOption, num_stages: int, num_gpus: int) -> list[BlockingPower]:
+    """The power of each stage; none where the profile is to say."""
+    if given is None:
+        return []
+    if isinstance(given, (str, os.PathLike)):
+        given = read_blocking_power(given)
+    each: Sequence[Any] = given if isinstance(given, Sequence) else [given] * num_stages
+    if len(each) != num_stages:
+        raise ConfigurationError(
+            f"p2p_blocking_power_w is one number or one per stage; got {len(each)} for {num_stages} stages."
+        )
+    return [_curve(power, num_gpus) for power in each]
 
 
 def read_blocking_power(path: str | os.PathLike[str]) -> dict[int, float]:

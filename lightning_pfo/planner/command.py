@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import counted, pipeline_size
 from lightning_pfo.planner.frontier import Frontier, plan_frontier
 from lightning_pfo.planner.frontier_io import save_frontier
 from lightning_pfo.planner.profile import read_profile
@@ -78,6 +80,7 @@ def run(settings: Settings) -> None:
         PfoError: If the profile or a setting cannot be used; nothing is written then.
     """
     check_selection(settings.select)
+    check_can_write("output_dir", settings.output_dir, is_folder=True)
     profile = read_profile(settings.profile)
     findings = regularise(profile)
     with Status("planning", console=Console(stderr=True)) as status:
@@ -106,7 +109,7 @@ def run(settings: Settings) -> None:
     if findings.notes:
         done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
         print_line = Console(highlight=False, markup=False, soft_wrap=True).print
-        print_line(f"{len(findings.notes)} findings of noise in the profile ({done}):")
+        print_line(f"{counted(len(findings.notes), 'finding')} of noise in the profile ({done}):")
         for note in findings.notes[:_NOTES_SHOWN]:
             print_line(f"  {note}")
 
@@ -130,10 +133,9 @@ def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder:
 
 def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> None:
     schedule = frontier.schedule
-    table = Table(
-        title=f"{len(frontier.plans)} plans for {schedule.name}, {schedule.num_stages} stages x "
-        f"{schedule.num_microbatches} microbatches" + (f", {device}" if (device := frontier.profile.device) else "")
-    )
+    size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
+    device = f", {frontier.profile.device}" if frontier.profile.device else ""
+    table = Table(title=f"{counted(len(frontier.plans), 'plan')} for {schedule.name}, {size}{device}")
     table.add_column("plan")
     for heading in ("number", "time (s)", "change", "energy (J)", "saving", "at most"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -155,7 +157,7 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
         )
     console = Console()
     console.print(table)
-    changes = f"The chosen plan changes clocks {chosen.num_clock_changes} times per iteration"
+    changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
     if settings.switch_latency_s or settings.least_dwell_s or settings.change_cost_j:
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"

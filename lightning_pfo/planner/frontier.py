@@ -130,7 +130,7 @@ def plan_frontier(
     """
     if not isinstance(profile, Profile):
         profile = read_profile(profile)
-    _check_numbers(num_plans, switch_latency_s, least_dwell_s, change_cost_j)
+    check_plan_numbers(num_plans, switch_latency_s, least_dwell_s, change_cost_j)
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
     blocking = resolve_blocking(profile, schedule, p2p_blocking_power_w)
     simulator = Simulator(profile, schedule, blocking)
@@ -176,7 +176,12 @@ def plan_frontier(
     return Frontier(schedule, profile, blocking, baseline, tuple(plans), switch_latency_s, least_dwell_s)
 
 
-def _check_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: float, change_cost_j: float) -> None:
+def check_plan_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: float, change_cost_j: float) -> None:
+    """Check the numbers that `plan_frontier` is given, before there is a profile.
+
+    Raises:
+        ConfigurationError: If one is out of range.
+    """
     if num_plans < 2:
         raise ConfigurationError(f"num_plans must be at least 2 (fastest and least energy), got {num_plans}.")
     if not all(0 <= limit < math.inf for limit in (switch_latency_s, least_dwell_s, change_cost_j)):

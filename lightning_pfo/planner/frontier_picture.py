@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import counted, pipeline_size
 from lightning_pfo.planner.frontier import Frontier
 from lightning_pfo.planner.picture import (
     BOUND,
@@ -51,9 +52,8 @@ def draw_frontier(
     axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound: no plan is below")
     floor = min(bounds) - 0.06 * (max(top.iteration_energy_j, *energies) - min(bounds))
     axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
-    axes.plot(
-        times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=f"{len(times)} plans"
-    )
+    number = counted(len(times), "plan")
+    axes.plot(times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=number)
     axes.plot(
         [top.iteration_time_s], [top.iteration_energy_j],
         color=TOP_CLOCKS, marker="X", markersize=10, linestyle="none", zorder=4, label="top clocks",
@@ -76,11 +76,8 @@ def draw_frontier(
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
     schedule, device = frontier.schedule, frontier.profile.device
-    axes.set_title(
-        f"{device}{', ' if device else ''}{schedule.name}, {schedule.num_stages} stages x "
-        f"{schedule.num_microbatches} microbatches",
-        loc="left", color=INK, fontsize=11,
-    )  # fmt: skip
+    size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
+    axes.set_title(f"{device}{', ' if device else ''}{schedule.name}, {size}", loc="left", color=INK, fontsize=11)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     tidy(axes)

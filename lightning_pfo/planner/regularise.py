@@ -30,6 +30,7 @@ import highspy
 import numpy as np
 
 from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.wording import counted
 from lightning_pfo.planner.profile import InstructionProfile, Profile
 
 _ASSUMED_ERROR = 0.01
@@ -87,7 +88,7 @@ def _notes(
         times = measured.times_s[run.start : run.stop]
         notes.append(
             f"no faster at {clocks[run[0]]} than at {clocks[run[-1]]} MHz "
-            f"({len(run)} clocks, {min(times):.4g}-{max(times):.4g} s)"
+            f"({counted(len(run), 'clock')}, {min(times):.4g}-{max(times):.4g} s)"
         )
     changes = [
         abs(after / before - 1)
@@ -96,7 +97,7 @@ def _notes(
     ]
     changed = [change for change in changes if change > _UNCHANGED]
     if changed:
-        notes.append(f"{len(changed)} energies made convex by changes of up to {100 * max(changed):.2g} %")
+        notes.append(f"{counted(len(changed), 'energy', 'energies')} made convex by up to {100 * max(changed):.2g} %")
     for row, errors in sorted(outliers.items()):
         notes.append(f"dropped {clocks[row]} MHz, whose energy is {errors:.1f} standard errors off a convex curve")
     return notes

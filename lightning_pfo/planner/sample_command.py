@@ -12,6 +12,8 @@ from typing import Optional
 
 from rich.console import Console
 
+from lightning_pfo.core.files import check_can_write
+from lightning_pfo.core.wording import counted
 from lightning_pfo.planner.frontier_io import load_frontier, save_frontier
 from lightning_pfo.planner.sample import thin_frontier
 
@@ -33,13 +35,14 @@ def run(settings: Settings) -> None:
 
     Raises:
         PlanError: If the frontier cannot be read.
-        ConfigurationError: If a number is out of range; nothing is written then.
+        ConfigurationError: If a number is out of range or `output_dir` cannot be written; nothing is written then.
     """
+    check_can_write("output_dir", settings.output_dir, is_folder=True)
     frontier = load_frontier(settings.frontier)
     thinned = thin_frontier(frontier, every=settings.every, num_plans=settings.num_plans)
     save_frontier(thinned, settings.output_dir)
     Console().print(
-        f"{len(thinned.plans)} of {len(frontier.plans)} plans written to {settings.output_dir}",
+        f"{len(thinned.plans)} of {counted(len(frontier.plans), 'plan')} written to {settings.output_dir}",
         highlight=False,
         soft_wrap=True,
     )

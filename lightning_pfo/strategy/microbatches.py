@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,18 +121,18 @@ def evaluation_num_microbatches(batch_size: int, preferred: int) -> int:
     return max(n for n in range(1, preferred + 1) if batch_size % n == 0)
 
 
-def training_batch_sizes(loaders: Iterable[Any], num_batches: float) -> list[int]:
+def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:
     """List the batch sizes that DataLoaders will yield, as far as they can be known beforehand.
 
     Args:
-        loaders: DataLoaders; other iterables are skipped.
+        loaders: A DataLoader, or several in lists and dicts; other iterables are skipped.
         num_batches: How many batches of an epoch are used.
 
     Returns:
         For each loader its batch size, followed by that of a smaller last batch if there is one.
     """
     sizes: list[int] = []
-    for loader in loaders:
+    for loader in tree_leaves(loaders, is_leaf=lambda node: hasattr(node, "batch_sampler")):
         if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
             continue
         size = getattr(loader.batch_sampler, "batch_size", None)
@@ -147,3 +147,16 @@ def training_batch_sizes(loaders: Iterable[Any], num_batches: float) -> list[int
         if remainder and num_batches > len(sampler) // size:
             sizes.append(remainder)
     return sizes
+
+
+def check_batch_sizes(sizes: Sequence[int], num_microbatches: int) -> None:
+    """Check that training batches can be divided; the largest is the ordinary one.
+
+    Raises:
+        BatchError: If one cannot.
+    """
+    for size in sizes:
+        if size % num_microbatches:
+            what = f"A training batch of {size} samples"
+            what += " (the last, smaller one)" if size < max(sizes) else ""
+            raise BatchError(not_divisible(what, size, num_microbatches))

@@ -7,9 +7,30 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from lightning_pfo.core.errors import PartitionError
+from lightning_pfo.core.wording import counted
+
+_ALONE, _WITH_ARGUMENT = ("uniform", "parameters", "profile"), ("type", "custom")
 
 Boundaries = tuple[int, ...]
 """Stage s owns layers `boundaries[s]` up to, not including, `boundaries[s + 1]`."""
+
+
+def check_partition(spec: str) -> None:
+    """Check that `partition_layers` knows a spec, before there are layers.
+
+    Raises:
+        PartitionError: If it does not.
+    """
+    kind, colon, _ = spec.partition(":")
+    if kind not in (_WITH_ARGUMENT if colon else _ALONE):
+        raise _unknown(spec)
+
+
+def _unknown(spec: str) -> PartitionError:
+    return PartitionError(
+        f"partition is 'uniform', 'parameters', 'type:REGEX', 'profile' or 'custom:0,...,LAYERS'; got {spec!r}. Try "
+        "partition='uniform'."
+    )
 
 
 def partition_layers(
@@ -41,14 +62,15 @@ def partition_layers(
     num_layers = len(num_parameters)
     if num_layers < num_stages:
         raise PartitionError(
-            f"Each stage needs at least one layer; the pipelined module has {num_layers} layers for {num_stages} "
-            f"stages. Use devices={num_layers} or fewer, or split the module into more layers."
+            f"Each stage needs at least one layer; the pipelined module has {counted(num_layers, 'layer')} for "
+            f"{counted(num_stages, 'stage')}. Use devices={num_layers} or fewer, or split the module into more layers."
         )
+    check_partition(spec)
     kind, _, argument = spec.partition(":")
-    if kind == "uniform" and not argument:
+    if kind == "uniform":
         base, extra = divmod(num_layers, num_stages)
         return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
-    if kind == "parameters" and not argument:
+    if kind == "parameters":
         return balance(num_parameters, num_stages)
     if kind == "profile" and len(times_s) == num_layers:
         return balance(times_s, num_stages)
@@ -56,10 +78,7 @@ def partition_layers(
         return _by_type(argument, types, num_stages)
     if kind == "custom":
         return _custom(argument, num_layers, num_stages)
-    raise PartitionError(
-        f"partition is 'uniform', 'parameters', 'type:REGEX', 'profile' or 'custom:0,...,{num_layers}'; got {spec!r}. "
-        f"For {num_stages} stages try partition='uniform'."
-    )
+    raise _unknown(spec)
 
 
 def balance(weights: Sequence[float], num_stages: int) -> Boundaries:
@@ -126,7 +145,7 @@ def _custom(argument: str, num_layers: int, num_stages: int) -> Boundaries:
         example = ",".join(str(stage * num_layers // num_stages) for stage in range(num_stages + 1))
         raise PartitionError(
             f"A custom partition lists {num_stages + 1} rising boundaries from 0 to {num_layers} (the number of "
-            f"layers) for {num_stages} stages; got {argument!r}. For example partition='custom:{example}'."
+            f"layers) for {counted(num_stages, 'stage')}; got {argument!r}. For example partition='custom:{example}'."
         )
     return boundaries
 
@@ -141,7 +160,7 @@ def describe_partition(
     """Say which layers, how many parameters and which measured time each stage has, and how unequal the stages are."""
     parameters = _sums(num_parameters, boundaries)
     times = _sums(times_s, boundaries) if times_s else []
-    lines = [f"{name!r} runs in {len(placement)} stages:"]
+    lines = [f"{name!r} runs in {counted(len(placement), 'stage')}:"]
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
         time = f", {times[stage] * 1e3:,.1f} ms" if times else ""

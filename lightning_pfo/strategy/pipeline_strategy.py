@@ -17,10 +17,9 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_pfo.core.errors import BatchError, ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.pipeline_schedule import (
     PipelineSchedule,
@@ -29,6 +28,7 @@ from lightning_pfo.core.pipeline_schedule import (
 )
 from lightning_pfo.core.schedule_checks import make_checked_schedule
 from lightning_pfo.core.schedules.families import file_of
+from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.batch_check import check_same_batch
 from lightning_pfo.strategy.checkpoint_strategy import CheckpointStrategy
@@ -40,13 +40,14 @@ from lightning_pfo.strategy.layer_times import measure_training_step
 from lightning_pfo.strategy.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.microbatches import (
     batch_size_of,
+    check_batch_sizes,
     default_num_microbatches,
     evaluation_num_microbatches,
-    not_divisible,
     split_batch,
     training_batch_sizes,
 )
 from lightning_pfo.strategy.ownership import move_local_tensors
+from lightning_pfo.strategy.partition import check_partition
 from lightning_pfo.strategy.pipeline import Pipeline, build_pipeline
 from lightning_pfo.strategy.pipelined_module import PipelinedModule
 from lightning_pfo.strategy.precision import adapt_to_pipeline, restore, scaler_of
@@ -99,9 +100,9 @@ class PfoPipelineStrategy(CheckpointStrategy):
         precision_plugin: Set by the Trainer.
 
     Raises:
-        ConfigurationError: In `setup`, before any training: no or several candidates to split, fewer layers than
-            stages, an impossible partition, manual optimization, a precision that
-            replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
+        ConfigurationError: If there is no such schedule or partition. In `setup`, before any training: no or several
+            candidates to split, fewer layers than stages, an impossible partition, manual optimization, a precision
+            that replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
         BatchError: Before training, if batches cannot be divided into microbatches.
 
     Example::
@@ -151,6 +152,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
             precision_plugin,
         )
         check_schedule_name(schedule)
+        check_partition(partition)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         order_file = file_of(schedule)
@@ -277,23 +279,21 @@ class PfoPipelineStrategy(CheckpointStrategy):
     @override
     def on_train_start(self) -> None:
         trainer = self._module().trainer
-        loaders = tree_leaves(trainer.train_dataloader, is_leaf=lambda node: hasattr(node, "batch_sampler"))
-        sizes = training_batch_sizes(loaders, trainer.num_training_batches)
+        sizes = training_batch_sizes(trainer.train_dataloader, trainer.num_training_batches)
         if not sizes:
             return
         if self._num_microbatches is None:
             self._choose_num_microbatches(sizes[0])
         assert self._num_microbatches is not None
-        for size in sizes:
-            if size % self._num_microbatches:
-                what = f"A training batch of {size} samples"
-                what += " (the last, smaller one)" if size < max(sizes) else ""
-                raise BatchError(not_divisible(what, size, self._num_microbatches))
+        check_batch_sizes(sizes, self._num_microbatches)
 
     def _choose_num_microbatches(self, batch_size: int) -> None:
         self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
         self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
-        rank_zero_info(f"pfo_pipeline: batches of {batch_size} are split into {self._num_microbatches} microbatches.")
+        rank_zero_info(
+            f"pfo_pipeline: batches of {batch_size} are split into "
+            f"{counted(self._num_microbatches, 'microbatch', 'microbatches')}."
+        )
 
     # ---- steps ----
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.ownership import Part
-from lightning_pfo.strategy.partition import Boundaries
+from lightning_pfo.strategy.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.pipelined_module import PipelinedModule, find_pipelined_module
 from lightning_pfo.strategy.stage_module import StageModule
 from lightning_pfo.strategy.surroundings import Phases, find_phases
@@ -85,6 +85,18 @@ def find_split(root: nn.Module, name: str | None = None) -> Split:
     """Find the module to split; see `find_pipelined_module`."""
     pipelined = find_pipelined_module(root, name)
     return Split(pipelined, find_phases(pipelined) if pipelined.is_tower else {})
+
+
+def check_split(root: nn.Module, partition: str, num_stages: int) -> None:
+    """Check that a model can be split, before processes are started.
+
+    Raises:
+        ConfigurationError: If there are no or several candidates to split.
+        PartitionError: If the partition does not fit its layers.
+    """
+    split = find_split(root)
+    weights = split.num_parameters  # in place of times, which nobody has measured
+    partition_layers(partition, weights, num_stages, types=split.types, times_s=weights)
 
 
 def _count(module: nn.Module) -> int:

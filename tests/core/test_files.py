@@ -3,6 +3,7 @@ import stat
 import pytest
 
 from lightning_pfo.core import files
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import atomic_path, write_text_atomically
 
 
@@ -68,3 +69,29 @@ def test_a_temporary_sibling_cannot_be_taken_for_the_file(tmp_path):
     assert temporary.parent == tmp_path
     assert "ckpt" not in temporary.name
     assert temporary != files.temporary_sibling(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize("name", ["", "new", "new/deep"])
+def test_trying_whether_a_folder_can_be_written_leaves_nothing(tmp_path, name):
+    files.check_can_write("output_dir", tmp_path / name, is_folder=True)
+    files.check_can_write("output", tmp_path / name / "profile.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "is_folder", "message"),
+    [
+        ("file", True, r"^output_dir is a folder that you may write to; got '.*file' \(.*File exists\). Give another"),
+        ("file/new", True, r"\(.*file/new: Not a directory\)"),
+        ("file/profile.csv", False, r"is a file in a folder that you may write to; got '.*\.csv' \(.*File exists\)"),
+        ("folder", False, r"\(it is a folder\)"),
+        ("/proc/new", True, r"\(/proc/new: "),
+    ],
+)
+def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigurationError, match=message):
+        files.check_can_write("output_dir", tmp_path / path, is_folder=is_folder)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert {found.name for found in tmp_path.iterdir()} == {"file", "folder"}

@@ -55,7 +55,7 @@ def test_a_clock_that_lands_is_timed_from_its_request(now: list[float]) -> None:
     assert transition.reached_mhz == 1200
     statistics = log.statistics(1)
     assert (statistics.num_observed, statistics.not_reached) == (1, {})
-    assert str(statistics) == "1 clock changes; reached after 3.0 ms (nine in ten: 3.0 ms)"
+    assert str(statistics) == "1 clock change; reached after 3.0 ms (nine in ten: 3.0 ms)"
     assert statistics.as_dict()["latency_s"] == statistics.latency_s
 
 
@@ -78,7 +78,7 @@ def test_a_clock_that_is_never_there_is_not_reached_and_costs_few_readings(now: 
     log = TransitionLog(gpu)
     assert log.watch(1410, 100.0, sleeper(now)).latency_s is None  # type: ignore[arg-type]
     assert len(gpu.shown_mhz) > 940
-    assert str(log.statistics(1)) == "1 clock changes; not reached: 1410 MHz 1 times (power_cap)"
+    assert str(log.statistics(1)) == "1 clock change; not reached: 1410 MHz 1 time (power_cap)"
     assert log.statistics(1).as_dict() == {
         "num_changes": 1,
         "latency_s": None,
@@ -198,5 +198,5 @@ with ClockController(gpu) as clocks:
     environment = fake_driver.environment(cap_mhz=1290, landing_ms=20, lost_file=f"{tmp_path}/lost")
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert "3 clock changes; reached after " in done.stdout, done.stderr
-    assert "not reached: 1410 MHz 1 times (power_cap)" in done.stdout
+    assert "not reached: 1410 MHz 1 time (power_cap)" in done.stdout
     assert "Clock control of Fake GPU 0 stops; training goes on." in done.stdout

@@ -96,7 +96,10 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
         ("watch_s=0", "above 0"),
         ("index=3", "from 0 to 0; got 3"),
         ("write=copy.json", "end in .yaml; got 'copy.json'. Use write=copy.yaml"),
-        ("write=/proc/nobody/x.yaml", "a folder that you may write to; /proc/nobody/x.yaml: "),
+        (
+            "write=/proc/nobody/x.yaml",
+            "a folder that you may write to; got '/proc/nobody/x.yaml' (/proc/",
+        ),
     ],
 )
 def test_impossible_settings(setting: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,8 +62,8 @@ def test_resnet_at_the_top_clocks(tmp_path):
 
 
 def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
-    result = run_example("gpt", tmp_path, "schedule.num_microbatches=5", expect_success=False)
+    result = run_example("gpt", tmp_path, "+trainer.options.sync_batchnorm=true", expect_success=False)
     assert result.returncode == 1
-    assert result.stdout.count("Error: A training batch of 32 samples cannot be divided") == 1
+    assert result.stdout.count("Error: pfo_pipeline runs batch norm on microbatches") == 1
     assert "Traceback" not in result.stdout
     assert not (tmp_path / "profile.csv").exists()

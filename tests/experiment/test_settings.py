@@ -1,14 +1,20 @@
 """What an experiment decides before it trains."""
 
+import math
+
 import pytest
 import torch
 
 from lightning_pfo.callbacks.profiling_run import ScanSettings
 from lightning_pfo.config import ExperimentConfig, ScheduleConfig, TrainerConfig
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
-from lightning_pfo.experiment.run import check_settings, gpu_for
+from lightning_pfo.experiment.checks import check_experiment, check_settings
+from lightning_pfo.experiment.run import gpu_for
 from lightning_pfo.experiment.training import accelerator_of, check_trainer_options
+from tests.example_scripts import load_example
+
+TEXT = load_example("gpt").data.TextConfig(max_bytes=200_000)
 
 
 def config(gpu="auto", num_microbatches=8, **trainer):
@@ -22,9 +28,9 @@ def config(gpu="auto", num_microbatches=8, **trainer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_iterations_per_clock": 2}, "max_iterations_per_clock must be at least 3; got 2"),
-        ({"target_error": 0}, "above 0, such as 0.02 for 2 %; got 0"),
-        ({"patience": 0}, "patience must be at least 1; got 0"),
+        ({"max_iterations_per_clock": 2}, "max_iterations_per_clock is at least 3; got 2"),
+        ({"target_error": math.inf}, "above 0, such as 0.02 for 2 %; got inf"),
+        ({"patience": 0}, "patience is at least 1; got 0"),
     ],
 )
 def test_impossible_scans_are_refused(settings, message):
@@ -41,7 +47,7 @@ def test_defaults_are_fine():
     [
         ({"steps": 3, "warmup_steps": 3}, "got 3 of 3 steps. Use trainer.warmup_steps=3 trainer.steps=16"),
         ({"warmup_steps": 0}, "warmup_steps must be at least 1"),
-        ({"devices": 0}, "must be at least 1; got 0 and 1"),
+        ({"devices": 0}, "trainer.devices is at least 1; got 0"),
         ({"devices": 4, "num_microbatches": 3}, "num_microbatches=3 for 4 stages. Use num_microbatches=4"),
         ({"devices": 4, "num_nodes": 4}, "num_microbatches=8 for 16 stages"),
     ],
@@ -49,6 +55,85 @@ def test_defaults_are_fine():
 def test_impossible_settings_are_refused(settings, message):
     with pytest.raises(ConfigurationError, match=message):
         check_settings(config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "message"),
+    [
+        ("", {"seed": -1}, "seed is between 0 and 4294967295; got -1"),
+        ("gpu", {"straggler_index": 4}, "straggler_index is between -1 and 3; got 4"),
+        ("schedule", {"partition": "unifrom"}, "got 'unifrom'. Try partition='uniform'"),
+        ("trainer", {"val_batches": -1}, "val_batches is at least 0; got -1"),
+        ("profiler", {"patience": 0}, "patience is at least 1; got 0"),
+        ("plan", {"select": "cheap"}, "Cannot select a plan by 'cheap'"),
+        ("plan", {"num_plans": 1}, "num_plans must be at least 2"),
+        ("plan", {"change_cost_j": math.nan}, "must be finite and at least 0; got 0.0, 0.0 and nan"),
+        ("plan", {"p2p_blocking_power_w": [80, 81]}, "one number or one per stage; got 2 for 4 stages"),
+        ("plan", {"p2p_blocking_power_w": {1410: -3}}, "at least 0.*; got"),
+    ],
+)
+def test_every_section_is_checked(section, settings, message):
+    changed = config()
+    for key, value in settings.items():
+        setattr(getattr(changed, section) if section else changed, key, value)
+    with pytest.raises(PfoError, match=message):
+        check_settings(changed)
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "message"),
+    [
+        (
+            "schedule",
+            {"partition": "custom:0,1,2,3,5"},
+            "0 to 12 .* got '0,1,2,3,5'.*'custom:0,3,6,9,12'",
+        ),
+        ("schedule", {"partition": "type:Blokc"}, "'Blokc' matches 0 of the layers, whose classes are .*'Block'"),
+        ("schedule", {"num_microbatches": 5}, "batch of 32 samples cannot be divided into num_microbatches=5"),
+        ("trainer", {"precision": "31"}, "Trainer refuses the settings of trainer: Precision '31' is invalid"),
+        ("trainer", {"options": {"gradient_clip_val": "x"}}, "refuses the settings .* should be an int or a float"),
+        ("trainer", {"options": {"devices": 2}}, "trainer.options.devices follows trainer.devices"),
+        ("profiler", {"min_clock_mhz": 5000}, "from 5000 MHz .* supports 210 to 1410 MHz.*Use min_clock_mhz=210"),
+    ],
+)
+def test_model_data_trainer_and_gpu_are_checked_too(section, settings, message):
+    gpt = load_example("gpt")
+    changed = config("emulated")
+    for key, value in settings.items():
+        setattr(getattr(changed, section), key, value)
+    with pytest.raises(PfoError, match=message):
+        check_experiment(changed, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
+
+
+def test_more_stages_than_layers_are_refused_before_processes_start():
+    gpt = load_example("gpt")
+    many = config("emulated", num_microbatches=16, devices=16)
+    with pytest.raises(PfoError, match=r"has 12 layers for 16 stages\. Use devices=12 or fewer"):
+        check_experiment(many, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("example", "section", "settings", "message"),
+    [
+        (
+            "gpt",
+            "model",
+            {"width": 63},
+            "a multiple of model.num_heads; got 63 and 4. Use model.width=60",
+        ),
+        ("gpt", "model", {"num_heads": 0}, "model.num_heads is at least 1; got 0"),
+        ("gpt", "model", {"learning_rate": math.nan}, "model.learning_rate is above 0; got nan"),
+        ("gpt", "data", {"max_bytes": 0}, "data.max_bytes is at least 1; got 0"),
+        ("gpt", "data", {"val_fraction": 2}, "data.val_fraction is between 0 and 1; got 2"),
+        ("resnet", "model", {"base_width": 0}, "model.base_width is at least 1; got 0"),
+        ("resnet", "data", {"batch_size": 0}, "data.batch_size is at least 1; got 0"),
+    ],
+)
+def test_models_and_data_know_their_ranges(example, section, settings, message):
+    settings_of = {"gptmodel": "GptConfig", "gptdata": "TextConfig", "resnetmodel": "ResNetConfig"}
+    module = getattr(load_example(example), section)
+    with pytest.raises(PfoError, match=message):
+        getattr(module, settings_of.get(example + section, "DigitsConfig"))(**settings)
 
 
 @pytest.mark.parametrize(

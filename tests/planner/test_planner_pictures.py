@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -6,9 +7,10 @@ from matplotlib.axis import Tick
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from lightning_pfo.planner import frontier_picture, plan_frontier, profile_picture, timeline_picture
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner import InstructionProfile, frontier_picture, plan_frontier, profile_picture, timeline_picture
 from lightning_pfo.planner.frontier_picture import draw_frontier
-from lightning_pfo.planner.profile_picture import _label, draw_energy_valleys
+from lightning_pfo.planner.profile_picture import _indistinct_stages, _label, draw_energy_valleys
 from lightning_pfo.planner.timeline_picture import draw_timeline, draw_timelines
 
 
@@ -74,6 +76,16 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
     assert figures[-1].axes[0].bbox.width > 0.85 * figures[-1].bbox.width
 
 
-def test_stages_of_equal_measurements_share_a_label():
+def test_groups_of_stages_have_short_labels():
     assert _label([7]) == "stage 7"
     assert _label([0, 1, 2, 5]) == "stages 0-2, 5"
+
+
+def test_stages_that_differ_by_noise_share_a_label(make_profile):
+    profile = make_profile([0.02, 0.03003, 0.03, 0.025, 0.02997])
+    kinds = [InstructionType.FORWARD, InstructionType.BACKWARD]
+    assert _indistinct_stages(profile, kinds) == [[0], [1, 2, 4], [3]]
+    shorter = profile.of(2, kinds[0])  # as where the scan of one stage has ended earlier
+    shorter = InstructionProfile(shorter.clocks_mhz[:2], shorter.times_s[:2], shorter.energies_j[:2])
+    other = replace(profile, instructions={**profile.instructions, (2, kinds[0]): shorter})
+    assert _indistinct_stages(other, kinds) == [[0], [1, 2, 4], [3]]

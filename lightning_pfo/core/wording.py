@@ -1,0 +1,13 @@
+"""Numbers in sentences."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Such as `1 plan` and `2 plans`; `plural` where an s does not make it."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def pipeline_size(num_stages: int, num_microbatches: int) -> str:
+    """Such as `4 stages x 8 microbatches`."""
+    return f"{counted(num_stages, 'stage')} x {counted(num_microbatches, 'microbatch', 'microbatches')}"

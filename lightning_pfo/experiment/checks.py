@@ -1,0 +1,88 @@
+"""What is checked before an experiment starts: all that can be known while there is one process and no work is done."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from lightning_pfo.callbacks.profiling_run import ScanSettings, scan_clocks
+from lightning_pfo.config import ExperimentConfig
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.ranges import check_between
+from lightning_pfo.core.schedule_checks import make_checked_schedule
+from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.training import TOP_CLOCKS, MakeData, MakeModule, make_trainer
+from lightning_pfo.planner import check_selection
+from lightning_pfo.planner.blocking import check_blocking_power
+from lightning_pfo.planner.frontier import check_plan_numbers
+from lightning_pfo.strategy.microbatches import check_batch_sizes, training_batch_sizes
+from lightning_pfo.strategy.partition import check_partition
+from lightning_pfo.strategy.precision import check_precision
+from lightning_pfo.strategy.split import check_split
+
+
+def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
+    """Check everything; where Lightning starts the processes, before it does.
+
+    Args:
+        config: The experiment.
+        make_module: Makes the LightningModule, to see whether it can be split.
+        make_data: Makes the LightningDataModule, to see whether its batches can.
+
+    Raises:
+        PfoError: If something cannot work.
+    """
+    check_settings(config)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # the first process of this node has looked, or does now
+    trainer = make_trainer(config, [], {})
+    check_precision(trainer.precision_plugin)
+    gpu = open_gpu(config.gpu, 0, num_gpus=config.trainer.devices)
+    try:
+        scan_clocks(ScanSettings(**vars(config.profiler)), gpu, config.gpu)
+    finally:
+        gpu.close()
+    check_split(make_module(), config.schedule.partition, schedule_of(config).num_stages)
+    data = make_data()
+    data.prepare_data()
+    data.setup("fit")
+    check_batch_sizes(training_batch_sizes(data.train_dataloader(), math.inf), config.schedule.num_microbatches)
+
+
+def check_settings(config: ExperimentConfig) -> None:
+    """Check the settings themselves.
+
+    Raises:
+        ConfigurationError: If one is out of range, no step remains to be measured, or the schedule is impossible.
+        PlanError: If `plan.select` is not understood.
+    """
+    trainer, plan = config.trainer, config.plan
+    check_between("seed", config.seed, 0, 2**32 - 1)
+    check_between("trainer.devices", trainer.devices, 1)
+    check_between("trainer.num_nodes", trainer.num_nodes, 1)
+    check_between("trainer.val_batches", trainer.val_batches, 0)
+    check_between("gpu.straggler_index", config.gpu.straggler_index, -1, trainer.devices - 1)
+    if not 1 <= trainer.warmup_steps < trainer.steps:
+        raise ConfigurationError(
+            f"trainer.warmup_steps must be at least 1 and below trainer.steps, so that iterations remain to be "
+            f"measured; got {trainer.warmup_steps} of {trainer.steps} steps. Use trainer.warmup_steps=3 "
+            "trainer.steps=16."
+        )
+    schedule = schedule_of(config)
+    check_partition(config.schedule.partition)
+    ScanSettings(**vars(config.profiler))
+    if plan.select != TOP_CLOCKS:
+        check_selection(plan.select)
+    check_plan_numbers(plan.num_plans, plan.switch_latency_s, plan.least_dwell_s, plan.change_cost_j)
+    check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
+
+
+def schedule_of(config: ExperimentConfig) -> PipelineSchedule:
+    """The schedule of the experiment's iterations.
+
+    Raises:
+        ConfigurationError: If it is impossible.
+    """
+    num_ranks = config.trainer.devices * config.trainer.num_nodes
+    return make_checked_schedule(config.schedule.name, num_ranks, config.schedule.num_microbatches)
