@@ -9,15 +9,20 @@ choice whose longest path is T costs at least ::
 the relaxation are the best such flow at their own T. The bound is concave in the flow, and a mixture of two flows is a
 flow: between two neighbouring solutions the mixtures of theirs are nearly as good as a solution there, for the price of
 an evaluation.
+
+Where that is not enough, what rounding loses at the least is added, which takes much longer to find (`diamonds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_pfo.planner.choices import ChoiceTable, Floats
+from lightning_pfo.planner.diamonds import Diamonds
 from lightning_pfo.planner.linear_programme import RelaxedSolution
 
 _SHARES = np.linspace(0.0, 1.0, 8, endpoint=False)[1:]
@@ -34,11 +39,14 @@ class LowerBound:
 
     def __init__(self, table: ChoiceTable, rate: float) -> None:
         self._table, self._rate = table, rate
-        self._at_zero, self._slopes = np.zeros(0), np.zeros(0)
+        self._at_zero, self._slopes, self._losses = np.zeros(0), np.zeros(0), np.zeros(0)
+        self._mixtures: list[tuple[RelaxedSolution, RelaxedSolution, float]] = []
+        self._is_sharp: set[int] = set()
 
     def add(self, solution: RelaxedSolution) -> None:
         """Take in the tangent of a relaxation."""
         self._add(np.array([solution.cost - solution.slope * solution.time]), np.array([-solution.slope]))
+        self._mixtures.append((solution, solution, 0.0))
 
     def add_mixtures(self, solutions: Sequence[RelaxedSolution]) -> None:
         """Take in mixtures of the flows of neighbouring solutions; they are in order of time."""
@@ -47,11 +55,28 @@ class LowerBound:
         share = _SHARES[:, None]
         mixed = share[:, None] * flows[:-1] + (1 - share[:, None]) * flows[1:]
         self._add(least_costs(self._table, mixed).ravel(), (share * values[:-1] + (1 - share) * values[1:]).ravel())
+        self._mixtures += [(slow, fast, share) for share in _SHARES.tolist() for slow, fast in pairwise(solutions)]
+
+    def sharpen(self, times: Floats) -> None:
+        """Add what rounding loses at the least to the bounds that are the highest at some times in seconds."""
+        highest = (np.multiply.outer(times, self._slopes) + self._at_zero).argmax(axis=-1)
+        for k in sorted(set(highest.tolist()) - self._is_sharp):
+            slow, fast, share = self._mixtures[k]
+            flow, edge_flow = (
+                share * ours + (1 - share) * theirs
+                for ours, theirs in ((slow.flow, fast.flow), (slow.edge_flow, fast.edge_flow))
+            )
+            self._losses[k] = self._diamonds.least_loss(flow, edge_flow)
+            self._is_sharp.add(k)
+
+    @cached_property
+    def _diamonds(self) -> Diamonds:
+        return Diamonds(self._table)
 
     def at(self, times: Floats | float) -> Floats:
         """No choice that takes `times` seconds costs less, in joules; the rate is included."""
         times = np.asarray(times, dtype=np.float64)
-        bounds = np.multiply.outer(times, self._slopes) + self._at_zero
+        bounds = np.multiply.outer(times, self._slopes) + (self._at_zero + self._losses)
         return np.asarray(bounds.max(axis=-1))
 
     def gaps(self, times: Floats, costs: Floats) -> Floats:
@@ -63,6 +88,7 @@ class LowerBound:
     def _add(self, at_zero: Floats, flow_values: Floats) -> None:
         self._at_zero = np.concatenate([self._at_zero, at_zero])
         self._slopes = np.concatenate([self._slopes, self._rate - flow_values])
+        self._losses = np.concatenate([self._losses, np.zeros(len(at_zero))])
 
 
 def least_costs(table: ChoiceTable, flows: Floats) -> Floats:

@@ -203,6 +203,9 @@ class _Search:
     def improve(self, effort: _Effort) -> None:
         """Search and splice near all targets whose gap is too large."""
         targets = self._unsatisfied()
+        if targets and effort is _ROUNDS[-1]:
+            self._sharpen(targets)
+            targets = self._unsatisfied()
         if not targets:
             return
         if self._is_merged and effort is _ROUNDS[-1]:
@@ -246,6 +249,7 @@ class _Search:
         best, gaps = self._best()
         for found in best[gaps > _LARGEST_GAP]:
             self._relax(self._times[found])  # a tangent right there is the tightest bound
+            self._bound.sharpen(self._times[[found]])
         chosen: list[int] = []
         beyond = {self._cheapest_within(deadline) for deadline in (*deadlines, math.inf) if deadline > self.slowest}
         for found in sorted({*best.tolist(), *beyond}, key=lambda found: (self._times[found], self._costs[found])):
@@ -286,6 +290,10 @@ class _Search:
     def _report(self, activity: str, done: int, total: int) -> None:
         if self._on_progress is not None:
             self._on_progress(activity, done, total)
+
+    def _sharpen(self, targets: Sequence[int]) -> None:
+        """Raise the bound where the best choices of some targets are."""
+        self._bound.sharpen(self._times[self._best()[0][targets]])
 
     def _relax(self, time: float) -> RelaxedSolution:
         self._relaxed.append(self._programme.solve(time))

@@ -38,7 +38,8 @@ def test_gaps_are_small_and_the_saving_without_slowdown_is_nearly_the_bound(
     assert median(gaps) <= median_gap
     assert max(gaps) <= largest_gap
     plan, top = select_plan(frontier, "no_slowdown"), frontier.baseline.iteration_energy_j
-    assert 100 * (1 - plan.lower_bound_j / top) == pytest.approx(bound_percent, abs=0.015)
+    # The bound of the linear programme, or a tighter one.
+    assert bound_percent - 0.1 <= 100 * (1 - plan.lower_bound_j / top) <= bound_percent + 0.015
     assert 100 * (plan.iteration_energy_j - plan.lower_bound_j) / top <= 0.2
 
 
