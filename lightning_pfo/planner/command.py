@@ -2,13 +2,14 @@
 
 Writes into output_dir: frontier.csv, frontier.json, freqs_pipeline_%05d.py for each plan, frontier.png, and timelines
 of the fastest and of the chosen plan; all_pictures=true adds the profile's energy valleys, and the chosen plan below
-the top clocks. Example:
+the top clocks. Where the profile looks noisy, noise.txt says where. Example:
 
   lightning-pfo plan profile=profile.csv num_microbatches=12 p2p_blocking_power_w=85 output_dir=plans
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from lightning_pfo.core.files import check_can_write
+from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
 from lightning_pfo.planner.frontier import Frontier, plan_frontier
@@ -27,7 +28,7 @@ from lightning_pfo.planner.regularise import regularise
 from lightning_pfo.planner.sample import thin_frontier
 from lightning_pfo.planner.select import FORMS, check_selection, select_plan
 
-_NOTES_SHOWN = 3
+_NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 
 
 @dataclass
@@ -106,12 +107,24 @@ def run(settings: Settings) -> None:
 
     _draw(frontier, chosen, settings, folder)
     _report(frontier, chosen, settings)
-    if findings.notes:
-        done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
-        print_line = Console(highlight=False, markup=False, soft_wrap=True).print
-        print_line(f"{counted(len(findings.notes), 'finding')} of noise in the profile ({done}):")
-        for note in findings.notes[:_NOTES_SHOWN]:
-            print_line(f"  {note}")
+    _report_noise(findings.notes, settings, folder)
+
+
+def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """All findings go into a file, the first ones to the terminal."""
+    path = folder / _NOISE_NAME
+    path.unlink(missing_ok=True)  # of an earlier plan
+    if not notes:
+        return
+    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
+    heading = f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
+    write_text_atomically(path, "\n".join([f"{settings.profile}: {heading}", *notes]) + "\n")
+    print_line = Console(highlight=False, markup=False, soft_wrap=True).print
+    print_line(f"{heading}:")
+    for note in notes[:_NOTES_SHOWN]:
+        print_line(f"  {note}")
+    if len(notes) > _NOTES_SHOWN:
+        print_line(f"  all of them are in {path}")
 
 
 def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:

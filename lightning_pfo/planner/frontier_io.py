@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,12 @@ def _frontier_from(data: Mapping[str, Any]) -> Frontier:
     plans = tuple(_plan_from(record, schedule, profile) for record in reversed(data["plans"]))
     if not plans:
         raise PlanError("It contains no plan.")
-    if sorted(plans, key=lambda plan: plan.iteration_time_s) != list(plans):
+    if any(a.iteration_time_s > b.iteration_time_s for a, b in pairwise(plans)):
         raise PlanError("Its plans must be listed from the slowest to the fastest.")
+    if any(a.iteration_energy_j <= b.iteration_energy_j for a, b in pairwise(plans)):
+        raise PlanError("None of its plans may be slower than another without needing less energy.")
+    if any(plan.lower_bound_j > plan.iteration_energy_j for plan in plans):
+        raise PlanError("No plan can need less energy than its lower bound.")
     baseline = _plan_from(data["baseline"], schedule, profile)
     limits = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
     return Frontier(schedule, profile, blocking, baseline, plans, *limits)

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -74,6 +75,9 @@ _SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 
 _ROWS_AT_ONCE = 2_000_000
 """Nodes times partial choices searched in one go: what memory is used, and how often progress is reported."""
+
+_FEW_CHOICES = 5000
+"""Up to so many are all tried."""
 
 _SMALL = 5000
 """With more nodes times targets, no further round is begun only because targets share a choice."""
@@ -174,9 +178,13 @@ class _Search:
         self._least = self._relaxed[0]
         self._bound.add(self._least)
         self._order = order_of_time(self._table, self._least)
-        # So that there is a choice for every time.
-        self._choices, self._times = np.zeros((dag.num_nodes, 1), dtype=np.int64), np.array([fastest])
-        self._costs = self._table.total_costs(self._choices) + rate * fastest
+        # The fastest, so that there is a choice for every time; and all where they are few.
+        sizes = [len(opts.times) for opts in options]
+        self._has_all = math.prod(sizes) <= _FEW_CHOICES
+        known = product(*map(range, sizes)) if self._has_all else [(0,) * dag.num_nodes]
+        self._choices = np.array(list(known), dtype=np.int64).T
+        self._times = self._table.longest_paths(self._choices)
+        self._costs = self._table.total_costs(self._choices) + rate * self._times
 
     def relax(self, num_points: int, kept: Set[float]) -> None:
         """Set the targets and solve the relaxation at and between them.
@@ -251,8 +259,9 @@ class _Search:
             self._relax(self._times[found])  # a tangent right there is the tightest bound
             self._bound.sharpen(self._times[[found]])
         chosen: list[int] = []
-        beyond = {self._cheapest_within(deadline) for deadline in (*deadlines, math.inf) if deadline > self.slowest}
-        for found in sorted({*best.tolist(), *beyond}, key=lambda found: (self._times[found], self._costs[found])):
+        beyond = [deadline for deadline in (*deadlines, math.inf) if deadline > self.slowest]
+        limits = sorted({*self._times[best].tolist(), *beyond})
+        for found in map(self._cheapest_within, limits):
             if not chosen or self._costs[found] < self._costs[chosen[-1]]:
                 chosen.append(found)
         self._fill(chosen, num_points)
@@ -275,12 +284,15 @@ class _Search:
     def _fill(self, chosen: list[int], num_points: int) -> None:
         """Add choices to those chosen, none dominated: good ones first, and the farthest in time from the others."""
         times, costs, gaps = self._times, self._costs, self._bound.gaps(self._times, self._costs)
+        order = np.lexsort((costs, times))
+        undominated = np.zeros(len(order), dtype=bool)
+        undominated[order] = np.diff(np.minimum.accumulate(costs[order]), prepend=np.inf) < 0
         for limit in (max(np.median(gaps[chosen]), _MEDIAN_GAP), gaps[chosen].max()):
             while len(chosen) < num_points:
                 is_faster = times[chosen] <= times[:, None]
                 dearer = costs[chosen] > costs[:, None] * (1 + TOLERANCE)
                 cheaper = costs[chosen] < costs[:, None] * (1 - TOLERANCE)
-                between = np.where(is_faster, dearer, cheaper).all(axis=1) & (gaps <= limit)
+                between = np.where(is_faster, dearer, cheaper).all(axis=1) & undominated & (gaps <= limit)
                 distance = np.where(between, np.abs(times[chosen] - times[:, None]).min(axis=1), 0.0)
                 farthest = int(distance.argmax())
                 if distance[farthest] <= TOLERANCE * times[farthest]:
@@ -380,6 +392,8 @@ class _Search:
 
     def _prune(self) -> None:
         """Of the choices of about the same time keep the best."""
+        if self._has_all:
+            return
         gaps = self._bound.gaps(self._times, self._costs)
         slot = np.round((self._times - self.fastest) / np.maximum(self._reach.max(), 1e-300))
         order = np.lexsort((gaps, slot))

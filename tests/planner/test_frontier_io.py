@@ -86,6 +86,8 @@ def wait(rank, position):
         (lambda d: d.update(plans=[]), "contains no plan"),
         (lambda d: d["plans"].reverse(), "from the slowest to the fastest"),
         (lambda d: d["plans"][0].update(iteration_time_s=math.nan), "finite number"),
+        (lambda d: d["plans"][0].update(iteration_energy_j=1e308), "without needing less energy"),
+        (lambda d: d["plans"][0].update(lower_bound_j=1e308), "less energy than its lower bound"),
         (lambda d: d["plans"][0]["clocks_mhz"][0].pop(), "one clock per instruction"),
         (lambda d: d["plans"][0]["clocks_mhz"][0].__setitem__(0, 1234), "1234 MHz is not among"),
         (lambda d: d["plans"][0]["clocks_mhz"][0].__setitem__(0, "1400"), "whole number"),

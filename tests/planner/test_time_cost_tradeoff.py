@@ -40,8 +40,13 @@ def test_knobs_of_every_point_give_its_time_and_nothing_beats_its_bound(problem)
     for picks in itertools.product(*menus_of.values()):
         times = {node: pick[0] for node, pick in zip(menus_of, picks, strict=True)}
         every.append((longest_path(graph, times), sum(pick[1] for pick in picks)))
-    points = solve_time_cost_tradeoff(graph, num_points=4)
+    deadline = max(time for time, _ in every)
+    points = solve_time_cost_tradeoff(graph, num_points=4, deadlines=[0.6 * deadline + 0.4 * min(every)[0]])
+    assert points[-1].cost == pytest.approx(min(cost for _, cost in every), abs=1e-9)
     for point in points:
+        # so few choices are all looked at
+        best = min(cost for time, cost in every if time <= point.time + 1e-9)
+        assert point.cost == pytest.approx(best, abs=1e-9)
         assert set(point.knobs) == set(graph)
         matching = {node: [(t, c) for t, c, knob in menus_of[node] if knob == point.knobs[node]] for node in graph}
         reachable = [
