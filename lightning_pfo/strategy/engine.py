@@ -21,6 +21,7 @@ from lightning_pfo.strategy.stage import CountedWork, Stage
 from lightning_pfo.strategy.stage_layers import accumulate_only, reduce_over_replicas, release_gathered
 from lightning_pfo.strategy.stage_module import StageModule
 from lightning_pfo.strategy.step_redirection import ModuleInputs
+from lightning_pfo.strategy.step_values import host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps the model's output for a microbatch and the microbatch's index to a loss."""
@@ -69,6 +70,7 @@ class PipelineEngine:
         self._emitter = EventEmitter()
         self._counted_work: CountedWork | None = None
         self._modules = dict(modules)
+        self._hosts: dict[bool, dist.ProcessGroup | None] = {}
         self._executors: dict[Any, tuple[Executor, dict[int, Any]]] = {}
         self._inputs: Callable[[int], ModuleInputs] | None = None
         self._loss_function: LossFunction | None = None
@@ -105,8 +107,10 @@ class PipelineEngine:
             torch.cuda.synchronize(self.device)
 
     def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
-        """See `InstructionSource.all_gather`."""
-        group = None if everywhere else self.group
+        """See `InstructionSource.all_gather`; hosts talk to each other, none waits for its device as with nccl."""
+        if everywhere not in self._hosts:
+            self._hosts[everywhere] = host_group(None if everywhere else self.group, self.device)
+        group = self._hosts[everywhere]
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
         return values

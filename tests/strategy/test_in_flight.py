@@ -1,4 +1,5 @@
-"""Memory is that of the microbatches in flight, and the orders in which EnvPipe hangs run: 4 processes, plain torch."""
+"""Memory is that of the microbatches in flight, orders in which EnvPipe hangs run, hosts exchange without their devices:
+4 processes, plain torch."""
 
 import json
 from pathlib import Path
@@ -68,3 +69,9 @@ def test_orders_in_which_envpipe_hangs_run_and_give_the_gradients_of_one_process
             assert ran["order"] == [str(inst) for inst in unclamped(k, num_microbatches).orders[rank]]
             norms += ran["norms"]
         assert norms == pytest.approx(expected["norms"], rel=1e-4)
+
+
+def test_what_listeners_exchange_waits_for_no_gpu(ranks):
+    """An exchange over nccl, each iteration, would let the host wait until the GPU has done all of it."""
+    for seen in ranks:
+        assert seen["exchanged"] == {"values": [[0, 1, 2, 3]] * 3, "backends": ["gloo"] * 3}

@@ -106,6 +106,24 @@ def run_order(k, num_microbatches):
     return {"loss": float(loss), "norms": gradient_norms(model), "order": recorder.order}
 
 
+def exchange_between_hosts():
+    """What listeners exchange, and over groups of which backend, if the device is a GPU and the world's is nccl."""
+    source = PipelinedModel(make_net(4), nn.functional.mse_loss).instruction_source
+    source.device = torch.device("cuda")
+    used, gather = [], dist.all_gather_object
+
+    def noting(values, value, group):
+        used.append("the world's" if group in (None, dist.group.WORLD) else dist.get_backend(group))
+        gather(values, value, group=group)
+
+    dist.all_gather_object = noting
+    try:
+        values = [source.all_gather(dist.get_rank(), everywhere=everywhere) for everywhere in (False, True, True)]
+    finally:
+        dist.all_gather_object = gather
+    return {"values": values, "backends": used}
+
+
 def one_process(num_microbatches):
     net = make_net(4)
     x, y = make_batch(num_microbatches)
@@ -120,6 +138,7 @@ def main():
     results = {
         "measured": {name: {n: measure(name, n) for n in NUM_MICROBATCHES} for name in SCHEDULES},
         "cases": cases,
+        "exchanged": exchange_between_hosts(),
         "orders": [run_order(*case) for case in cases],
     }
     if rank == 0:
