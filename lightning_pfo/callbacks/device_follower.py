@@ -33,6 +33,8 @@ class DeviceMark(Protocol):
         """Milliseconds from here to another mark, both reached and recorded with timing."""
 
 
+_CLOSE_TIMEOUT_S = 1.0
+
 Recorder = Callable[[], "DeviceMark | None"]
 """Puts a mark behind the work launched so far; None where the host waits for that work anyway."""
 
@@ -47,8 +49,15 @@ def record_timed_mark() -> DeviceMark | None:
     return _recorded(enable_timing=True)
 
 
-def _recorded(enable_timing: bool) -> DeviceMark | None:
+def cuda_device_index() -> int | None:
+    """CUDA's index of the GPU that this thread computes on; None if this process does not use CUDA."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_device()
+
+
+def _recorded(enable_timing: bool) -> DeviceMark | None:
+    if cuda_device_index() is None:
         return None
     # blocking: a thread that waits for it sleeps instead of spinning
     event: Any = torch.cuda.Event(enable_timing=enable_timing, blocking=True)  # type: ignore[no-untyped-call]
@@ -65,47 +74,78 @@ def no_mark() -> DeviceMark | None:
 class DeviceFollower:
     """Runs actions in order, each when the device has done all work that was launched before it was handed over.
 
+    A failure of the device or of an action ends it; training goes on.
+
     Attributes:
         is_deferred: Whether actions run later, on the follower's thread; known from the first action on.
-        error: What ended it: a failure of the device, or of an action. None while all is well.
+        error: What ended it. None while all is well.
     """
 
-    def __init__(self, record: Recorder = record_mark) -> None:
-        """Start nothing yet; the first deferred action starts the thread."""
+    def __init__(self, record: Recorder = record_mark, on_failure: Callable[[], object] = lambda: None) -> None:
+        """Start nothing yet; the first deferred action starts the thread.
+
+        Args:
+            record: Puts marks into the device's work.
+            on_failure: Called once if something fails, on the thread where it does.
+        """
         self._record = record
+        self._on_failure = on_failure
         self.is_deferred = False
         self.error: Exception | None = None
         self._waiting: queue.SimpleQueue[tuple[DeviceMark, Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no action will run any more."""
+        return self._is_closed or self.error is not None
+
     def when_reached(self, action: Callable[[], object]) -> None:
         """Run `action` when the device gets here; returns at once. Call it on the thread that launches the work."""
-        mark = self._record()
-        if mark is None:
-            action()
+        if self.has_ended:
+            return
+        try:
+            mark = self._record()
+            if mark is None:
+                action()
+                return
+        except Exception as error:
+            self._fail(error)
             return
         if self._thread is None:
             self.is_deferred = True
-            self._thread = threading.Thread(target=self._work, name="pfo-device-follower", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(cuda_device_index(),), name="pfo-device-follower", daemon=True
+            )
             self._thread.start()
-        if self.error is None and not self._is_closed:
-            self._waiting.put((mark, action))
+        self._waiting.put((mark, action))
 
     def close(self) -> None:
         """Drop the actions that are still to come. May be called twice."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._waiting.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # a thread that the end of the interpreter finds inside a CUDA call would abort the process
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def _work(self) -> None:
+    def _work(self, device_index: int | None) -> None:
         try:
+            if device_index is not None:
+                torch.cuda.set_device(device_index)  # else waiting takes memory of GPU 0, where new threads start
             while (item := self._waiting.get()) is not None:
                 mark, action = item
                 mark.synchronize()
                 if self._is_closed:
                     return
                 action()
-        except Exception as error:  # surfaces as `error`; training learns of a failed device by itself
-            self.error = error
-            if not self._is_closed:
-                logger.error("Nothing is timed by the GPU's progress any more: %s", error)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error  # training learns of a failed device by itself
+        if not self._is_closed:
+            logger.error("Nothing is timed or set by the GPU's progress any more: %s", error)
+            self._on_failure()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from weakref import WeakKeyDictionary
 
 import torch
 
 from lightning_pfo.callbacks.agreement import check_together
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark, record_mark
+from lightning_pfo.callbacks.device_follower import DeviceFollower, cuda_device_index, no_mark, record_mark
 from lightning_pfo.callbacks.emulation import EmulationListener
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
+
+logger = logging.getLogger(__name__)
 
 GpuChoice = str | GpuConfig | Gpu
 """A name such as `auto`, `nvml` or `emulated_a40`, a configuration, or an open GPU."""
@@ -32,9 +35,14 @@ class GpuSession:
 
     def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int) -> None:
         self.config = _config_of(choice)
-        self.gpu = open_gpu(choice, source.local_device_index, num_gpus=num_gpus)
+        index = source.local_device_index
+        if self.config.kind != "emulated":
+            trained_on = cuda_device_index()  # need not be the rank's number: Trainer(devices=[2, 3])
+            index = index if trained_on is None else trained_on
+        self.gpu = open_gpu(choice, index, num_gpus=num_gpus)
         self.clocks = ClockController(self.gpu, is_quiet=source.local_device_index > 0)
-        self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark)
+        # without the follower nobody would raise a low clock again
+        self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark, on_failure=self.clocks.close)
         self._source = source
         self._choice = choice
         self._users: list[object] = []
@@ -63,7 +71,15 @@ class GpuSession:
         self.clocks.close()
         if self._emulation is not None:
             self._emulation.detach()
-        self.gpu.close()
+        try:
+            self.gpu.close()
+        except DeviceError as error:  # the training is over, and its result is worth more
+            logger.error(
+                "%s was not released: %s The watchdog tries again when this process ends; after that: "
+                "lightning-pfo restore-clocks.",
+                self.gpu.name,
+                error,
+            )
 
     def own_clocks(self, user: object) -> None:
         """Claim the right to set clocks, against other callbacks and other jobs; a collective call.
@@ -84,7 +100,7 @@ class GpuSession:
         self.clocks.guard()
 
     def _claim_clocks(self) -> None:
-        check_same_gpu(self.gpu, self._source.local_device_index)
+        check_same_gpu(self.gpu)
         self.gpu.claim_clocks()
 
 
@@ -112,16 +128,15 @@ def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, 
     return session
 
 
-def check_same_gpu(gpu: Gpu, index: int) -> None:
-    """Check that CUDA and the driver mean the same GPU by an index, before anybody sets the clocks of another one.
+def check_same_gpu(gpu: Gpu) -> None:
+    """Check that CUDA computes on this GPU, before anybody sets the clocks of another one.
 
     Raises:
         ConfigurationError: If CUDA counts GPUs in another order; the message says how to change that.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    index = cuda_device_index()
+    if index is None or getattr(gpu, "is_split", False):  # an instance has a UUID of its own
         return
-    if index >= torch.cuda.device_count() or "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        return  # an instance has a UUID of its own
     ours = getattr(gpu, "uuid", "")
     cudas = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
     if ours.startswith("GPU-") and cudas and ours.removeprefix("GPU-") != cudas.removeprefix("GPU-"):

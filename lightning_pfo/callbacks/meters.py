@@ -23,7 +23,7 @@ Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
 
 _TICK_TIMEOUT_S = 1.0
-_DEVICE_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.1
 
 
 class TooFewTicksError(DeviceError):
@@ -319,6 +319,14 @@ class IterationMeter(InstructionListener):
         own = None
         while self._num_launched > self._follower.is_deferred:
             self._num_launched -= 1
-            with contextlib.suppress(queue.Empty):  # the device has failed
-                own = self._finished.get(timeout=_DEVICE_TIMEOUT_S)
+            own = self._next_finished()
         return own
+
+    def _next_finished(self) -> tuple[int, float, float] | None:
+        """Wait for the device, however long an iteration takes; None if nothing follows it any more."""
+        while True:
+            is_last_look = self._follower.has_ended
+            with contextlib.suppress(queue.Empty):
+                return self._finished.get(timeout=0 if is_last_look else _LOOK_EVERY_S)
+            if is_last_look:
+                return None

@@ -74,7 +74,7 @@ class InstructionSource(Protocol):
 
     @property
     def local_device_index(self) -> int:
-        """Index of this rank's GPU on its node."""
+        """Number of this process on its node; also that of its GPU, unless torch was told to use another one."""
 
     @property
     def schedule(self) -> PipelineSchedule | None:

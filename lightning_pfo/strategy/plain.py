@@ -116,6 +116,8 @@ class PipelinedModel(nn.Module):
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         self.module = module
         self.device = device if device is not None else _default_device()
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
         self._loss_fn = loss_fn
         self._scaler = scaler

@@ -90,6 +90,7 @@ def test_on_cuda_marks_are_blocking_events_in_the_current_stream(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     device_follower.record_mark()
     device_follower.record_timed_mark()
@@ -123,8 +124,44 @@ def test_a_failed_device_is_reported_once_and_ends_the_following(caplog):
     wait_until(lambda: follower.error is not None)
     follower.when_reached(lambda: None)
     assert [record.getMessage() for record in caplog.records] == [
-        "Nothing is timed by the GPU's progress any more: an illegal memory access was encountered"
+        "Nothing is timed or set by the GPU's progress any more: an illegal memory access was encountered"
     ]
+
+
+def test_the_thread_waits_on_the_gpu_that_trains(monkeypatch):
+    """A new thread is on GPU 0, where its first CUDA call would take half a gigabyte."""
+    chosen, done = [], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.append((index, threading.current_thread().name)))
+    stream = FakeStream()
+    follower = DeviceFollower(stream.record)
+    follower.when_reached(lambda: done.append(list(chosen)))
+    stream.get_to(0)
+    wait_until(lambda: bool(done))
+    follower.close()
+    assert done == [[(3, "pfo-device-follower")]]
+    assert not follower._thread.is_alive()  # else it might be inside CUDA when the interpreter ends
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
+    stream, gpu, source, failures = FakeStream(), FakeGpu(), FakeSource(), []
+    follower = DeviceFollower(stream.record if is_deferred else no_mark, on_failure=lambda: failures.append(1))
+    source.add_listener(meter := IterationMeter(gpu, source, follower, is_ready=lambda: True))
+    source.run_iteration()
+    stream.get_to(len(stream.marks) - 1)
+    wait_until(lambda: meter._finished.qsize() == 1)
+    gpu.total_energy_mj = lambda: 1 / 0
+    source.run_iteration()
+    stream.get_to(len(stream.marks) - 1)
+    wait_until(lambda: follower.error is not None)
+    for _ in range(3):
+        source.run_iteration()
+        assert meter.take() is None  # at once, though nothing will come any more
+    assert failures == [1]
+    follower.close()
 
 
 def test_on_cuda_an_iteration_is_measured_when_the_device_has_done_it():
