@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from lightning_pfo.callbacks.gpu_session import check_same_gpu
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu
 from lightning_pfo.device.energy_sampler import EnergySampler
@@ -51,7 +52,7 @@ def measure_blocked_power(gpu: Gpu, num_clocks: int, seconds: float) -> list[Blo
         The power at each clock; only at the GPU's own clock if this process may not set clocks.
 
     Raises:
-        ConfigurationError: If torch sees only one GPU.
+        ConfigurationError: If torch sees only one GPU, or its first is not the driver's first.
         DeviceError: If the energy counter fails or advances too seldom.
     """
     uses_cuda = torch.cuda.is_available() and not gpu.is_emulated
@@ -67,6 +68,7 @@ def measure_blocked_power(gpu: Gpu, num_clocks: int, seconds: float) -> list[Blo
         neighbour.start()
         try:
             tensor = _join(meeting_point, 0, uses_cuda)
+            check_same_gpu(gpu)
             with ClockController(gpu) as clocks:
                 measured = _measure_clocks(gpu, clocks, tensor, num_clocks, seconds)
             tensor.fill_(_STOP)

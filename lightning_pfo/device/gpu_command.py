@@ -17,19 +17,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import nvml, zeus_backend
 from lightning_pfo.device.choose import open_gpu
 from lightning_pfo.device.gpu_config import GpuConfig, load_gpu_config
 from lightning_pfo.device.gpu_report import GpuReport, report_gpu
-
-HOW_TO_GET_PERMISSION = (
-    "Permission to set clocks: run as root, or with the capability CAP_SYS_ADMIN, in a container too "
-    "(docker: --cap-add=SYS_ADMIN); or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use "
-    "gpu=zeus (pip install 'lightning-pfo[zeus]')."
-)
 
 
 @dataclass
@@ -52,7 +46,7 @@ def run(settings: Settings) -> None:
 
     Raises:
         ConfigurationError: If a setting is impossible.
-        DeviceError: If a GPU cannot be opened.
+        DeviceError: After all others were reported, if a GPU fails.
     """
     if settings.watch_s <= 0:
         raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}. Use watch_s=1.")
@@ -70,30 +64,43 @@ def run(settings: Settings) -> None:
     num_gpus = max(1, num_gpus)  # without any, opening says why
     if not 0 <= settings.index < num_gpus:
         raise ConfigurationError(f"index counts the GPUs from 0 to {num_gpus - 1}; got {settings.index}. Use index=0.")
-    reports = []
+    reports: dict[int, GpuReport] = {}
+    failures: list[str] = []
     for index in range(num_gpus):
-        gpu = open_gpu(config, index)
         try:
-            reports.append(report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s))
-        finally:
-            gpu.close()
-    if settings.write:
+            reports[index] = _report(config, index, settings)
+        except DeviceError as error:
+            failures.append(str(error))
+    is_written = bool(settings.write) and settings.index in reports
+    if is_written:
         write_text_atomically(settings.write, config_text(reports[settings.index], config))
     if settings.json:
-        sys.stdout.write(json.dumps([asdict(report) for report in reports], indent=1) + "\n")
-        return
+        sys.stdout.write(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
+    else:
+        _print(list(reports.values()), settings.write if is_written else "")
+    if failures:
+        raise DeviceError(" ".join(failures))
+
+
+def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
+    gpu = open_gpu(config, index)
+    try:
+        return report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s)
+    finally:
+        gpu.close()
+
+
+def _print(reports: list[GpuReport], written: str) -> None:
     console = Console()
     for report in reports:
         console.print(_table(report))
     for reason in sorted({report.permission for report in reports} - {""}):
         console.print(reason, highlight=False, markup=False)
-    if any(report.may_set_clocks is False for report in reports):
-        console.print(HOW_TO_GET_PERMISSION, highlight=False)
-    if settings.write:
-        path = Path(settings.write)
+    if written:
+        path = Path(written)
         is_found = path.resolve().parent == (conf_dir() / "gpu").resolve()
         hint = "use it with" if is_found else f"moved to {conf_dir() / 'gpu'}, it is used with"
-        console.print(f"written to {path}; {hint} gpu={path.stem}", highlight=False, soft_wrap=True)
+        console.print(f"written to {path}; {hint} gpu={path.stem}", highlight=False, markup=False, soft_wrap=True)
 
 
 def config_text(report: GpuReport, config: GpuConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,14 @@ from typing import Any
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
 from lightning_pfo.device.leased_gpu import LeasedGpu
+from lightning_pfo.device.visible_gpus import visible_gpus
 
 logger = logging.getLogger(__name__)
 
 _HOW_TO_GET_PERMISSION = (
     "Locking GPU clocks needs root or the capability CAP_SYS_ADMIN, in a container too (docker: --cap-add=SYS_ADMIN). "
-    "Run with it, have zeusd do it (gpu=zeus; docs/gpus.md), or try the clock control on an emulated GPU "
-    "(gpu=emulated_a100)"
+    "Run with it; or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip "
+    "install 'lightning-pfo[zeus]'; docs/gpus.md); or try the clock control on an emulated GPU (gpu=emulated_a100)"
 )
 # NVML code (nvml.h, nvmlReturn_t) -> error class and what to do about it
 _ERRORS: dict[int, tuple[type[DeviceError], str]] = {
@@ -34,8 +36,12 @@ _ERRORS: dict[int, tuple[type[DeviceError], str]] = {
     16: (DeviceError, "The GPU must be reset before it can be used again (nvidia-smi --gpu-reset)"),
     18: (DeviceError, "Driver and library have different versions; reboot the machine after a driver update"),
 }
+_NO_PERMISSION = 4
+_UNUSABLE = {_NO_PERMISSION, 15, 16}  # codes of GPUs that are there, but not for us
 _ABSENT = {9, 12}  # codes of nvmlInit on a machine without an NVIDIA GPU
-# bits of nvmlDeviceGetCurrentClocksThrottleReasons (nvml.h); the others are requests, not limits
+# newer drivers may lack the second function, older ones lack the first (nvml.h)
+_LIMITS_FUNCTIONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+# bits that they return; the others are requests, not limits
 _LIMITS = {0x4: "power_cap", 0x8: "hw_slowdown", 0x20: "thermal", 0x40: "thermal", 0x80: "hw_slowdown"}
 _REFUSED = {2, 3, 4, 13, 15}  # codes after which the driver has certainly not done what was asked
 
@@ -104,37 +110,41 @@ def nvml_available() -> bool:
 
 
 def _visible_handles(pynvml: ModuleType) -> list[Any]:
-    """Handles of the GPUs in the order of CUDA_VISIBLE_DEVICES.
+    """Handles of the GPUs in the order of CUDA_VISIBLE_DEVICES; see `visible_gpus`.
 
-    As in CUDA, entries are indices or (prefixes of) UUIDs, and the first invalid one ends the list. For a MIG instance
-    it is the GPU that it is part of: clocks and energy are known of the whole GPU only. NVML counts in PCI
-    order; CUDA does so too on nodes of equal GPUs, or under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    For a MIG instance it is the GPU that it is part of: clocks and energy are known of the whole GPU only. NVML counts
+    in PCI order; CUDA does so too on nodes of equal GPUs, or under CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return handles
-    chosen: list[Any] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry.isdecimal():
-            matches = handles[int(entry) : int(entry) + 1]
-        elif entry.startswith("GPU-"):
-            matches = [handle for handle in handles if _text(pynvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
-        elif entry.startswith("MIG-"):
-            matches = _gpu_of_mig(pynvml, entry)
-        else:
-            matches = []
-        if len(matches) != 1:
-            break
-        chosen += matches
-    return chosen
+    handles = _usable_handles(pynvml)
+    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+    def uuid_of_mig(mig_uuid: str) -> str | None:
+        try:
+            instance = pynvml.nvmlDeviceGetHandleByUUID(mig_uuid)
+            return _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
+        except pynvml.NVMLError:
+            return None
+
+    return [handles[index] for index in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, uuid_of_mig)]
 
 
-def _gpu_of_mig(pynvml: ModuleType, mig_uuid: str) -> list[Any]:
-    try:
-        return [pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(pynvml.nvmlDeviceGetHandleByUUID(mig_uuid))]
-    except pynvml.NVMLError:
-        return []
+def _usable_handles(pynvml: ModuleType) -> list[Any]:
+    """Handles of the GPUs that CUDA counts: not of those that a batch system keeps from this job, nor of lost ones."""
+    handles = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError as error:
+            if int(error.value) not in _UNUSABLE:
+                raise
+            if int(error.value) != _NO_PERMISSION:
+                _warn_once(f"GPU {index} of this node is left out: NVML says {str(error)!r}.")
+    return handles
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> None:
@@ -190,13 +200,14 @@ class NvmlGpu(LeasedGpu):
                 self._handle = handles[index]
                 name = _text(self._nvml.nvmlDeviceGetName(self._handle))
                 uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
+            with _project_errors(f"Asking {name} for the clocks that it supports"):
                 memory_mhz = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
                 clocks_mhz = self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz)
         except BaseException:
             self._leave()
             raise
         super().__init__(name, uuid, tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True)))
-        if self._is_split():
+        if self.is_split:
             logger.warning(
                 "%s is split into MIG instances: its clock and its energy are those of all instances together.",
                 self._name,
@@ -219,7 +230,9 @@ class NvmlGpu(LeasedGpu):
     def _was_refused(self, error: DeviceError) -> bool:
         return getattr(error.__cause__, "value", None) in _REFUSED
 
-    def _is_split(self) -> bool:
+    @property
+    def is_split(self) -> bool:
+        """Whether it is split into MIG instances, of which CUDA shows each as a GPU."""
         try:
             return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
         except self._nvml.NVMLError:
@@ -251,9 +264,18 @@ class NvmlGpu(LeasedGpu):
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
 
     def power_mw(self) -> int:
-        """Power drawn now (on some GPUs averaged over the last second)."""
+        """Power drawn now; where the driver tells only that, averaged over the last second."""
         with _project_errors(f"Reading the power of {self._name}"):
-            return int(self._nvml.nvmlDeviceGetPowerUsage(self._handle))
+            instant_mw = self._instant_power_mw()
+            return int(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) if instant_mw is None else instant_mw
+
+    def _instant_power_mw(self) -> int | None:
+        """What nvmlDeviceGetPowerUsage returns up to GA100; of newer GPUs it returns an average (nvml.h)."""
+        try:
+            (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+        except self._nvml.NVMLError:
+            return None
+        return int(field.value.uiVal) if field.nvmlReturn == self._nvml.NVML_SUCCESS else None
 
     def graphics_clock_mhz(self) -> int:
         """The graphics clock at which the GPU runs now."""
@@ -262,11 +284,13 @@ class NvmlGpu(LeasedGpu):
 
     def clock_limits(self) -> frozenset[str]:
         """What holds the clock down now; empty where the driver does not tell."""
-        try:
-            reasons = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle))
-        except self._nvml.NVMLError:
-            return frozenset()
-        return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
+        for name in _LIMITS_FUNCTIONS:
+            try:
+                reasons = int(getattr(self._nvml, name)(self._handle))
+            except (AttributeError, self._nvml.NVMLError):
+                continue
+            return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
+        return frozenset()
 
     def close(self) -> None:
         """Restore the clocks and leave NVML. May be called twice."""

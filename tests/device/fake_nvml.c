@@ -10,6 +10,10 @@
  *   FAKE_NVML_LOST_FILE   while this file exists, all GPUs have fallen off the bus
  *   FAKE_NVML_REASONS     bits that say what holds the clock down, beside the power limit (default: 0)
  *   FAKE_NVML_MIG         1: the GPUs are split into instances (default: 0)
+ *   FAKE_NVML_AVERAGE_MW  what nvmlDeviceGetPowerUsage returns, as if averaged (default: the present power)
+ *   FAKE_NVML_OLD         1: a driver without functions and fields of 2023 (default: 0)
+ *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
+ *   FAKE_NVML_REFUSED_GPU, FAKE_NVML_REFUSED_CODE  a GPU that cannot be opened, and what it says (default: none)
  *   FAKE_NVML_LOG         file to which every change is appended: "<pid> <gpu> lock <min> <max>" or "<pid> <gpu> reset"
  *
  * All processes with the same log see the same clocks, as with a real driver.
@@ -26,7 +30,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
-       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, GPU_IS_LOST = 15 };
+       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15 };
 enum { TOP_MHZ = 1410, MIN_MHZ = 210, STEP_MHZ = 15, MAX_GPUS = 16, POWER_MW = 300000 };
 
 typedef struct { int index; } gpu_t;
@@ -88,6 +92,7 @@ static void change_clock(gpu_t *gpu, unsigned locked_mhz) {
     state->locked_mhz = locked_mhz;
 }
 
+static int is_old(void) { return atoi(setting("FAKE_NVML_OLD", "0")); }
 static int is_lost(void) {
     const char *path = getenv("FAKE_NVML_LOST_FILE");
     return scenario_is("lost_gpu") || (path && access(path, F_OK) == 0);
@@ -131,6 +136,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) {
 }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, gpu_t **gpu) {
     if (index >= num_gpus() || index >= MAX_GPUS) return INVALID_ARGUMENT;
+    if ((int)index == atoi(setting("FAKE_NVML_REFUSED_GPU", "-1"))) return atoi(setting("FAKE_NVML_REFUSED_CODE", "4"));
     gpus[index].index = (int)index;
     *gpu = &gpus[index];
     return SUCCESS;
@@ -204,9 +210,8 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 }
 
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
-    (void)gpu;
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
-    if (is_lost()) return GPU_IS_LOST;
+    if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
     double tick_s = 1e-3 * milliseconds("FAKE_NVML_TICK_MS"), time_s = now_s();
     if (tick_s > 0) time_s = (double)(uint64_t)(time_s / tick_s) * tick_s;
     *energy_mj = (uint64_t)(POWER_MW * time_s);
@@ -215,7 +220,23 @@ int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_m
 int nvmlDeviceGetPowerUsage(gpu_t *gpu, unsigned *power_mw) {
     (void)gpu;
     if (is_lost()) return GPU_IS_LOST;
-    *power_mw = POWER_MW;
+    *power_mw = (unsigned)atoi(setting("FAKE_NVML_AVERAGE_MW", "300000"));
+    return SUCCESS;
+}
+typedef struct {
+    unsigned id, scope;
+    long long time_us, latency_us;
+    int type, code;
+    union { double d; unsigned u; unsigned long long ull; } value;
+} field_t;
+int nvmlDeviceGetFieldValues(gpu_t *gpu, int count, field_t *fields) {
+    (void)gpu;
+    if (is_lost()) return GPU_IS_LOST;
+    for (int i = 0; i < count; i++) {
+        fields[i].code = fields[i].id == 186 && !is_old() ? SUCCESS : NOT_SUPPORTED; /* present power */
+        fields[i].type = 1;
+        fields[i].value.u = POWER_MW;
+    }
     return SUCCESS;
 }
 int nvmlDeviceGetClockInfo(gpu_t *gpu, int type, unsigned *clock_mhz) {
@@ -230,10 +251,16 @@ int nvmlDeviceGetPowerManagementLimit(gpu_t *gpu, unsigned *limit_mw) {
     *limit_mw = 400000;
     return SUCCESS;
 }
-int nvmlDeviceGetCurrentClocksThrottleReasons(gpu_t *gpu, unsigned long long *reasons) {
+static int get_reasons(gpu_t *gpu, unsigned long long *reasons) {
     *reasons = (unsigned long long)strtoull(setting("FAKE_NVML_REASONS", "0"), NULL, 0);
     if (wanted_mhz(&clock_states[gpu->index]) > cap_mhz()) *reasons |= 0x4; /* software power cap */
     return SUCCESS;
+}
+int nvmlDeviceGetCurrentClocksThrottleReasons(gpu_t *gpu, unsigned long long *reasons) {
+    return is_old() ? get_reasons(gpu, reasons) : FUNCTION_NOT_FOUND; /* deprecated */
+}
+int nvmlDeviceGetCurrentClocksEventReasons(gpu_t *gpu, unsigned long long *reasons) {
+    return is_old() ? FUNCTION_NOT_FOUND : get_reasons(gpu, reasons);
 }
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(gpu_t *instance, gpu_t **gpu) {
     *gpu = instance;

@@ -57,8 +57,34 @@ def test_without_the_probe_no_clock_is_touched(fake_driver: FakeDriver) -> None:
 
 def test_no_permission_says_how_to_get_it(fake_driver: FakeDriver) -> None:
     output = " ".join(run(fake_driver.environment("no_permission", num_gpus=1)).split())
-    assert "Permission to set clocks: run as root, or with the capability CAP_SYS_ADMIN" in output
+    assert "needs root or the capability CAP_SYS_ADMIN" in output
+    assert "set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip install 'lightning-pfo[zeus]'" in output
+    unsupported = " ".join(run(fake_driver.environment("not_supported", num_gpus=1)).split())
+    assert "GPU or driver cannot do it" in unsupported
+    assert "root" not in unsupported  # which would not help
     assert fake_driver.changes() == []
+
+
+def test_a_gpu_that_fails_does_not_hide_the_others(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    environment = fake_driver.environment(num_gpus=3, failing_gpu=1)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_pfo",
+        "gpu",
+        "watch_s=0.05",
+        "json=true",
+        f"write={tmp_path / 'x.yaml'}",
+    ]
+    done = subprocess.run(
+        [*command, "index=2"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "lightning-pfo: error: Reading the energy counter of Fake GPU 1 failed: NVML says 'GPU"
+    )
+    assert [report["index"] for report in json.loads(done.stdout)] == [0, 2]
+    assert "Fake GPU 2" in (tmp_path / "x.yaml").read_text()
 
 
 def test_no_counter_means_power_integration(fake_driver: FakeDriver) -> None:

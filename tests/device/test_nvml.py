@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lightning_pfo.device import nvml, open_gpu
+from lightning_pfo.device.visible_gpus import visible_gpus
 from tests.device.conformance import CHECKS
 from tests.device.fake_driver import FakeDriver, fake_driver
 
@@ -20,7 +21,9 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("settings", [{}, {"latency_ms": 3, "landing_ms": 10, "tick_ms": 20}], ids=["quick", "slow"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"latency_ms": 3, "landing_ms": 10, "tick_ms": 20, "old": 1}], ids=["quick", "slow"]
+)
 def test_conformance_nvml(settings: dict[str, int], fake_driver: FakeDriver) -> None:
     run(fake_driver.environment(**settings), "-m", "tests.device.conformance", "nvml")
     assert fake_driver.locked_gpus() == {}
@@ -48,6 +51,13 @@ VISIBLE = {
     "MIG-2-0,MIG-1-3": ["Fake GPU 2", "Fake GPU 1"],  # the GPUs that they are part of
     "MIG-7-0": [],
     "GPU-": [],  # ambiguous
+    "2,0,2": [],
+    "GPU-1,GPU-11111111-fake": [],
+    "MIG-1-0,MIG-1-1": ["Fake GPU 1"] * 2,
+    "MIG-1-0,MIG-1-0": [],
+    "1,GPU-2": ["Fake GPU 1"],
+    "GPU-2,1": ["Fake GPU 2"],
+    "1gpu,+2,x,0": ["Fake GPU 1", "Fake GPU 2"],
 }
 
 
@@ -71,6 +81,42 @@ for visible, names in {VISIBLE!r}.items():
             raise AssertionError(visible)
 """
     run(fake_driver.environment(num_gpus=3), "-c", script)
+
+
+@pytest.mark.parametrize("visible", [visible for visible in VISIBLE if "-fake" not in visible and "MIG" not in visible])
+def test_visible_gpus_are_those_of_torch(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch import cuda
+
+    uuids = [f"GPU-{index}" for index in range(3)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    expected = cuda._parse_visible_devices()
+    if expected and isinstance(expected[0], str):
+        expected = cuda._transform_uuid_to_ordinals(expected, uuids)  # type: ignore[arg-type]
+    assert visible_gpus(visible, uuids, lambda mig: None) == [index for index in expected if index in range(3)]
+
+
+@pytest.mark.parametrize(("code", "warnings"), [(4, 0), (15, 1)], ids=["kept from this job", "lost"])
+def test_the_gpus_of_a_node_that_others_have_or_that_are_lost_do_not_count(
+    code: int, warnings: int, fake_driver: FakeDriver
+) -> None:
+    script = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout)
+from lightning_pfo.device import nvml, open_gpu
+print([open_gpu("nvml", index, num_gpus=2).name for index in range(nvml.visible_gpu_count())])
+"""
+    output = run(fake_driver.environment(num_gpus=3, refused_gpu=1, refused_code=code), "-c", script)
+    assert output.count("WARNING") == output.count("GPU 1 of this node is left out") == warnings
+    assert output.endswith("['Fake GPU 0', 'Fake GPU 2']\n")
+
+
+@pytest.mark.parametrize(("old", "power_mw"), [(0, 300_000), (1, 250_000)])
+def test_the_present_power_and_limits_are_read_by_new_names_and_old(
+    old: int, power_mw: int, fake_driver: FakeDriver
+) -> None:
+    script = "from lightning_pfo.device import open_gpu as o; g = o('nvml', 0); print(g.power_mw(), *g.clock_limits())"
+    output = run(fake_driver.environment(old=old, average_mw=250_000, reasons="0x20"), "-c", script)
+    assert output == f"{power_mw} thermal\n"
 
 
 def test_a_gpu_in_instances_is_one_gpu_and_says_so(fake_driver: FakeDriver) -> None:
