@@ -131,6 +131,7 @@ class EnergySampler:
             energy_mj = self._gpu.total_energy_mj()
             now_s = (before_s + time.perf_counter()) / 2
             if energy_mj != last_mj:
+                _check_rise(self._gpu, last_mj, energy_mj)
                 is_sharp = now_s - last_poll_s <= 2 * _POLL_S
                 if is_sharp:  # else it may have advanced long before, and the next one is as good
                     self._readings.append(((last_poll_s + now_s) / 2, energy_mj / 1000))
@@ -185,22 +186,45 @@ class EnergyReader:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._last_mj = 0
         self._sampler: EnergySampler | None = None
         try:
-            gpu.total_energy_mj()
+            self._last_mj = gpu.total_energy_mj()
         except NotSupportedError:
             logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
             self._sampler = EnergySampler(gpu)
             self._sampler.start()
 
     def energy_j(self) -> float:
-        """Energy so far, J."""
-        return self._gpu.total_energy_mj() / 1000 if self._sampler is None else self._sampler.latest_energy_j()
+        """Energy so far, J.
+
+        Raises:
+            DeviceError: If the counter was reset meanwhile.
+        """
+        if self._sampler is not None:
+            return self._sampler.latest_energy_j()
+        energy_mj = self._gpu.total_energy_mj()
+        _check_rise(self._gpu, self._last_mj, energy_mj)
+        self._last_mj = energy_mj
+        return energy_mj / 1000
 
     def close(self) -> None:
         """Stop integrating. May be called twice."""
         if self._sampler is not None:
             self._sampler.stop()
+
+
+def _check_rise(gpu: Gpu, before_mj: int, now_mj: int) -> None:
+    """The counter has 64 bits and never wraps; what it counted is lost when the GPU is reset.
+
+    Raises:
+        DeviceError: If it went back.
+    """
+    if now_mj < before_mj:
+        raise DeviceError(
+            f"An energy counter only rises; that of {gpu.name} went from {before_mj} to {now_mj} mJ, as after a reset "
+            "of the GPU. Measure again."
+        )
 
 
 def clock_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> tuple[float, set[str]]:

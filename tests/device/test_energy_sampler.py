@@ -143,3 +143,31 @@ def test_limits_of_a_real_gpu(bits: str, limits: list[str], fake_driver: FakeDri
     environment = fake_driver.environment() | {"FAKE_NVML_REASONS": bits}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(limits)
+
+
+class ResetCounter(EmulatedGpu):
+    """Its energy counter starts again once, from `reset` on."""
+
+    forgotten_mj = 0
+
+    def reset(self) -> None:
+        self.forgotten_mj = super().total_energy_mj()
+
+    def total_energy_mj(self) -> int:
+        return super().total_energy_mj() - self.forgotten_mj
+
+
+def test_a_counter_that_is_reset_is_an_error_not_a_negative_energy() -> None:
+    gpu = ResetCounter(GpuConfig(kind="emulated"))
+    sampler, reader = EnergySampler(gpu), EnergyReader(gpu)
+    sampler.start()
+    wait_until(lambda: len(sampler.trace(0.0).times_s) >= 5)
+    before_j = reader.energy_j()
+    gpu.reset()
+    with pytest.raises(DeviceError, match=r"only rises; that of .* went from \d+ to \d+ mJ.*Measure again"):
+        reader.energy_j()
+    wait_until(lambda: sampler.error is not None)
+    sampler.stop()
+    assert before_j > 0
+    energies_j = sampler.trace(0.0).energies_j
+    assert list(energies_j) == sorted(energies_j)

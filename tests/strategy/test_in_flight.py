@@ -1,5 +1,7 @@
-"""Memory is that of the microbatches in flight, orders in which EnvPipe hangs run, hosts exchange without their devices:
-4 processes, plain torch."""
+"""Memory is that of the microbatches in flight, orders in which EnvPipe hangs run, and hosts do not wait for GPUs.
+
+4 processes, plain torch.
+"""
 
 import json
 from pathlib import Path
