@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 DIRECTORY_VARIABLE = "LIGHTNING_PFO_RUNTIME_DIR"
+_READABLE = 0o644  # by other users who share the folder, whatever the umask: they must see who holds a GPU
 GRAPHICS_CLOCK = "graphics_clock"
 
 
@@ -138,7 +139,8 @@ def _open(gpu_uuid: str, suffix: str) -> Iterator[int]:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's may not be opened to create it
         except FileNotFoundError:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, _READABLE)
+            os.fchmod(descriptor, _READABLE)
     try:
         yield descriptor
     finally:
@@ -192,12 +194,17 @@ def write_lease(lease: Lease) -> None:
         DeviceError: If it cannot be written.
     """
     path = lease_path(lease.gpu_uuid)
-    try:
-        half_written = path.with_suffix(".tmp")  # always this name, so that killed processes do not fill the folder
-        half_written.write_text(json.dumps({"version": VERSION} | asdict(lease), indent=1), encoding="utf-8")
+    half_written = path.with_suffix(".tmp")  # always this name, so that killed processes do not fill the folder
+    with _explained(f"{path} cannot be written"):
+        half_written.unlink(missing_ok=True)
+        # never what another user has laid there: a file of theirs, or a link to one of ours
+        descriptor = os.open(half_written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _READABLE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, _READABLE)
+            json.dump({"version": VERSION} | asdict(lease), file, indent=1)
+            file.flush()
+            os.fsync(descriptor)  # renamed before it is on the disk, it would be empty after a power cut
         half_written.replace(path)
-    except OSError as error:
-        raise DeviceError(f"A GPU's clocks are changed only after that is on disk; {path}: {error}.") from error
 
 
 def delete_lease(gpu_uuid: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ import pytest
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import clock_claim, clock_lease, processes
 from lightning_pfo.device.clock_claim import ClockClaim
-from lightning_pfo.device.clock_lease import Lease
+from lightning_pfo.device.clock_lease import Lease, exclusive
 from lightning_pfo.device.processes import ProcessId, this_process
 from tests.device.fake_driver import FakeDriver, fake_driver
 from tests.device.test_clock_guard import start
@@ -267,6 +269,59 @@ def test_damaged_leases_are_refused_with_advice(lease: Lease, content: str) -> N
     assert clock_lease.read_leases() == []
 
 
+def test_a_link_in_a_shared_folder_is_not_followed(lease: Lease, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    clock_lease.lease_path("GPU-1").with_suffix(".tmp").symlink_to(mine)
+    clock_lease.write_lease(lease)
+    assert mine.read_text() == "precious"
+    assert clock_lease.read_lease("GPU-1") == lease
+    clock_lease.lease_path("GPU-1").with_suffix(".lock").symlink_to(mine)
+    with pytest.raises(DeviceError, match=r"GPU-1\.lock: .*Too many levels of symbolic links"), exclusive("GPU-1"):
+        pass
+
+
+def test_another_user_s_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody has laid into /tmp for us to find."""
+    monkeypatch.delenv(clock_lease.DIRECTORY_VARIABLE, raising=False)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # /run is not ours
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "lightning-pfo").symlink_to(tmp_path / "elsewhere")
+    assert clock_lease.runtime_dir() == tmp_path / "lightning-pfo"  # our own link
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    with pytest.raises(DeviceError, match=r"must belong to this user; .*/lightning-pfo belongs to user number \d+\."):
+        clock_lease.runtime_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act for two users")
+def test_another_user_is_told_who_holds_a_gpu_in_a_shared_folder(fake_driver: FakeDriver) -> None:
+    script = """
+import os
+from lightning_pfo.device import open_gpu
+from lightning_pfo.core.errors import DeviceError
+os.umask(0o077)
+gpu = open_gpu("nvml", 0)
+gpu.lock_graphics_clock(1200)
+if os.fork() == 0:
+    os.setuid(65534)
+    try:
+        other = open_gpu("nvml", 0)
+        other.claim_clocks()
+    except DeviceError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+gpu.close()
+"""
+    with tempfile.TemporaryDirectory() as shared:  # not pytest's, which nobody else may enter
+        Path(shared).chmod(0o777)
+        done = run(fake_driver.environment() | {clock_lease.DIRECTORY_VARIABLE: shared}, script)
+    assert "(GPU-00000000-fake) are held by process" in done.stdout, done.stderr
+    assert done.stderr == ""
+    assert fake_driver.locked_gpus() == {}
+
+
 def test_an_unusable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, str(tmp_path / "file" / "folder"))
@@ -278,6 +333,19 @@ def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(clock_lease.DIRECTORY_VARIABLE, "/sys")  # where not even root can write
     with pytest.raises(DeviceError, match=r"/sys/GPU-1\.lock: .* Set LIGHTNING_PFO_RUNTIME_DIR to a folder on this"):
         clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+
+
+def test_a_full_folder_is_named_and_nothing_is_left_running(lease: Lease, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        DeviceError, match=r"GPU-1\.json cannot be written: .*No space left.* Set LIGHTNING_PFO"
+    ):
+        clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+    assert clock_lease.read_leases() == []
+    assert not clock_lease._is_watched("GPU-1")
 
 
 def test_a_relative_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
