@@ -2,22 +2,25 @@
 
     python benchmarks/clock_overhead.py [gpu=auto] [steps=20] [microbatches=8] [instruction_ms=20] [sets_clocks=false]
 
-A pipeline of one stage is trained by plain torch, in turns without any listener and under a plan that changes the clock
-with every instruction, the worst case. Prints one JSON line.
+A pipeline of one stage is trained by plain torch, in turns without any listener and under plans that change the clock
+with every instruction, the worst case. Prints one JSON line: `overhead_percent` of a step with its standard error,
+and `verdict`: whether that is within the limit of 0.5 %, with two standard errors to spare. Exits with 1 if it is not.
 
-With CUDA and a real GPU, instructions are matrix products of about `instruction_ms`, and `step_overhead_percent` is the
-median of the paired ratios of step times. `sets_clocks=false` is a dry run: requests go all the way and are read back
-(never reached, so reading costs the most), but the GPU keeps its clocks, and no permission is needed.
+With CUDA and a real GPU, instructions are matrix products of about `instruction_ms`, and `overhead_percent` compares
+step times. `sets_clocks=false` is a dry run: requests go all the way and are read back (never reached, so reading costs
+the most), but the GPU keeps its clocks, and no permission is needed. With `sets_clocks=true` the plans change between
+the neighbours of one clock, and steps at that clock are compared with.
 
-Without, instructions sleep that long, the clocks are those of an emulated GPU, and CPU time is measured: that of
-the training thread (`training_thread_percent`) and that of all threads, which run beside it (`all_threads_percent`),
-each as a share of the step. That is the host's part; a GPU's own part is not in it.
+Without, instructions sleep that long, the clocks are those of an emulated GPU (with gpu=nvml those of the real one),
+and `overhead_percent` is the CPU time of the training thread as a share of the step; `all_threads_percent` that of all
+threads, which run beside it. That is the host's part; a GPU's own part is not in it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 import sys
 import tempfile
@@ -32,13 +35,18 @@ from torch import nn
 
 from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.cli import read_settings, without_dashes
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.pipeline_schedule import make_schedule
+from lightning_pfo.core.pipeline_schedule import PipelineSchedule, make_schedule
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
+from lightning_pfo.device.clock_transition import ClockStatistics
 from lightning_pfo.device.nvml import nvml_available
 from lightning_pfo.strategy.plain import PipelinedModel
 
 WIDTH = 4096
+LIMIT_PERCENT = 0.5
+STEPS_PER_TURN = 2
+SETTLE_S = 0.1
 
 
 @dataclass
@@ -163,44 +171,101 @@ def _compare(settings: Settings, device: torch.device, gpu: Any) -> dict[str, An
         model.step(batch, target)
 
     schedule = make_schedule("1f1b", 1, settings.microbatches)
-    top_mhz, *_, low_mhz = [mhz for mhz in gpu.supported_clocks_mhz() if mhz >= gpu.supported_clocks_mhz()[0] / 2]
-    row = [(top_mhz, low_mhz)[index % 2] for index in range(len(schedule.orders[0]))]
-    plan = FrequencyPlan(schedule, (tuple(row),), 1.0, 1.0)
+    plans, middle_mhz = _plans(schedule, gpu.supported_clocks_mhz())
     turns: list[tuple[Cost, Cost]] = []
-    per_turn, num_turns = 2, max(1, settings.steps // 2)
     measure(step, 2, device)  # warm up
-    for _ in range(num_turns):
-        plain = measure(step, per_turn, device)
-        with PlannedRun(model.instruction_source, plan, gpu=gpu, num_gpus=1) as planned:
+    for turn in range(max(2, settings.steps // STEPS_PER_TURN)):
 
-            def planned_step(planned: PlannedRun = planned) -> None:
-                step()
-                planned.measure()
+        def plain() -> Cost:
+            if settings.sets_clocks:
+                gpu.lock_graphics_clock(middle_mhz)
+                time.sleep(SETTLE_S)
+            try:
+                return measure(step, STEPS_PER_TURN, device)
+            finally:
+                gpu.restore()
 
-            planned_step()  # the first one checks the plan
-            turns.append((plain, measure(planned_step, per_turn, device)))
-            changes = str(planned.clock_statistics)
-    step_s = statistics.median(plain.wall_s for plain, _ in turns)
+        def planned(plan: FrequencyPlan = plans[turn % 2]) -> tuple[Cost, ClockStatistics]:
+            with PlannedRun(model.instruction_source, plan, gpu=gpu, num_gpus=1) as run:
 
-    def extra(cost: str) -> float:
-        return statistics.median(getattr(led, cost) - getattr(plain, cost) for plain, led in turns)
+                def planned_step() -> None:
+                    step()
+                    run.measure()
 
-    result: dict[str, Any] = {
+                planned_step()  # the first one checks the plan
+                return measure(planned_step, STEPS_PER_TURN, device), run.clock_statistics
+
+        if turn // 2 % 2 == 0:  # in both orders, as a GPU warms up
+            without = plain()
+            led, clocks = planned()
+        else:
+            led, clocks = planned()
+            without = plain()
+        turns.append((without, led))
+    step_s = statistics.median(cost.wall_s for cost, _ in turns)
+    if device.type == "cuda":
+        overheads = [led.wall_s / cost.wall_s - 1 for cost, led in turns]
+    else:
+        overheads = [(led.thread_s - cost.thread_s) / step_s for cost, led in turns]
+    beside_s = statistics.median(led.process_s - cost.process_s for cost, led in turns)
+    num_instructions = len(schedule.orders[0])
+    return {
         "gpu": gpu.name,
         "training": device.type,
-        "instructions_per_step": len(row),
+        "instructions_per_step": num_instructions,
         "step_s": round(step_s, 5),
-        "training_thread_percent": round(100 * extra("thread_s") / step_s, 3),
-        "all_threads_percent": round(100 * extra("process_s") / step_s, 3),
-        "cpu_us_per_instruction": round(1e6 * extra("process_s") / len(row), 1),
-        "clocks": changes,
+        "all_threads_percent": round(100 * beside_s / step_s, 3),
+        "cpu_us_per_instruction": round(1e6 * beside_s / num_instructions, 1),
+        "clocks": str(clocks),
+        **judge(overheads),
     }
-    if device.type == "cuda":
-        ratio = statistics.median(led.wall_s / plain.wall_s for plain, led in turns)
-        result["step_overhead_percent"] = round(100 * (ratio - 1), 3)
-    return result
+
+
+def _plans(schedule: PipelineSchedule, supported_mhz: tuple[int, ...]) -> tuple[list[FrequencyPlan], int]:
+    """Two plans that change the clock with each instruction, and the clock at which steps take as long as theirs.
+
+    Forwards are above that clock and backwards below it, or the other way round: on average nothing is won or lost.
+    """
+    middle = min(
+        range(1, len(supported_mhz) - 1), key=lambda index: abs(supported_mhz[index] - 0.75 * supported_mhz[0])
+    )
+    above_mhz, middle_mhz, below_mhz = supported_mhz[middle - 1 : middle + 2]
+    pairs = ((above_mhz, below_mhz), (below_mhz, above_mhz))
+    rows = [tuple(pair[index % 2] for index in range(len(schedule.orders[0]))) for pair in pairs]
+    return [FrequencyPlan(schedule, (row,), 1.0, 1.0) for row in rows], middle_mhz
+
+
+def judge(overheads: list[float]) -> dict[str, Any]:
+    """The overhead in per cent, its standard error, and what follows for the limit."""
+    overhead = 100 * statistics.median(overheads)
+    # that of a median of normal values, from a spread that single outliers do not change
+    spread = 1.4826 * statistics.median(abs(100 * value - overhead) for value in overheads)
+    stderr = 1.2533 * spread / math.sqrt(len(overheads))
+    if overhead + 2 * stderr <= LIMIT_PERCENT:
+        verdict = "within the limit"
+    elif overhead - 2 * stderr > LIMIT_PERCENT:
+        verdict = "ABOVE THE LIMIT"
+    else:
+        verdict = "undecided: give more steps"
+    return {
+        "overhead_percent": round(overhead, 3),
+        "stderr_percent": round(stderr, 3),
+        "limit_percent": LIMIT_PERCENT,
+        "verdict": verdict,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print, judge."""
+    logging.basicConfig(level=logging.WARNING)
+    try:
+        result = run(read_settings(Settings, without_dashes(arguments)))
+    except PfoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result))
+    return int(result["verdict"] == "ABOVE THE LIMIT")
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.ERROR)
-    print(json.dumps(run(read_settings(Settings, without_dashes(sys.argv[1:])))))
+    sys.exit(main(sys.argv[1:]))

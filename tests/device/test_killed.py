@@ -340,9 +340,7 @@ def test_a_full_folder_is_named_and_nothing_is_left_running(lease: Lease, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        DeviceError, match=r"GPU-1\.json cannot be written: .*No space left.* Set LIGHTNING_PFO"
-    ):
+    with pytest.raises(DeviceError, match=r"GPU-1\.json cannot be written: .*No space left.* Set LIGHTNING_PFO"):
         clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
     assert clock_lease.read_leases() == []
     assert not clock_lease._is_watched("GPU-1")
