@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.002
 _STATE_S = 0.02
 _POWER_S = 0.01
+_LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
 _KEPT = 200_000  # readings; the oldest are forgotten
 
 
@@ -53,15 +54,17 @@ class EnergySampler:
         error: What ended the sampling early; None while all is well.
     """
 
-    def __init__(self, gpu: Gpu, *, with_energy: bool = True) -> None:
+    def __init__(self, gpu: Gpu, *, with_energy: bool = True, with_state: bool = True) -> None:
         """Sample nothing yet.
 
         Args:
             gpu: The GPU.
-            with_energy: Read the energy counter too, not only clock and limits.
+            with_energy: Read the energy counter.
+            with_state: Read clock and limits.
         """
         self._gpu = gpu
         self._with_energy = with_energy
+        self._with_state = with_state
         self.error: DeviceError | None = None
         self._has_counter = True
         self._readings: deque[tuple[float, float]] = deque(maxlen=_KEPT)
@@ -89,9 +92,15 @@ class EnergySampler:
             return EnergyTrace(times_s, energies_j, resolution_s=_POWER_S / 10)
         return snap_to_period(EnergyTrace(times_s, energies_j, resolution_s=_POLL_S))
 
-    def latest_energy_j(self) -> float:
-        """The last reading of the counter, or of integrated power; 0 before the first."""
-        return self._readings[-1][1] if self._readings else 0.0
+    def energy_now_j(self) -> float:
+        """The last reading, continued at the power before it; the counter itself before the first two ticks."""
+        readings = tuple(self._readings)[-2:]
+        if len(readings) < 2:
+            return self._gpu.total_energy_mj() / 1000 if self._has_counter else 0.0
+        (before_s, before_j), (last_s, last_j) = readings
+        period_s = last_s - before_s
+        since_s = min(time.perf_counter() - last_s, _LONGEST_CONTINUED * period_s)
+        return last_j + (last_j - before_j) * since_s / period_s
 
     def states(self, from_s: float) -> list[GpuState]:
         """States since a time."""
@@ -138,8 +147,7 @@ class EnergySampler:
                 wake_ups.note_tick(now_s, is_sharp)
                 last_mj = energy_mj
             last_poll_s = now_s
-            if not self._states or now_s - self._states[-1].time_s >= _STATE_S:
-                self._note_state()
+            self._note_state_if_due(now_s)
 
     def _integrate_power(self) -> None:
         self._has_counter = False
@@ -150,8 +158,11 @@ class EnergySampler:
             energy_j += (now_s - last_s) * (last_w + now_w) / 2
             self._readings.append((now_s, energy_j))
             last_s, last_w = now_s, now_w
-            if not self._states or now_s - self._states[-1].time_s >= _STATE_S:
-                self._note_state()
+            self._note_state_if_due(now_s)
+
+    def _note_state_if_due(self, now_s: float) -> None:
+        if self._with_state and (not self._states or now_s - self._states[-1].time_s >= _STATE_S):
+            self._note_state()
 
     def _note_state(self) -> None:
         self._states.append(GpuState(time.perf_counter(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
@@ -182,34 +193,39 @@ class _WakeUps:
 
 
 class EnergyReader:
-    """Reads the energy used so far; where there is no counter, power is integrated from now on, until `close`."""
+    """Tells the energy used so far at any moment, until `close`.
+
+    A counter that ticks is watched meanwhile, and its last tick continued: read as it is, the energy of an iteration
+    that takes a few ticks would be wrong by up to one of them. Where there is no counter, power is integrated.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._last_mj = 0
         self._sampler: EnergySampler | None = None
         try:
-            self._last_mj = gpu.total_energy_mj()
+            gpu.total_energy_mj()
         except NotSupportedError:
             logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
-            self._sampler = EnergySampler(gpu)
-            self._sampler.start()
+        else:
+            if gpu.energy_is_continuous:
+                return
+        self._sampler = EnergySampler(gpu, with_state=False)
+        self._sampler.start()
 
     def energy_j(self) -> float:
         """Energy so far, J.
 
         Raises:
-            DeviceError: If the counter was reset meanwhile.
+            DeviceError: If the counter cannot be read any more, or was reset.
         """
-        if self._sampler is not None:
-            return self._sampler.latest_energy_j()
-        energy_mj = self._gpu.total_energy_mj()
-        _check_rise(self._gpu, self._last_mj, energy_mj)
-        self._last_mj = energy_mj
-        return energy_mj / 1000
+        if self._sampler is None:
+            return self._gpu.total_energy_mj() / 1000
+        if self._sampler.error is not None:
+            raise self._sampler.error
+        return self._sampler.energy_now_j()
 
     def close(self) -> None:
-        """Stop integrating. May be called twice."""
+        """Stop watching. May be called twice."""
         if self._sampler is not None:
             self._sampler.stop()
 

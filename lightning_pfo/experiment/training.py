@@ -46,16 +46,21 @@ _SET_ELSEWHERE = {
 
 
 class LossHistory(Callback):
-    """Keeps the training loss of every step."""
+    """Keeps the training loss of every step, on its device: reading it would wait for the GPU."""
 
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self._losses: list[torch.Tensor] = []
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The losses so far."""
+        return tuple(float(loss) for loss in self._losses)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep the loss."""
-        self.losses.append(float(outputs["loss"]))
+        self._losses.append(outputs["loss"].detach().clone())
 
 
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
@@ -100,7 +105,7 @@ def train(
     return TrainingResult(
         tuple(one.time_s for one in measured),
         tuple(one.energy_j for one in measured),
-        tuple(history.losses),
+        history.losses,
         None if val_loss is None else float(val_loss),
         applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
     )
