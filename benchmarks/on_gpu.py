@@ -1,0 +1,161 @@
+"""What to run first on a machine with GPUs: one command, no further thought.
+
+    python benchmarks/on_gpu.py [output_dir=outputs/on_gpu] [gpu=nvml] [limit_s=570]
+
+Runs, one after the other and each on its own, what could not be tested without a GPU:
+
+1. `lightning-pfo gpu`: GPUs, permission, latency of clock changes, ticks of the energy counter
+2. `benchmarks/clock_overhead.py`: events and clock control cost at most 0.5 % of a step, the clocks left alone
+3. the same with clocks that change, where this process may change them
+4. a process that changes clocks is killed with SIGKILL: its lease goes within 5 s, where it may change them
+5. `examples/gpt/train.py`: profile, plan and training on up to 4 GPUs over nccl (on one GPU a pipeline of one stage)
+6. `lightning-pfo p2p-power`, where there are two GPUs
+
+Prints a line for each, and writes what each said into `output_dir`. Exits with the number of those that failed. Nothing
+is installed; matplotlib, several GPUs or permission to set clocks may be missing, and what needs them is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_pfo.cli import read_settings, without_dashes
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.device import nvml, open_gpu
+from lightning_pfo.device.clock_lease import read_leases
+from lightning_pfo.device.gpu_report import probe_permission
+
+ROOT = Path(__file__).parents[1]
+RESTORED_WITHIN_S = 5.0
+GPT = (
+    "model.num_blocks=24 model.width=1024 model.num_heads=16 data.sequence_length=512 data.batch_size=64 "
+    "trainer.precision=bf16-mixed trainer.steps=12 profiler=quick"
+)
+
+
+@dataclass
+class Settings:
+    """What can be told on the command line."""
+
+    output_dir: str = "outputs/on_gpu"
+    gpu: str = "nvml"
+    limit_s: float = 570.0
+    train: str = GPT
+
+
+class Session:
+    """Runs commands, keeps what they said, and counts failures."""
+
+    def __init__(self, folder: Path, limit_s: float) -> None:
+        self._folder = folder
+        self._limit_s = limit_s
+        self.num_failures = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, name: str, *command: str) -> None:
+        """Run a Python command of the project; its last line is shown, the rest goes into a file."""
+        started_s = time.monotonic()
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        with (self._folder / f"{name}.log").open("w+", encoding="utf-8") as log:
+            try:
+                code = subprocess.run(
+                    [sys.executable, *command],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=self._limit_s,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -signal.SIGKILL
+            log.seek(0)
+            said = log.read()
+        last = next((line for line in reversed(said.splitlines()) if any(map(str.isalnum, line))), "")
+        self.say(name, code == 0, f"{time.monotonic() - started_s:.0f} s; {last}")
+
+    def say(self, name: str, is_well: bool, text: str) -> None:
+        """Print the outcome of one check."""
+        self.num_failures += not is_well
+        print(f"{'ok     ' if is_well else 'FAILED '} {name}: {text}", flush=True)
+
+    def skip(self, name: str, why: str) -> None:
+        """Print that a check is left out."""
+        print(f"skipped {name}: {why}", flush=True)
+
+
+def may_set_clocks(gpu_name: str) -> bool:
+    """Whether this process may set the clocks of the first GPU."""
+    try:
+        gpu = open_gpu(gpu_name, 0)
+    except PfoError:
+        return False
+    try:
+        return probe_permission(gpu)[0] is True
+    finally:
+        gpu.close()
+
+
+def killed_process_is_cleaned_up(gpu: str) -> tuple[bool, str]:
+    """Kill a process that changes clocks, and wait until its lease is undone."""
+    command = [sys.executable, "-m", "tests.device.locking_process", gpu, "slow"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        is_locked = process.stdout.readline() == "locked\n"
+        time.sleep(1)
+        process.kill()
+    if not is_locked:
+        return False, "the clocks could not be locked"
+    killed_s = time.monotonic()
+    while any(lease.holder.pid == process.pid for lease in read_leases()):
+        if time.monotonic() > killed_s + 2 * RESTORED_WITHIN_S:
+            break
+        time.sleep(0.01)
+    passed_s = time.monotonic() - killed_s
+    return passed_s <= RESTORED_WITHIN_S, f"lease undone after {passed_s:.2f} s (wanted: {RESTORED_WITHIN_S:g} s)"
+
+
+def main(arguments: list[str]) -> int:
+    """Run everything that this machine allows; returns the number of failures."""
+    try:
+        settings: Settings = read_settings(Settings, without_dashes(arguments))
+    except PfoError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    num_gpus = nvml.visible_gpu_count()
+    session = Session(Path(settings.output_dir).absolute(), settings.limit_s)
+    gpu = f"gpu={settings.gpu}"
+
+    session.run("gpu", "-m", "lightning_pfo", "gpu", gpu)
+    may_set = may_set_clocks(settings.gpu)
+    session.run("overhead_dry_run", "benchmarks/clock_overhead.py", gpu, "steps=40")
+    needs_permission: dict[str, Callable[[], object]] = {
+        "overhead": lambda: session.run(
+            "overhead", "benchmarks/clock_overhead.py", gpu, "steps=40", "sets_clocks=true"
+        ),
+        "kill": lambda: session.say("kill", *killed_process_is_cleaned_up(settings.gpu)),
+    }
+    for name, check in needs_permission.items():
+        if may_set:
+            check()
+        else:
+            session.skip(name, "this process may not set clocks, see gpu.log")
+    devices = f"trainer.devices={min(4, max(1, num_gpus))}"
+    output = f"output_dir={Path(settings.output_dir).absolute() / 'train'}"
+    session.run("train", "examples/gpt/train.py", gpu, devices, output, *settings.train.split())
+    if num_gpus >= 2:
+        session.run("p2p_power", "-m", "lightning_pfo", "p2p-power", gpu)
+    else:
+        session.skip("p2p_power", f"it needs two GPUs; {num_gpus} here")
+    return session.num_failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
