@@ -21,7 +21,6 @@ Example:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,9 @@ from lightning_pfo.planner.tradeoff import trace_tradeoff
 
 if TYPE_CHECKING:
     import networkx as nx
+
+_LARGEST = 1e100
+"""Numbers whose squares may overflow are no times and costs."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +73,19 @@ def solve_time_cost_tradeoff(
         deadlines: Times for which the best choice is wanted as well.
 
     Raises:
-        ConfigurationError: If there is no node, the graph has a cycle, or a node's options are missing or malformed.
+        ConfigurationError: If there is no node, the graph has a cycle or no directions, or a node's options are missing
+            or malformed.
         PlanError: If a deadline cannot be met.
     """
     nodes = list(graph)
-    if not nodes or num_points < 2 or not (math.isfinite(rate) and rate >= 0):
+    if not nodes or num_points < 2 or not 0 <= rate <= _LARGEST:
         raise ConfigurationError(
             f"The tradeoff needs at least one node, num_points >= 2 and a rate >= 0; got {len(nodes)} nodes, "
             f"num_points={num_points} and rate={rate}."
         )
+    _check_directions(graph)
     number = {node: i for i, node in enumerate(nodes)}
-    dag = make_dag(len(nodes), ((number[before], number[after]) for before, after in graph.edges))
+    dag = make_dag(len(nodes), ((number[before], number[after]) for before, after in graph.edges()))
     given: list[Any] = [graph.nodes[node].get(options) for node in nodes]
     kinds: dict[int, OptionSet] = {}
     for node, menu in zip(nodes, given, strict=True):
@@ -102,17 +106,32 @@ def solve_time_cost_tradeoff(
     ]
 
 
+def _check_directions(graph: nx.DiGraph[Any]) -> None:
+    import networkx as nx  # slow to import, and the pipeline planner needs none of it
+
+    if not graph.is_directed():
+        raise ConfigurationError("An edge says what comes first, so the graph must be directed; use networkx.DiGraph.")
+    if not nx.is_directed_acyclic_graph(graph):
+        cycle = [str(before) for before, *_ in nx.find_cycle(graph)]
+        raise ConfigurationError(
+            f"Precedences must not form a cycle; got {' -> '.join([*cycle, cycle[0]])}. Remove one of these edges."
+        )
+
+
 def _option_set(node: Hashable, menu: Any, attribute: str) -> OptionSet:
     """Options of one node; the knob of an option is its position in the menu."""
     try:
         times = [float(time) for time, _, _ in menu]
         costs = [float(cost) for _, cost, _ in menu]
-        usable = bool(times) and all(math.isfinite(c) for c in costs) and all(0 <= t < math.inf for t in times)
-    except (TypeError, ValueError):
+        usable = 0 < len(menu) == len(times)
+        usable = (
+            usable and all(abs(cost) <= _LARGEST for cost in costs) and all(0 <= time <= _LARGEST for time in times)
+        )
+    except (TypeError, ValueError, OverflowError):
         usable = False
     if not usable:
         raise ConfigurationError(
-            f"Node {node!r} needs an attribute {attribute!r} with at least one (time, cost, knob), times at least 0 "
-            f"and all numbers finite; got {menu!r}."
+            f"Node {node!r} needs an attribute {attribute!r}, a sequence of at least one (time, cost, knob), times at "
+            f"least 0 and no number beyond {_LARGEST:g}; got {menu!r}."
         )
     return make_option_set(times, costs, range(len(times)))

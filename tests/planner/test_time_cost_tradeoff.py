@@ -81,13 +81,41 @@ def test_the_example_in_the_documentation():
     assert doctest.testmod(module).failed == 0
 
 
+def test_doubled_edges_and_numbers_of_any_size_are_fine():
+    for unit in (1e-12, 1.0, 1e12):
+        graph = nx.MultiDiGraph([("a", "b"), ("a", "b")])
+        for node in graph:
+            graph.nodes[node]["options"] = [(unit, 5 / unit, "x"), (2 * unit, 3 / unit, "y")]
+        points = solve_time_cost_tradeoff(graph)
+        assert [(point.time / unit, point.cost * unit) for point in points] == [
+            (pytest.approx(time), pytest.approx(cost)) for time, cost in ((2, 10), (3, 8), (4, 6))
+        ]
+
+
 def test_bad_problems_are_errors():
     good = {"a": [(1, 2, "x"), (2, 1, "y")], "b": [(1, 2, "x")]}
-    with pytest.raises(ConfigurationError, match="cycle"):
+    with pytest.raises(ConfigurationError, match=r"cycle; got (a -> b -> a|b -> a -> b)\."):
         solve_time_cost_tradeoff(build([("a", "b"), ("b", "a")], good))
+    with pytest.raises(ConfigurationError, match="cycle; got b -> b"):
+        solve_time_cost_tradeoff(build([("b", "b")], good))
+    with pytest.raises(ConfigurationError, match="must be directed"):
+        solve_time_cost_tradeoff(build([("a", "b")], good).to_undirected())
+    for rate in (-1.0, float("nan"), 1e300):
+        with pytest.raises(ConfigurationError, match="rate"):
+            solve_time_cost_tradeoff(build([("a", "b")], good), rate=rate)
     with pytest.raises(ConfigurationError, match="at least one node"):
         solve_time_cost_tradeoff(nx.DiGraph())
-    for menu in (None, [], [(1, 2)], [(-1, 2, "x")], [(1, float("nan"), "x")], 7, "abc"):
+    for menu in (
+        None,
+        [],
+        [(1, 2)],
+        [(-1, 2, "x")],
+        [(1, float("nan"), "x")],
+        [(1, 1e200, "x")],
+        iter(good["a"]),
+        7,
+        "abc",
+    ):
         with pytest.raises(ConfigurationError, match="Node 'b' needs an attribute 'options'"):
             solve_time_cost_tradeoff(build([("a", "b")], {**good, "b": menu}))
     with pytest.raises(PlanError, match="must not be shorter than 2"):
