@@ -18,6 +18,9 @@ class InstructionType(str, Enum):
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
 
+    # Enum hashes by name in Python; large tables are keyed by instructions.
+    __hash__ = str.__hash__
+
     @property
     def profile_name(self) -> str:
         """The name in the `instruction` column of a profile, e.g. `forward`."""

@@ -44,6 +44,8 @@ __all__ = [
 
 _F, _B = InstructionType.FORWARD, InstructionType.BACKWARD
 _INPUT, _WEIGHT = InstructionType.INPUT_GRADIENT, InstructionType.WEIGHT_GRADIENT
+_COMPLETE = ({_F, _B}, {_F, _INPUT, _WEIGHT})
+"""What a stage computes of a microbatch: its backward as a whole, or both of its halves."""
 _GRID_CELLS = 24  # of a row, drawn around a mark
 
 
@@ -89,34 +91,32 @@ class PipelineSchedule:
         """Yield every pair (before, after) that the order within a rank and the flow of data impose."""
         for order in self.orders:
             yield from pairwise(order)
-        yield from self._data_flow()
+        yield from self._data_flow
 
-    def _data_flow(self) -> Iterator[tuple[Instruction, Instruction]]:
-        """Yield who needs the result of whom.
+    @cached_property
+    def _data_flow(self) -> tuple[tuple[Instruction, Instruction], ...]:
+        """Who needs the result of whom.
 
         Between stages activations (`0F3 -> 1F3`) and gradients (`1B3 -> 0B3`); on the last stage the loss
         (`3F3 -> 3B3`); and a weight gradient after its input gradient.
         """
-        present = set(self.instructions)
-        last = self.num_stages - 1
+        present, last, pairs = set(self.instructions), self.num_stages - 1, []
         for inst in self.instructions:
             if inst.type is _F:
-                before = Instruction(inst.stage - 1, _F, inst.microbatch)
                 if inst.stage > 0:
-                    yield before, inst
-            elif inst.type in (_B, _INPUT):
-                if inst.stage == last:
-                    yield Instruction(last, _F, inst.microbatch), inst
-                for kind in (_B, _INPUT):
-                    before = Instruction(inst.stage + 1, kind, inst.microbatch)
-                    if before in present:
-                        yield before, inst
+                    pairs.append((Instruction(inst.stage - 1, _F, inst.microbatch), inst))
+            elif inst.type is _WEIGHT:
+                pairs.append((Instruction(inst.stage, _INPUT, inst.microbatch), inst))
+            elif inst.stage == last:
+                pairs.append((Instruction(last, _F, inst.microbatch), inst))
             else:
-                yield Instruction(inst.stage, _INPUT, inst.microbatch), inst
+                following = (Instruction(inst.stage + 1, kind, inst.microbatch) for kind in (_B, _INPUT))
+                pairs += [(before, inst) for before in following if before in present]
+        return tuple(pairs)
 
     def handovers(self) -> dict[Instruction, Instruction]:
         """Which instruction of the neighbouring stage needs the activations or gradients of which."""
-        return {before: after for before, after in self._data_flow() if before.stage != after.stage}
+        return {before: after for before, after in self._data_flow if before.stage != after.stage}
 
     def validate(self) -> None:
         """Check that every stage computes every microbatch once, on one rank, and that the order can be executed.
@@ -189,25 +189,27 @@ class PipelineSchedule:
                 f"Each instruction runs once; schedule {self.name!r} repeats {_some(repeated)}. Leave the others out."
                 f"\n{self.grid(*repeated)}"
             )
-        present = set(self.instructions)
+        present: dict[tuple[int, int], set[InstructionType]] = {}
+        for inst in self.instructions:
+            present.setdefault((inst.stage, inst.microbatch), set()).add(inst.type)
+        foreign = []
         for stage in range(self.num_stages):
             for microbatch in range(self.num_microbatches):
-                forward = Instruction(stage, _F, microbatch)
-                full = {forward, Instruction(stage, _B, microbatch)}
-                split = {forward, Instruction(stage, _INPUT, microbatch), Instruction(stage, _WEIGHT, microbatch)}
-                complete = next((group for group in (full, split) if group <= present), None)
+                kinds = present.pop((stage, microbatch), set())
+                complete = next((group for group in _COMPLETE if group <= kinds), None)
                 if complete is None:
-                    here = (full | split) & present
+                    here = [Instruction(stage, kind, microbatch) for kind in kinds]
                     raise ConfigurationError(
                         f"Every stage needs a forward and either a full backward (B) or both I and W for each "
                         f"microbatch; schedule {self.name!r} lacks one at stage {stage}, microbatch {microbatch}: "
                         f"it has {_some(here) or 'nothing'}.\n{self.grid(*here)}"
                     )
-                present -= complete
-        if present:
+                foreign += [Instruction(stage, kind, microbatch) for kind in kinds - complete]
+        foreign += [Instruction(stage, kind, mb) for (stage, mb), kinds in present.items() for kind in kinds]
+        if foreign:
             raise ConfigurationError(
                 f"Schedule {self.name!r} has {self.num_stages} stages and {self.num_microbatches} microbatches, "
-                f"but contains {_some(present)}. Leave them out or raise the numbers.\n{self.grid(*present)}"
+                f"but contains {_some(foreign)}. Leave them out or raise the numbers.\n{self.grid(*foreign)}"
             )
 
     def _check_placement(self) -> None:

@@ -21,62 +21,56 @@ stretched, which keeps its tight precedences tight.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.guide import Guide, take_guidance
 from lightning_pfo.planner.linear_programme import RelaxedSolution
+from lightning_pfo.planner.open_lags import plan_steps
 
 _NOWHERE = -1e30
-"""Lag of an end that nothing waits for any longer."""
+"""Lag in rows that nothing needs."""
 
+_OFF_TIME = 0.01
+"""What missing the time aimed at counts in the end, in units of the expected loss at a meeting."""
 
-@dataclass(frozen=True, eq=False)
-class Guide:
-    """What to search for.
-
-    Attributes:
-        relaxed: The relaxation whose flows value options and waits.
-        time: Longest path to aim at, near that of the relaxation, in seconds.
-        meeting: Share of the lags at present that is expected to be lost.
-        haste: What being late costs beyond its loss, in units of the expected loss at a meeting.
-        patience: What being early costs beyond its loss, likewise.
-        deadline: Longest path allowed in seconds; exceeded only where no option tried keeps to it.
-    """
-
-    relaxed: RelaxedSolution
-    time: float
-    meeting: float
-    haste: float
-    patience: float
-    deadline: float = math.inf
+_PER_CORNER = 4
+"""Menus are made for so many flows per corner of a hull."""
 
 
 def search_beam(
-    table: ChoiceTable, guides: Sequence[Guide], order: Sequence[int], width: int, options_per_node: int
+    table: ChoiceTable,
+    solutions: Sequence[RelaxedSolution],
+    guides: Sequence[Guide],
+    order: Sequence[int],
+    width: int,
+    options_per_node: int,
+    num_best: int = 1,
 ) -> Choices:
-    """Choose an option for every node, `width` times for each guide.
+    """Choose an option for every node, once or more for each guide.
 
     Args:
         table: The options.
+        solutions: Solutions of the relaxation, in any order; for times in between their mixtures are taken.
         guides: What to search for; those with a deadline last.
         order: All nodes in order of time, predecessors first.
         width: Number of partial choices kept for each guide.
         options_per_node: Number of options tried at each node: those off the supporting line by least.
+        num_best: Number of choices returned for each guide.
 
     Returns:
-        Indices into the options, shape (n, guides x width), guide by guide; fewer where there are not so many choices.
+        Indices into the options, shape (n, num_best x guides), the best for each guide first; fewer where there are not
+        so many choices.
     """
     dag, num_guides = table.dag, len(guides)
-    flow, edge_flow, starts, ends = _stack(table, guides)
-    worth = np.array([guide.relaxed.sink_flow.sum() for guide in guides])
+    relaxed = take_guidance(table, solutions, guides)
     meeting = np.array([guide.meeting for guide in guides])
     # In units of the expected loss per second of lag, so that lags need no factor.
-    unit = 1.0 / np.maximum(meeting * worth, 1e-9 * max(worth.max(), 1.0))
+    unit = 1.0 / np.maximum(meeting * relaxed.worth, 1e-9 * max(relaxed.worth.max(), 1.0))
     unlimited = sum(guide.deadline == math.inf for guide in guides)
-    menu = _menus(table, flow, options_per_node)
+    menu = _menus(table, relaxed.flow, options_per_node)
     # With a deadline the fastest option must be among them.
     lacking = (menu != 0).all(axis=1)
     lacking[:, :unlimited] = False
@@ -85,172 +79,99 @@ def search_beam(
     kind = table.kind_of[:, None, None]
     times = table.times[kind, menu]
     times[~np.isfinite(times)] = 0.0
-    flow, edge_flow = ((1 - meeting) * unit * part for part in (flow, edge_flow))
-    values = table.costs[kind, menu] * unit + flow[:, None] * times  # infinite where there is no option
-    lags = times - ends[:, None]
-    late = np.array([1 + guide.haste for guide in guides])
-    early = np.array([1 - guide.patience for guide in guides])
-    limits = _latest_lags(table, guides[unlimited:], ends[:, unlimited:])
+    flow, wait_flow = ((1 - meeting) * unit * part for part in (relaxed.flow, relaxed.wait_flow))
+    has_flow, slack = wait_flow.any(axis=1).tolist(), relaxed.moments[dag.waits[:, 0]] - relaxed.ends[dag.waits[:, 1]]
+    # All below has the shape (options, choices, guides) or is broadcast to it; infinite where there is no option.
+    values = (table.costs[kind, menu] * unit + flow[:, None] * times)[:, :, None]
+    limits = _latest_lags(table, guides[unlimited:], relaxed.ends[:, unlimited:])
+    lags = (times + (relaxed.moments[list(dag.start_of)] - relaxed.ends)[:, None])[:, :, None]
+    # As large as all candidates: NumPy broadcasts small arrays at twice the cost.
+    full = options_per_node, width, num_guides
+    late = np.tile([1 + guide.haste for guide in guides], (*full[:2], 1))
+    early = np.tile([1 - guide.patience for guide in guides], (*full[:2], 1))
+    steps, num_rows = plan_steps(dag, order)
+    open_lags = np.full((num_rows, 1, num_guides), _NOWHERE)
+    open_lags[: len(dag.sources), 0] = -relaxed.moments[list(dag.sources)]
 
-    open_ends = _OpenEnds(table, starts, ends, edge_flow)
-    guide_of = np.arange(num_guides)
-    menu_size = options_per_node * num_guides
-    # Partial choices, their extensions by each option and guides are numbered with the guides last.
-    column_of = (np.arange(width)[:, None, None] * num_guides + np.zeros((options_per_node, 1), int) + guide_of).ravel()
-    value = np.zeros((1, num_guides))
+    # The candidates are the partial choices extended by each option, and are numbered in the order of their array.
+    value, guide_of = np.zeros((1, num_guides)), np.arange(num_guides)
+    parent_of = menu_of = np.empty(0, dtype=np.int64)
     trail = []
-    for node in order:
-        lag = open_ends.start(node)[:, None] + lags[node]
-        candidates = value[:, None] + values[node]
+    for step in steps:
+        lag = open_lags[step.start] + lags[step.node]
+        candidates = value + values[step.node]
         if unlimited < num_guides:
-            candidates[..., unlimited:][lag[..., unlimited:] > limits[node]] = np.inf
-        opened = open_ends.end(node, lag, candidates)
+            candidates[..., unlimited:][lag[..., unlimited:] > limits[step.node]] = np.inf
+        opened = []
+        for arrival in step.arrivals:
+            own_lag = begin = lag - slack[arrival.wait]
+            other_lags = [(wait, open_lags[row] - slack[wait]) for row, wait in arrival.others]
+            for _, other_lag in other_lags:
+                begin = np.maximum(begin, other_lag)
+            if other_lags and has_flow[arrival.wait]:
+                candidates += wait_flow[arrival.wait] * (begin - own_lag)
+            for wait, other_lag in other_lags:
+                if has_flow[wait]:
+                    candidates += wait_flow[wait] * (begin - other_lag)
+            opened.append(begin)
+        if step.stays_open:
+            opened.append(lag)
+        for row in step.closed:
+            open_lags[row] = _NOWHERE
         num_candidates = len(value) * options_per_node
         if num_candidates > width:
-            latest = open_ends.latest_lag(opened)
-            score = (candidates + np.maximum(late * latest, early * latest)).reshape(num_candidates, num_guides)
+            latest = open_lags.max(axis=0)
+            for late_or_early in opened:
+                latest = np.maximum(latest, late_or_early)
+            so_many = slice(len(value))
+            score = candidates + np.maximum(late[:, so_many] * latest, early[:, so_many] * latest)
+            score = score.reshape(num_candidates, num_guides)
             kept = score.argpartition(width - 1, axis=0)[:width] * num_guides + guide_of
         else:
             kept = np.arange(num_candidates * num_guides).reshape(num_candidates, num_guides)
+        if len(parent_of) != candidates.size:
+            parent_of = np.tile(np.arange(value.size), options_per_node)
+            menu_of = (np.arange(options_per_node)[:, None] * num_guides + np.tile(guide_of, len(value))).ravel()
+        parents = parent_of[kept]
+        open_lags = open_lags.reshape(num_rows, -1).take(parents, axis=1)
+        for row, lag in zip(step.opened, opened, strict=True):
+            open_lags[row] = lag.ravel()[kept]
+        trail.append((parents.ravel(), menu_of[kept].ravel()))
         value = candidates.ravel()[kept]
-        kept = kept.ravel()
-        open_ends.keep(column_of[kept], {end: lag.ravel()[kept] for end, lag in opened.items()})
-        trail.append(kept)
 
-    choices = np.empty((dag.num_nodes, value.size), dtype=np.int64)
-    column = np.arange(value.size).reshape(value.shape).T.ravel()  # guide by guide
-    for node, kept in zip(reversed(order), reversed(trail), strict=True):
-        candidate = kept[column]
-        choices[node] = menu[node].ravel()[candidate % menu_size]
-        column = column_of[candidate]
-    # Where there are fewer choices than the beam is wide, some have taken an option that does not exist.
+    lag = open_lags.max(axis=0)
+    best = (value + lag + _OFF_TIME * np.abs(lag)).argsort(axis=0)[:num_best]
+    column = (best * num_guides + guide_of).ravel()
+    choices = np.empty((dag.num_nodes, len(column)), dtype=np.int64)
+    for node, (parents, chosen) in zip(reversed(order), reversed(trail), strict=True):
+        choices[node] = menu[node].ravel()[chosen[column]]
+        column = parents[column]
+    if np.isfinite(value[best[-1], guide_of]).all():
+        return choices
+    # Where no option keeps to a deadline, or there are fewer choices, one that does not exist may have been taken.
     return np.asarray(np.minimum(choices, np.isfinite(table.times).sum(axis=1)[table.kind_of, None] - 1))
 
 
-class _OpenEnds:
-    """Ends of nodes that an event waits for, and starts of nodes still to come, in every partial choice.
-
-    Kept as lags behind the (stretched) relaxation: a row for each end (its key is the node's number) and each event (-1
-    minus its number), a column per partial choice.
-    """
-
-    def __init__(self, table: ChoiceTable, starts: Floats, ends: Floats, edge_flow: Floats) -> None:
-        self._dag = dag = table.dag
-        self._ends = ends
-        self._moments = np.full((len(dag.events), ends.shape[1]), np.inf)
-        np.minimum.at(self._moments, list(dag.start_of), starts)
-        self._flows: dict[tuple[int, int], Floats] = {}
-        for (before, after), flow in zip(dag.edges.tolist(), edge_flow, strict=True):
-            key = before, dag.start_of[after]
-            self._flows[key] = self._flows[key] + flow if key in self._flows else flow
-        self._lags = np.full((1, ends.shape[1]), _NOWHERE)
-        self._row_of: dict[int, int] = {}
-        self._free = [0]
-        self._unknown = [len(before) for before in dag.events]
-        self._awaited = [len(events) for events in dag.ends_of]
-        self._to_start = np.bincount(dag.start_of, minlength=len(dag.events)).tolist()
-        for event, before in enumerate(dag.events):
-            if not before:
-                self._enter(-1 - event, -self._moments[event])
-
-    def start(self, node: int) -> Floats:
-        """Start of a node in every partial choice in seconds, shape (choices, guides)."""
-        event = self._dag.start_of[node]
-        start = self._lag_of(-1 - event) + self._moments[event]
-        self._to_start[event] -= 1
-        if not self._to_start[event]:
-            self._leave(-1 - event)
-        return np.asarray(start)
-
-    def end(self, node: int, lag: Floats, values: Floats) -> dict[int, Floats]:
-        """End a node: what is lost at the events that it was the last to be awaited for is added to `values`.
-
-        Args:
-            node: The node.
-            lag: Lag of its end, shape (choices, options, guides).
-            values: Loss so far, likewise; changed in place.
-
-        Returns:
-            Lags of what is open from now on, by row key.
-        """
-        opened: dict[int, Floats] = {}
-        end = lag + self._ends[node]
-        for event in self._dag.ends_of[node]:
-            self._unknown[event] -= 1
-            if self._unknown[event]:
-                continue
-            others = [before for before in self._dag.events[event] if before != node]
-            arrivals = [(self._lag_of(before) + self._ends[before])[:, None] for before in others]
-            start = end
-            for arrival in arrivals:
-                start = np.maximum(start, arrival)
-            if others:
-                values += self._flows[node, event] * (start - end)
-            for before, arrival in zip(others, arrivals, strict=True):
-                values += self._flows[before, event] * (start - arrival)
-                self._awaited[before] -= 1
-                if not self._awaited[before]:
-                    self._leave(before)
-            self._awaited[node] -= 1
-            opened[-1 - event] = start - self._moments[event]
-        if self._awaited[node] or not self._dag.ends_of[node]:
-            opened[node] = lag
-        return opened
-
-    def latest_lag(self, opened: Mapping[int, Floats]) -> Floats:
-        """The largest lag in every partial choice, shape (choices, options, guides)."""
-        latest = self._lags.max(axis=0).reshape(-1, 1, self._ends.shape[1])
-        for lag in opened.values():
-            latest = np.maximum(latest, lag)
-        return np.asarray(latest)
-
-    def keep(self, columns: Integers, opened: Mapping[int, Floats]) -> None:
-        """Go on with these partial choices, and with what was opened in them."""
-        self._lags = self._lags.take(columns, axis=1)
-        for key, lag in opened.items():
-            self._enter(key, lag)
-
-    def _lag_of(self, key: int) -> Floats:
-        return np.asarray(self._lags[self._row_of[key]].reshape(-1, self._ends.shape[1]))
-
-    def _enter(self, key: int, lag: Floats) -> None:
-        if not self._free:
-            self._free.append(len(self._lags))
-            self._lags = np.vstack([self._lags, np.empty((1, self._lags.shape[1]))])
-        self._row_of[key] = self._free.pop()
-        self._lags[self._row_of[key]] = lag
-
-    def _leave(self, key: int) -> None:
-        self._free.append(self._row_of.pop(key))
-        self._lags[self._free[-1]] = _NOWHERE
-
-
-def _stack(table: ChoiceTable, guides: Sequence[Guide]) -> tuple[Floats, Floats, Floats, Floats]:
-    """Flows of nodes and edges, latest starts and ends stretched to the time aimed at; a column per guide."""
-    flow = np.array([guide.relaxed.flow for guide in guides]).T
-    edge_flow = np.array([guide.relaxed.edge_flow for guide in guides]).T
-    durations = np.array([guide.relaxed.durations for guide in guides]).T
-    times = np.array([guide.relaxed.time for guide in guides])
-    stretch = np.array([guide.time for guide in guides]) / np.where(times > 0, times, 1.0)
-    ends = table.latest_ends(durations, times)
-    return flow, edge_flow, (ends - durations) * stretch, ends * stretch
-
-
 def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
-    """The options of least cost plus flow times time, shape (n, options_per_node or as many as there are, guides)."""
-    most = table.times.shape[1]
-    size = min(options_per_node, most)
-    menu = np.zeros((len(flow), size, flow.shape[1]), dtype=np.int64)
-    if size == most:
-        menu[:] = np.arange(most)[:, None]
-        return menu
-    for kind in range(len(table.kinds)):
-        nodes = np.flatnonzero(table.kind_of == kind)
+    """The options of about the least cost plus flow times time, shape (n, options_per_node at most, guides).
+
+    Not for each flow but for some: those along the edges of the hull, where solutions of the relaxation lie, and a few
+    in between, on the corners.
+    """
+    size = min(options_per_node, table.times.shape[1])
+    menus, menu_of, num_menus = [], np.empty(flow.shape, dtype=np.int64), 0
+    for kind, opts in enumerate(table.kinds):
+        hull_times, hull_costs = np.array(opts.hull_points[::-1]).T
+        edges = np.array([0.0, *(-np.diff(hull_costs) / np.diff(hull_times))])
+        edges = np.append(edges, 2 * edges[-1])
+        flows = np.interp(np.arange((len(edges) - 1) * _PER_CORNER + 1) / _PER_CORNER, np.arange(len(edges)), edges)
         # Padding costs infinitely much, whatever the flow.
         times = np.where(np.isfinite(table.times[kind]), table.times[kind], 0.0)
-        value = table.costs[kind] + flow[nodes][:, :, None] * times
-        menu[nodes] = np.argpartition(value, size - 1, axis=2)[:, :, :size].transpose(0, 2, 1)
-    return menu
+        nodes = table.kind_of == kind
+        menu_of[nodes] = num_menus + np.searchsorted((flows[1:] + flows[:-1]) / 2, flow[nodes])
+        menus.append(np.argpartition(table.costs[kind] + flows[:, None] * times, size - 1, axis=1)[:, :size])
+        num_menus += len(flows)
+    return np.ascontiguousarray(np.concatenate(menus)[menu_of].transpose(0, 2, 1))
 
 
 def _latest_lags(table: ChoiceTable, guides: Sequence[Guide], ends: Floats) -> Floats:

@@ -67,6 +67,10 @@ class ChoiceTable:
         """Duration of each node in seconds, shape (n, choices)."""
         return np.asarray(self.line.times[self.places(choices)])
 
+    def knobs(self, choices: Choices) -> Integers:
+        """Knob of each node, shape (n, choices)."""
+        return np.asarray(self.line.knobs[self.places(choices)])
+
     def total_costs(self, choices: Choices) -> Floats:
         """Sum of the costs of all nodes in joules, shape (choices,)."""
         return np.asarray(self.line.costs[self.places(choices)].sum(axis=0))
@@ -95,12 +99,17 @@ class ChoiceTable:
 
         Args:
             choices: Shape (n, choices).
-            deadlines: One for each choice, in seconds; not shorter than its longest path.
+            deadlines: One for each choice, in seconds; where it is infinite or cannot be kept to, the longest path
+                stays as it is.
 
         Returns:
             The slowed choices and their longest paths in seconds.
         """
-        return self.fill(choices, self.latest_ends(self.durations(choices), deadlines * (1 + TOLERANCE / 2)))
+        durations = self.durations(choices)
+        before_the_end = self.latest_ends(durations, np.zeros(len(deadlines)))
+        longest = (durations - before_the_end).max(axis=0, initial=0.0)
+        until = np.where(np.isfinite(deadlines), np.maximum(deadlines, longest), longest)
+        return self.fill(choices, before_the_end + until * (1 + TOLERANCE / 2))
 
     def fill(self, choices: Choices, latest_ends: Floats, *, on_hull: bool = False) -> tuple[Choices, Floats]:
         """Slow every node down to the slowest option that ends by its latest end; no node becomes faster.
@@ -147,6 +156,7 @@ class OptionLine:
     Attributes:
         times: Time at each place in seconds.
         costs: Cost at each place in joules.
+        knobs: Knob at each place.
         first: Place of the fastest option of each kind.
         last: Place of the slowest.
         hull_before: For each place the one of the slowest option on the hull that is not slower.
@@ -162,6 +172,8 @@ class OptionLine:
         self.times[is_option] = [*(time for opts in kinds for time in opts.times), 0.0]
         self.costs[is_option] = [*(cost for opts in kinds for cost in opts.costs), 0.0]
         self.costs[self.first[:-1] - 1] = np.inf
+        self.knobs = np.zeros(len(self.times), dtype=np.int64)
+        self.knobs[is_option] = [*(knob for opts in kinds for knob in opts.knobs), 0]
         is_on_hull = ~is_option
         is_on_hull[[place + k for place, opts in zip(self.first, kinds, strict=False) for k in opts.hull]] = True
         self.hull_before = np.maximum.accumulate(np.where(is_on_hull, np.arange(len(is_on_hull)), 0))
@@ -177,7 +189,8 @@ class OptionLine:
             kinds: Numbers of the kinds; broadcast to `rooms`.
             rooms: Seconds.
         """
-        keys = self._spacing * kinds + np.clip(rooms, -self._longest, self._longest)
+        within = np.maximum(np.minimum(rooms, self._longest), -self._longest)  # np.clip is slower
+        keys = self._spacing * kinds + within
         return np.searchsorted(self._keys, keys, side="right") - 1
 
 

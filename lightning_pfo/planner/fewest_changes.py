@@ -8,16 +8,13 @@ may be equal plans with still fewer changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
-from lightning_pfo.planner.choices import ChoiceTable, Integers
-from lightning_pfo.planner.hull import OptionSet
-from lightning_pfo.planner.instruction_dag import InstructionDag
+from lightning_pfo.planner.choices import Choices, ChoiceTable, Floats, Integers
 from lightning_pfo.planner.profile import Profile
 
 _ROUNDS = 8
@@ -31,23 +28,18 @@ _EQUAL_TIMES = 1e-12
 Rows = tuple[tuple[int, ...], ...]
 
 
-def exchange_clocks(
-    schedule: PipelineSchedule, dag: InstructionDag, options: Sequence[OptionSet], chosen: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
+def exchange_clocks(schedule: PipelineSchedule, table: ChoiceTable, choices: Choices, times: Floats) -> Choices:
     """Exchange options within kinds of instructions where clocks then change less often in the same time.
 
     Args:
         schedule: The order.
-        dag: Its precedences.
-        options: Options of each instruction; their knobs are clocks.
-        chosen: The options of each plan.
+        table: Options of each instruction; their knobs are clocks.
+        choices: The options of each plan, shape (n, plans).
+        times: Longest path of each plan in seconds.
     """
-    table, choices = ChoiceTable(dag, options), np.ascontiguousarray(np.array(chosen).T)
-    knobs = np.array([knob for opts in table.kinds for knob in (0, *opts.knobs)])  # in the order of the table's line
-    first, second = _neighbours_of_a_kind(schedule)
-    times = table.longest_paths(choices)
+    choices, (first, second) = choices.copy(), _neighbours_of_a_kind(schedule)
     for _ in range(_ROUNDS):
-        pair, plan = _worthwhile(schedule, knobs[table.places(choices)], first, second)
+        pair, plan = _worthwhile(schedule, table.knobs(choices), first, second)
         some = slice(max(_MOST_TRIED // len(choices), 1))
         pair, plan = pair[some], plan[some]
         tried, columns = choices[:, plan], np.arange(len(plan))
@@ -58,7 +50,7 @@ def exchange_clocks(
             break
         equal = equal[np.unique(plan[equal], return_index=True)[1]]  # two in a plan may not go together
         choices[:, plan[equal]] = tried[:, equal]
-    return list(map(tuple, choices.T.tolist()))
+    return choices
 
 
 EqualClocks = dict[tuple[int, InstructionType, int], frozenset[int]]
@@ -117,9 +109,9 @@ def _worthwhile(
     schedule: PipelineSchedule, clocks: Integers, first: Integers, second: Integers
 ) -> tuple[Integers, Integers]:
     """Numbers of the pairs and plans whose exchange saves changes, those that save most first."""
-    bounds = list(accumulate(map(len, schedule.orders), initial=0))
-    ahead = np.concatenate([np.roll(np.arange(begin, end), 1) for begin, end in pairwise(bounds)])
-    behind = np.concatenate([np.roll(np.arange(begin, end), -1) for begin, end in pairwise(bounds)])
+    bounds = np.array([*accumulate(map(len, schedule.orders), initial=0)])
+    ahead, behind = np.arange(-1, len(clocks) - 1), np.arange(1, len(clocks) + 1)
+    ahead[bounds[:-1]], behind[bounds[1:] - 1] = bounds[1:] - 1, bounds[:-1]  # iterations follow each other
     saved = np.zeros((len(first), clocks.shape[1]), dtype=np.int64)
     for one, other in ((first, second), (second, first)):
         for near in (ahead[one], behind[one]):

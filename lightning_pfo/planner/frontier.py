@@ -11,7 +11,9 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import islice
+
+import numpy as np
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -23,6 +25,7 @@ from lightning_pfo.core.pipeline_schedule import (
     make_schedule,
 )
 from lightning_pfo.planner.blocking import BlockingPower, BlockingPowerOption, resolve_blocking
+from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.hull import OptionSet, make_option_set
 from lightning_pfo.planner.long_tradeoff import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
@@ -149,14 +152,14 @@ def plan_frontier(
         on_progress=on_progress,
     )
     varies = any(power.varies for power in blocking)
-    choices, equal = [point.choice for point in points], {}
+    table = ChoiceTable(simulator.dag, options)
+    choices, equal = np.array([point.choice for point in points]).T, {}
     if not varies:  # else equal instructions may leave unequal waits
-        choices, equal = exchange_clocks(schedule, simulator.dag, options, choices), equal_clocks(profile)
-    clocks_of = [opts.knobs for opts in options]
+        choices = exchange_clocks(schedule, table, choices, np.array([point.time for point in points]))
+        equal = equal_clocks(profile)
     plans = []
-    for point, choice in zip(points, choices, strict=True):
-        rows = _by_rank(schedule, [clocks[k] for clocks, k in zip(clocks_of, choice, strict=True)])
-        rows = share_clocks(schedule, equal, rows)
+    for point, clocks in zip(points, table.knobs(choices).T.tolist(), strict=True):
+        rows = share_clocks(schedule, equal, _by_rank(schedule, clocks))
         plans.append(FrequencyPlan(schedule, rows, point.time, point.cost, point.bound))
     if varies:
         plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
@@ -278,5 +281,5 @@ def _effective_options(profile: Profile, schedule: PipelineSchedule, powers: Seq
 
 
 def _by_rank(schedule: PipelineSchedule, clocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    bounds = accumulate(map(len, schedule.orders), initial=0)
-    return tuple(tuple(clocks[first:end]) for first, end in pairwise(bounds))
+    remaining = iter(clocks)
+    return tuple(tuple(islice(remaining, len(order))) for order in schedule.orders)

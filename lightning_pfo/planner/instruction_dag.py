@@ -74,12 +74,28 @@ class InstructionDag:
         return tuple(number[before] for before in self.predecessors)
 
     @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """Numbers of the events that wait for nothing."""
+        return tuple(event for event, nodes in enumerate(self.events) if not nodes)
+
+    @cached_property
+    def waits(self) -> npt.NDArray[np.int64]:
+        """Each event with each node that it waits for, ascending, shape (waits, 2)."""
+        pairs = [(event, node) for event, nodes in enumerate(self.events) for node in nodes]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def wait_of_edge(self) -> npt.NDArray[np.int64]:
+        """Number of the wait that each precedence belongs to, aligned with `edges`."""
+        before, after = self.edges.T
+        events, nodes = self.waits.T
+        wanted = np.array(self.start_of, dtype=np.int64)[after] * self.num_nodes + before
+        return np.asarray(np.searchsorted(events * self.num_nodes + nodes, wanted))
+
+    @cached_property
     def ends_of(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the events that wait for each node, ascending."""
-        return _adjacency(
-            self.num_nodes,
-            np.array([(node, event) for event, before in enumerate(self.events) for node in before]).reshape(-1, 2),
-        )
+        return _adjacency(self.num_nodes, self.waits[:, ::-1])
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:

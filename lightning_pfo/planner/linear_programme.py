@@ -30,8 +30,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import highspy
@@ -76,17 +76,6 @@ class RelaxedSolution:
         """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
         return self.cost + self.slope * (time - self.time)
 
-    def mixed_with(self, other: RelaxedSolution, share: float) -> RelaxedSolution:
-        """`share` of another solution and the rest of this one, which is feasible and nearly optimal in between.
-
-        Schedules and flows may be mixed; the cost is that of the mixed schedule, a little above LP.
-        """
-        mixed = {
-            field.name: (1 - share) * getattr(self, field.name) + share * getattr(other, field.name)
-            for field in fields(self)
-        }
-        return RelaxedSolution(**mixed)
-
 
 class RelaxedTradeoff:
     """The parametric linear programme of one DAG; keeps its basis from one solve to the next.
@@ -121,12 +110,9 @@ class RelaxedTradeoff:
 
         # A row per event and node that it waits for, and one per sink, whose head is the column of T: head, event at
         # which the tail starts, segments of the tail.
-        self._tails = np.array([*chain.from_iterable(dag.events), *dag.sinks], dtype=np.int64)
-        heads = np.repeat(np.arange(num_events + 1), [*map(len, dag.events), len(dag.sinks)])
-        self._num_waits = len(heads) - len(dag.sinks)
-        tails, after = dag.edges.T
-        self._row_of_edge = np.searchsorted(heads * n + self._tails, self._start_of[after] * n + tails)
-        self._after = after
+        self._tails = np.array([*dag.waits[:, 1], *dag.sinks], dtype=np.int64)
+        heads = np.append(dag.waits[:, 0], [num_events] * len(dag.sinks))
+        self._num_waits, self._row_of_edge, self._after = len(dag.waits), dag.wait_of_edge, dag.edges[:, 1]
         sizes = 2 + segments_of[self._tails]
         begins = np.concatenate([[0], np.cumsum(sizes)])
         columns = np.arange(begins[-1]) + np.repeat(first_segment[self._tails] - 2 - begins[:-1], sizes)
@@ -236,12 +222,13 @@ def _slowest_basis(dag: InstructionDag, slowest: Sequence[float], num_segments: 
     Of the rows into an event the one on its longest path is tight and determines when it is.
     """
     status = highspy.HighsBasisStatus
+    basic, lower = status.kBasic, status.kLower
     finish = dag.finish_times(slowest)
     starts, rows = [], []
     for waiting_for in (*dag.events, dag.sinks):
-        starts.append(status.kBasic if waiting_for else status.kLower)
+        starts.append(basic if waiting_for else lower)
         tight = max(waiting_for, key=finish.__getitem__, default=None)
-        rows += [status.kLower if node == tight else status.kBasic for node in waiting_for]
+        rows += [lower if node == tight else basic for node in waiting_for]
     basis = highspy.HighsBasis()
     basis.col_status = [*starts, *[status.kUpper] * num_segments]
     basis.row_status = rows

@@ -10,7 +10,6 @@ relaxation is a merged one, which bounds from below as well, until the last roun
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +18,9 @@ from itertools import product
 import numpy as np
 
 from lightning_pfo.core.errors import PlanError, rounded_up
-from lightning_pfo.planner.beam_search import Guide, order_of_time, search_beam
+from lightning_pfo.planner.beam_search import order_of_time, search_beam
 from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.guide import Guide
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
@@ -33,7 +33,7 @@ from lightning_pfo.planner.steady_state import Run
 _LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
-_POINTS_PER_RELAXATION, _DENSER = 4.2, 0.65
+_POINTS_PER_RELAXATION, _DENSER = 5.2, 0.65
 """The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end: at this power
 of equal parts."""
 
@@ -61,13 +61,14 @@ class _Effort:
 
     width: int
     options_per_node: int
+    num_best: int
     free_guides: int
     kept_guides: int
     spliced_pairs: int
     least_polished: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 3, 4, 10), _Effort(12, 8, 2, 6, 4, 1), _Effort(32, 8, 6, len(_KEPT), 6, 1))
+_ROUNDS = (_Effort(6, 4, 1, 1, 3, 4, 10), _Effort(12, 8, 2, 2, 6, 4, 1), _Effort(32, 8, 2, 6, len(_KEPT), 6, 1))
 """Cheap to dear."""
 
 _SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
@@ -82,7 +83,7 @@ _FEW_CHOICES = 5000
 _SMALL = 5000
 """With more nodes times targets, no further round is begun only because targets share a choice."""
 
-_KEPT_PER_GUIDE, _KEPT_PER_TIME, _POLISHED = 2, 3, 3
+_KEPT_PER_TIME, _POLISHED = 3, 3
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -136,7 +137,8 @@ def trace_tradeoff(
     kept = {min(max(time, fastest), search.slowest) for time in (*times, *deadlines, fastest, search.slowest)}
     search.relax(num_points, kept)
     for effort in _ROUNDS:
-        search.improve(effort)
+        if not search.improve(effort):
+            break
     search.look_beyond()
     return search.frontier(num_points, deadlines)
 
@@ -208,14 +210,14 @@ class _Search:
             self._report("relaxing", done, len(times))
         self._bound.add_mixtures(self._relaxed)
 
-    def improve(self, effort: _Effort) -> None:
-        """Search and splice near all targets whose gap is too large."""
+    def improve(self, effort: _Effort) -> bool:
+        """Search and splice near all targets whose gap is too large; return whether there are any."""
         targets = self._unsatisfied()
         if targets and effort is _ROUNDS[-1]:
             self._sharpen(targets)
             targets = self._unsatisfied()
         if not targets:
-            return
+            return False
         if self._is_merged and effort is _ROUNDS[-1]:
             self._is_merged, self._programme, self._relaxed = False, RelaxedTradeoff(*self._problem), []
         guides = [guide for target in targets for guide in self._guides(target, effort)]
@@ -223,14 +225,16 @@ class _Search:
         at_once = max(_ROWS_AT_ONCE // (effort.width * self._table.dag.num_nodes), 1)
         for first in range(0, len(guides), at_once):
             some = guides[first : first + at_once]
-            choices = search_beam(self._table, some, self._order, effort.width, effort.options_per_node)
-            self._add(choices, [guide.deadline for guide in some])
+            size = effort.width, effort.options_per_node, effort.num_best
+            choices = search_beam(self._table, self._relaxed, some, self._order, *size)
+            self._add(choices, [guide.deadline for guide in some] * (choices.shape[1] // len(some)))
             self._report("searching", min(first + at_once, len(guides)), len(guides))
         targets = self._unsatisfied(with_shared=effort is _ROUNDS[0])
         if targets:
             self._splice(targets, effort.spliced_pairs)
         self._polish(effort.least_polished)
         self._prune()
+        return True
 
     def look_beyond(self) -> None:
         """Where options are so sparse that nothing comes near the least cost of the relaxation, search slower choices.
@@ -243,10 +247,12 @@ class _Search:
             return
         latest = dag.longest_path([kinds[kind].times[-1] for kind in self._table.kind_of])
         aims = self.slowest + (latest - self.slowest) * np.array(_SHARES_BEYOND)
-        guides = [Guide(self._least, aim, *weights) for aim in aims.tolist() for _, *weights in _FREE]
+        guides = [Guide(self._least.time, aim, *weights) for aim in aims.tolist() for _, *weights in _FREE]
         effort = _ROUNDS[0]
-        choices = search_beam(self._table, guides, self._order, effort.width, effort.options_per_node)
-        self._add(choices, [math.inf] * len(guides))
+        choices = search_beam(
+            self._table, [self._least], guides, self._order, effort.width, effort.options_per_node, num_best=2
+        )
+        self._add(choices, [math.inf] * choices.shape[1])
 
     def frontier(self, num_points: int, deadlines: Sequence[float]) -> list[TradeoffPoint]:
         """The best choice for each target and deadline, without those that another dominates, fast to slow.
@@ -318,24 +324,12 @@ class _Search:
         if effort is not _ROUNDS[0] and all(relaxed.time != time for relaxed in self._relaxed):
             self._relax(time)
         if not self._is_kept[target]:
-            relaxed = self._between(time)
-            return [Guide(relaxed, time + offset * reach, *weights) for offset, *weights in _FREE[: effort.free_guides]]
+            return [Guide(time, time + offset * reach, *weights) for offset, *weights in _FREE[: effort.free_guides]]
         guides = []
         for offset, meeting, haste, patience in _KEPT[: effort.kept_guides]:
             aim = max(time * (1 + offset), self.fastest)
-            guides.append(Guide(self._between(aim), aim, meeting, haste, patience, deadline=time))
+            guides.append(Guide(aim, aim, meeting, haste, patience, deadline=time))
         return guides
-
-    def _between(self, time: float) -> RelaxedSolution:
-        """The solution at a time, or a mixture of its neighbours."""
-        solutions = sorted(self._relaxed, key=lambda relaxed: relaxed.time)
-        after = bisect_left(solutions, time, key=lambda relaxed: relaxed.time)
-        if after == len(solutions):
-            return solutions[-1]
-        if after == 0 or solutions[after].time == time:
-            return solutions[after]
-        slow, fast = solutions[after], solutions[after - 1]
-        return fast.mixed_with(slow, (time - fast.time) / (slow.time - fast.time))
 
     def _splice(self, targets: Sequence[int], num_pairs: int) -> None:
         order = np.argsort(self._times, kind="stable")
@@ -370,22 +364,13 @@ class _Search:
         return PathMoves(self._table)
 
     def _add(self, choices: Choices, deadlines: Sequence[float] | Floats) -> None:
-        """Take in the best of the choices found for each deadline, their slack spent: up to it where they keep to it.
+        """Take in choices, their slack spent: up to the deadline where they keep to one.
 
         Args:
-            choices: Shape (n, deadlines x choices for each).
-            deadlines: In seconds; infinite where there is none.
+            choices: Shape (n, choices).
+            deadlines: One for each choice, in seconds; infinite where there is none.
         """
-        times = self._table.longest_paths(choices)
-        costs = self._table.total_costs(choices) + self._rate * times
-        limits = np.asarray(deadlines)[:, None]
-        by_deadline = times.reshape(len(limits), -1)
-        gaps = self._bound.gaps(times, costs).reshape(by_deadline.shape)
-        ranked = np.argsort(np.where(by_deadline > limits * (1 + TOLERANCE), np.inf, gaps), axis=1)
-        kept = (ranked[:, :_KEPT_PER_GUIDE] + by_deadline.shape[1] * np.arange(len(limits))[:, None]).ravel()
-        limits, times = limits[kept // by_deadline.shape[1], 0], times[kept]
-        spend_until = np.where(np.isfinite(limits) & (times < limits), limits, times)
-        choices, times = self._table.spend_slack(choices[:, kept], spend_until)
+        choices, times = self._table.spend_slack(choices, np.asarray(deadlines))
         self._choices = np.hstack([self._choices, choices])
         self._times = np.concatenate([self._times, times])
         self._costs = np.concatenate([self._costs, self._table.total_costs(choices) + self._rate * times])

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.pipeline_schedule import make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, simulate
+from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import schedule_dag
@@ -34,8 +36,9 @@ def test_exchanges_keep_time_and_energy_and_never_add_changes(choice, work):
         for stage, kind, w in ((0, "F", 1.0), (0, "B", 2.0), (1, "F", work), (1, "B", 2 * work))
     }
     options = [kinds[inst.stage, inst.type.value] for inst in SCHEDULE.instructions]
-    found = exchange_clocks(SCHEDULE, dag, options, [tuple(choice), (0,) * 12])
-    assert found[1] == (0,) * 12
+    table, choices = ChoiceTable(dag, options), np.array([choice, [0] * 12]).T
+    found = exchange_clocks(SCHEDULE, table, choices, table.longest_paths(choices)).T.tolist()
+    assert found[1] == [0] * 12
     times = [dag.longest_path([o.times[k] for o, k in zip(options, c, strict=True)]) for c in (choice, found[0])]
     assert times[1] == pytest.approx(times[0], rel=1e-11)
     for kind in set(options):
@@ -52,7 +55,8 @@ def test_exchanged_are_forwards_that_may_come_in_any_order():
     slow = make_option_set([20.0], [1], [1400])
     options = [slow if inst.stage else (forward if inst.type is F else backward) for inst in SCHEDULE.instructions]
     choice = tuple(int(str(inst) == "0F1") for inst in SCHEDULE.instructions)
-    (found,) = exchange_clocks(SCHEDULE, dag, options, [choice])
+    table, choices = ChoiceTable(dag, options), np.array([choice]).T
+    (found,) = exchange_clocks(SCHEDULE, table, choices, table.longest_paths(choices)).T.tolist()
     clocks = [opts.knobs[k] for opts, k in zip(options, found, strict=True)]
     assert clocks[:6] == [1400, 1400, 1000, 1000, 1000, 1000]
 

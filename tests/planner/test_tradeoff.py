@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.pipeline_schedule import make_schedule
-from lightning_pfo.planner.beam_search import Guide, order_of_time, search_beam
+from lightning_pfo.planner.beam_search import order_of_time, search_beam
 from lightning_pfo.planner.choices import ChoiceTable
+from lightning_pfo.planner.guide import Guide
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import make_dag, schedule_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
@@ -91,17 +92,16 @@ def test_beam_search_loses_little_and_its_deadline_holds(pipeline):
     table, relaxed_problem = ChoiceTable(dag, options), RelaxedTradeoff(dag, options)
     fastest = dag.longest_path([opts.times[0] for opts in options])
     relaxed = [relaxed_problem.solve(fastest * factor) for factor in (1.02, 1.05, 1.1)]
-    guides = [Guide(r, r.time, 0.2, 0.3, 0.3) for r in relaxed]
-    guides += [Guide(r, r.time, 0.2, 0.3, 0.3, deadline=r.time) for r in relaxed]
-    choices = search_beam(table, guides, order_of_time(table, relaxed[1]), width=20, options_per_node=4)
-    assert choices.shape == (dag.num_nodes, 20 * len(guides))
-    for column, choice in enumerate(choices.T):
-        guide = guides[column // 20]
+    guides = [Guide(r.time, r.time, 0.2, 0.3, 0.3) for r in relaxed]
+    guides += [Guide(r.time, r.time, 0.2, 0.3, 0.3, deadline=r.time) for r in relaxed]
+    choices = search_beam(table, relaxed, guides, order_of_time(table, relaxed[1]), width=20, options_per_node=4)
+    assert choices.shape == (dag.num_nodes, len(guides))
+    for solution, guide, choice in zip(relaxed * 2, guides, choices.T, strict=True):
         time = dag.longest_path(chosen_times(options, choice))
         assert time <= guide.deadline * (1 + 1e-9)
         assert time == pytest.approx(guide.time, rel=0.03)
-        loss = total_cost(options, choice) - guide.relaxed.bound_at(time)
-        assert 0 <= loss + 1e-6 < 0.03 * guide.relaxed.cost
+        loss = total_cost(options, choice) - solution.bound_at(time)
+        assert 0 <= loss + 1e-6 < 0.03 * solution.cost
 
 
 def test_splicing_joins_choices_on_either_side_of_the_time(pipeline):
