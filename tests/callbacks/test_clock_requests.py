@@ -133,7 +133,10 @@ def test_on_cuda_requests_wait_until_the_device_has_done_the_instruction(leads):
 
 def test_repeated_clocks_put_no_mark_into_the_stream():
     stream = FakeStream()
-    requests = ClockRequests(World(0.0), DeviceFollower(stream.record))
+    follower = DeviceFollower(stream.record)
+    requests = ClockRequests(World(0.0), follower)
     for clock_mhz in (1410, 1410, 1410, 1200):
         requests.request(clock_mhz)
     assert len(stream.marks) == 2
+    follower.close()
+    stream.get_to(1)
