@@ -207,12 +207,10 @@ def _run_as_own_script() -> None:
         try:
             status = process.wait()
             break
-        except KeyboardInterrupt:  # the job got it too, and restores the clocks before it ends
+        except KeyboardInterrupt:  # the job got it too, says so, and restores the clocks before it ends
             interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
-    if status:
-        sys.exit(status)
+    if interrupted or status:
+        sys.exit(130 if interrupted else status)
 
 
 def _parent_ends(within_s: float) -> bool:

@@ -23,6 +23,7 @@ from lightning_pfo.strategy.rank_watch import RankDiedError
 
 _log = logging.getLogger(__name__)
 _LAUNCHER_PID = "PFO_LAUNCHER_PID"
+_INTERRUPTED = 128 + signal.SIGINT
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 """As for Lightning's DDP: `popen` runs the script again; `fork` works in notebooks, as long as they used no CUDA."""
 
@@ -83,6 +84,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         for local_rank, process in enumerate(self.procs, start=1):
             if process.poll() is not None:
                 self.kill(signal.SIGKILL)
+                if process.returncode == -signal.SIGINT:  # Ctrl-C, which this process hears only when it has connected
+                    _end("it was interrupted", _INTERRUPTED)
                 _end(f"the process of local rank {local_rank} ended with code {process.returncode} before it connected")
 
 
@@ -106,10 +109,10 @@ def _checked_until_connected(strategy: Any, check: Callable[[], None]) -> Iterat
         ended.set()
 
 
-def _end(reason: str) -> None:
+def _end(reason: str, status: int = 1) -> None:
     _log.critical("This process is ended, because %s.", reason)
     logging.shutdown()
-    os._exit(1)
+    os._exit(status)
 
 
 class ForkLauncher(_MultiProcessingLauncher):

@@ -126,3 +126,29 @@ def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
 def test_an_unknown_start_method_is_refused():
     with pytest.raises(ConfigurationError, match="start_method is one of popen, spawn, fork, forkserver; got 'thread'"):
         PfoPipelineStrategy(start_method="thread")
+
+
+@pytest.mark.parametrize(
+    ("signum", "status", "reason"),
+    [("SIGINT", 130, "it was interrupted"), ("SIGTERM", 1, "rank 1 ended with code -15")],
+)
+def test_a_process_that_ends_before_it_connects_ends_the_others(tmp_path, signum, status, reason):
+    script = tmp_path / "script.py"
+    script.write_text(EARLY_END)
+    result = run_script(script, signum, expect_success=False, timeout_s=60)
+    assert result.returncode == status
+    assert f"This process is ended, because {reason}" in result.stdout.replace("the process of local ", "")
+
+
+EARLY_END = """
+import signal, subprocess, sys, time
+from types import SimpleNamespace
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning_pfo.strategy.launchers import ScriptLauncher, _checked_until_connected
+
+launcher = ScriptLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
+launcher.procs.append(subprocess.Popen(["sleep", "60"]))
+with _checked_until_connected(SimpleNamespace(rank_watch=None), launcher._check_children):
+    launcher.procs[0].send_signal(getattr(signal, sys.argv[1]))
+    time.sleep(60)
+"""
