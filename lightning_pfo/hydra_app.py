@@ -129,7 +129,7 @@ def explain_config_error(error: HydraException | OmegaConfBaseException) -> str:
     """Say in one paragraph what is wrong with an override or a YAML file, and which names would work."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"There is no {group}={option}. {_alternatives(option, error.options)}"
+        return f"There is no {group}={option}. {_alternatives(option, error.options)}{_selections(group)}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} needs a value. Give it on the command line: {cause.full_key}=VALUE."
@@ -147,6 +147,14 @@ def explain_config_error(error: HydraException | OmegaConfBaseException) -> str:
 def _no_such_key(key: str, section: str, known: Iterable[str]) -> str:
     place = f"in {section}" if section else "at the top level of the configuration"
     return f"There is no key {key!r} {place}. {_alternatives(key, known)}"
+
+
+def _selections(group: str) -> str:
+    if group != "plan":
+        return ""
+    from lightning_pfo.planner.select import FORMS
+
+    return f" Or select one by {FORMS}."
 
 
 def _alternatives(name: str, known: Iterable[str]) -> str:
