@@ -223,7 +223,11 @@ def test_help_lists_groups_options_and_common_overrides(run):
         ("modle=gpt_tiny", "There is no key 'modle' at the top level of the configuration. Did you mean model? Known:"),
         ("+extra=1", "There is no key 'extra' at the top level of the configuration. Known: data, gpu, model, name,"),
         ("plan=least_enrgy", "There is no plan=least_enrgy. Did you mean least_energy? Known: least_energy, no_slow"),
-        ("plan=cheap", "top_clocks. Or select one by 3, 1.02x, 2.84s, 350W, T'=2.9s,"),
+        (
+            "plan=cheap",
+            "There is no plan=cheap. Known: least_energy, no_slowdown, slowdown_2_percent, top_clocks. "
+            "Or select one by 3, 1.02x, 2.84s, 350W, T'=2.9s,",
+        ),
         ("gpu=40", "There is no gpu=40. Known: auto, emulated_a100,"),
         ("gpu=emulated_a400", "There is no gpu=emulated_a400. Did you mean emulated_a40? Known: auto, emulated_a100,"),
         ("trainer.devices=two", "trainer.devices: Value 'two' of type 'str' could not be converted to Integer"),
