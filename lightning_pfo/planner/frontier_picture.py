@@ -50,7 +50,11 @@ def draw_frontier(
     top = frontier.baseline
 
     axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound: no plan is below")
-    floor = min(bounds) - 0.06 * (max(top.iteration_energy_j, *energies) - min(bounds))
+    highest = max(top.iteration_energy_j, *energies, *(energy_j for _, energy_j in measured))
+    floor = min(bounds) - 0.06 * (highest - min(bounds))
+    # What the chosen plan saves is written above it.
+    is_high = chosen is not None and chosen.iteration_energy_j > highest - 0.12 * (highest - floor)
+    ceiling = highest + (0.2 if is_high else 0.05) * (highest - floor)
     axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
     number = counted(len(times), "plan")
     axes.plot(times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=number)
@@ -72,7 +76,8 @@ def draw_frontier(
             color=INK, marker="o", markersize=9, markerfacecolor="none", markeredgewidth=1.5, linestyle="none",
             zorder=6, label="measured",
         )  # fmt: skip
-    axes.set_ylim(bottom=floor)
+    if ceiling > floor:
+        axes.set_ylim(floor, ceiling)
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
     schedule, device = frontier.schedule, frontier.profile.device

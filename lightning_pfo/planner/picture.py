@@ -60,7 +60,7 @@ def _centred(path: Path) -> Path:
 def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple[str, str]:
     """How energy and time of an iteration have changed, in words; both are given as time (s) and energy (J)."""
     slowdown, growth = (100 * (new / old - 1) for old, new in zip(before, after, strict=True))
-    energy = f"{abs(growth):.1f} % {'less' if growth < 0 else 'more'} energy"
+    energy = "same energy" if abs(growth) < 0.05 else f"{abs(growth):.1f} % {'less' if growth < 0 else 'more'} energy"
     return energy, "same time" if abs(slowdown) < 0.05 else f"{slowdown:+.1f} % time"
 
 

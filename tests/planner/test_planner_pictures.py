@@ -59,13 +59,16 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
     draw_timeline(after, "picture", title="Chosen plan (no_slowdown)", device="NVIDIA A100 SXM (emulated)")
     draw_timelines({"Top clocks, emulated": before, "Plan, emulated": after}, "picture")
     draw_energy_valleys(profile, "picture", title="NVIDIA A100 SXM (emulated)")
-    for plan in (frontier.fastest, frontier.least_energy):
-        draw_frontier(frontier, "picture", chosen=plan)
+    small = plan_frontier(make_profile([0.02]), num_microbatches=1, num_plans=3)
+    for one, plan in ((small, small.fastest), (frontier, frontier.fastest), (frontier, frontier.least_energy)):
+        draw_frontier(one, "picture", chosen=plan)
     written = []
     for figure in figures:
         figure.draw_without_rendering()
         ticks = {label for tick in figure.findobj(Tick) for label in (tick.label1, tick.label2)}  # some are not drawn
         texts = [text for text in figure.findobj(Text) if text.get_text() and text not in ticks]
+        inside = [text for axes in figure.axes for text in axes.texts]
+        assert all(text.get_window_extent().y1 <= text.axes.bbox.y1 for text in inside)
         boxes = [text.get_window_extent() for text in texts]
         for (one, box), (other, another) in combinations(zip(texts, boxes, strict=True), 2):
             assert one.get_text() == other.get_text() or not box.overlaps(another), (one, other)
@@ -73,6 +76,7 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
         written.append([text.get_text() for text in texts])
     assert "waiting at a clock of its own" in written[0]
     assert any("less energy, same time" in text for text in written[1])
+    assert any("same energy\nsame time" in text for text in written[3])
     assert figures[-1].axes[0].bbox.width > 0.85 * figures[-1].bbox.width
 
 
