@@ -7,7 +7,6 @@ and checked against the dataclass; a field's `metadata["help"]` is its line in `
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import sys
@@ -20,6 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
+from lightning_pfo.core.wording import did_you_mean
 
 COMMANDS = {
     "plan": "lightning_pfo.planner.command",
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, overrides = arguments[0], arguments[1:]
         if name not in COMMANDS:
             raise ConfigurationError(
-                f"Unknown command {name!r}{_closest(name, COMMANDS)}; commands: {_join(COMMANDS)}."
+                f"Unknown command {name!r}.{did_you_mean(name, COMMANDS)} Commands: {', '.join(COMMANDS)}."
             )
         command = importlib.import_module(COMMANDS[name])
         if any(flag in overrides for flag in _HELP_FLAGS):
@@ -96,9 +96,11 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals:
-            raise ConfigurationError(f"Settings read key=value, got {override!r}. Available: {_join(known)}.")
+            raise ConfigurationError(f"Settings read key=value, got {override!r}. Available: {', '.join(known)}.")
         if key not in known:
-            raise ConfigurationError(f"There is no setting {key!r}{_closest(key, known)}; available: {_join(known)}.")
+            raise ConfigurationError(
+                f"There is no setting {key!r}.{did_you_mean(key, known)} Available: {', '.join(known)}."
+            )
     try:
         given = OmegaConf.from_dotlist(list(overrides))
         for setting in fields(schema):
@@ -110,7 +112,7 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
         required = [field.name for field in fields(schema) if _is_required(field)]
         named = {override.partition("=")[0] for override in overrides}
         missing = [name for name in required if name not in named]
-        raise ConfigurationError(f"Give {_join([f'{name}=...' for name in missing or required])}.") from None
+        raise ConfigurationError(f"Give {', '.join(f'{name}=...' for name in missing or required)}.") from None
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).strip().splitlines()[0].rstrip(".")
         raise ConfigurationError(f"Setting {error.full_key or 'given'} cannot be used: {reason}.") from error
@@ -157,12 +159,3 @@ def _default(field: Field[Any]) -> str:
         return "required"
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return "default none" if default in (None, "") else f"default {default}"
-
-
-def _closest(word: str, known: Sequence[str] | dict[str, str]) -> str:
-    matches = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
-
-
-def _join(words: Sequence[str] | dict[str, str]) -> str:
-    return ", ".join(words)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import difflib
 import functools
 import logging
 import os
@@ -31,6 +30,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.core.wording import did_you_mean
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 
@@ -129,7 +129,7 @@ def explain_config_error(error: HydraException | OmegaConfBaseException) -> str:
     """Say in one paragraph what is wrong with an override or a YAML file, and which names would work."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"There is no {group}={option}. {_alternatives(option, error.options)}{_selections(group)}"
+        return f"There is no {group}={option}.{_alternatives(option, error.options)}{_selections(group)}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} needs a value. Give it on the command line: {cause.full_key}=VALUE."
@@ -146,7 +146,7 @@ def explain_config_error(error: HydraException | OmegaConfBaseException) -> str:
 
 def _no_such_key(key: str, section: str, known: Iterable[str]) -> str:
     place = f"in {section}" if section else "at the top level of the configuration"
-    return f"There is no key {key!r} {place}. {_alternatives(key, known)}"
+    return f"There is no key {key!r} {place}.{_alternatives(key, known)}"
 
 
 def _selections(group: str) -> str:
@@ -159,9 +159,7 @@ def _selections(group: str) -> str:
 
 def _alternatives(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    suggestion = f"Did you mean {close[0]}? " if close else ""
-    return f"{suggestion}Known: {', '.join(names)}."
+    return f"{did_you_mean(name, names)} Known: {', '.join(names)}."
 
 
 @contextmanager

@@ -1,6 +1,9 @@
-"""Numbers in sentences."""
+"""Numbers and names in sentences."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -11,3 +14,9 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def pipeline_size(num_stages: int, num_microbatches: int) -> str:
     """Such as `4 stages x 8 microbatches`."""
     return f"{counted(num_stages, 'stage')} x {counted(num_microbatches, 'microbatch', 'microbatches')}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Such as ` Did you mean plan?`, to follow a sentence; empty where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

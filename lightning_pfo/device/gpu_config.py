@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.ranges import check_above, check_between
+from lightning_pfo.core.wording import did_you_mean
 
 KINDS = ("auto", "nvml", "zeus", "emulated")
 
@@ -164,9 +164,9 @@ def load_gpu_config(name: str) -> GpuConfig:
     """
     known = known_gpu_configs()
     if name not in known:
-        close = get_close_matches(name, known, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ConfigurationError(f"gpu is one of {', '.join(known)} (files of conf/gpu); got {name!r}.{hint}")
+        raise ConfigurationError(
+            f"gpu is one of {', '.join(known)} (files of conf/gpu); got {name!r}.{did_you_mean(name, known)}"
+        )
     return gpu_config_from(_read(conf_dir() / "gpu" / f"{name}.yaml"))
 
 
@@ -182,9 +182,8 @@ def gpu_config_from(settings: Mapping[str, Any]) -> GpuConfig:
     schema = OmegaConf.structured(GpuConfig)
     for key in settings:
         if key not in schema:
-            close = get_close_matches(str(key), list(schema), n=1)
-            hint = f"Did you mean {close[0]}?" if close else f"Known settings: {', '.join(schema)}."
-            raise ConfigurationError(f"gpu has no setting {key!r}. {hint}")
+            hint = did_you_mean(str(key), schema) or f" Known settings: {', '.join(schema)}."
+            raise ConfigurationError(f"gpu has no setting {key!r}.{hint}")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(schema, settings))
     except OmegaConfBaseException as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 import warnings
@@ -22,6 +21,7 @@ from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallbac
 from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import did_you_mean
 from lightning_pfo.experiment.report import TrainingResult
 from lightning_pfo.strategy import PfoPipelineStrategy
 
@@ -158,9 +158,9 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
         if name in _SET_ELSEWHERE:
             raise ConfigurationError(f"trainer.options.{name} follows {_SET_ELSEWHERE[name]}. Set that.")
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            raise ConfigurationError(f"trainer.options are keyword arguments of lightning.Trainer; got {name!r}.{hint}")
+            raise ConfigurationError(
+                f"trainer.options are keyword arguments of lightning.Trainer; got {name!r}.{did_you_mean(name, known)}"
+            )
 
 
 def _fit(

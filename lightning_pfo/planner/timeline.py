@@ -31,7 +31,6 @@ class Timeline:
         energies_j: Energy of each instruction.
         iteration_time_s: End of the last instruction.
         iteration_energy_j: Energy of all instructions and of all waiting.
-        wait_energies_j: Energy of each rank's waiting.
         requests: When (s) which clock (MHz) is asked for, by rank, without repetitions.
         wait_clocks: Clocks of waits.
         dag: The precedences.
@@ -44,7 +43,6 @@ class Timeline:
     energies_j: tuple[float, ...]
     iteration_time_s: float
     iteration_energy_j: float
-    wait_energies_j: tuple[float, ...]
     requests: tuple[tuple[tuple[float, int], ...], ...]
     wait_clocks: tuple[WaitClock, ...]
     dag: InstructionDag
@@ -131,7 +129,6 @@ class Simulator:
             energies_j=tuple(energies),
             iteration_time_s=end,
             iteration_energy_j=sum(energies) + sum(wait_energies),
-            wait_energies_j=tuple(wait_energies),
             requests=tuple(tuple(signal.requests) for signal in signals),
             wait_clocks=tuple(wait_clocks),
             dag=self.dag,

@@ -1,4 +1,4 @@
-from lightning_pfo.core.wording import counted, pipeline_size
+from lightning_pfo.core.wording import counted, did_you_mean, pipeline_size
 
 
 def test_one_has_no_plural():
@@ -8,3 +8,8 @@ def test_one_has_no_plural():
         "4 stages x 8 microbatches",
         "1 stage x 1 microbatch",
     ]
+
+
+def test_only_close_names_are_suggested():
+    assert did_you_mean("pln", {"plan": 1, "gpu": 2}) == " Did you mean plan?"
+    assert did_you_mean("restore", ["plan", "gpu"]) == ""
