@@ -144,21 +144,23 @@ class PipelineSchedule:
         Raises:
             ConfigurationError: If no rank can go on.
         """
-        waiting_for: dict[Instruction, list[Instruction]] = {inst: [] for inst in self.instructions}
-        for before, after in self.dependencies():
-            waiting_for[after].append(before)
-        done: set[Instruction] = set()
+        num_awaited = dict.fromkeys(self.instructions, 0)
+        waiting_for: dict[Instruction, list[Instruction]] = {}
+        for before, after in self._data_flow:  # the order within a rank is kept anyway
+            num_awaited[after] += 1
+            waiting_for.setdefault(before, []).append(after)
         position = [0] * self.num_ranks
         running = list(range(self.num_ranks))
         while running:
-            ready = {rank: self.orders[rank][position[rank]] for rank in running}
-            ready = {rank: inst for rank, inst in ready.items() if done.issuperset(waiting_for[inst])}
+            following = [(rank, self.orders[rank][position[rank]]) for rank in running]
+            ready = [(rank, inst) for rank, inst in following if not num_awaited[inst]]
             if not ready:
-                self._raise_deadlock([self.orders[rank][position[rank]] for rank in running], waiting_for, done)
-            yield tuple(ready.values())
-            done.update(ready.values())
-            for rank in ready:
+                self._raise_deadlock(position)
+            yield tuple(inst for _, inst in ready)
+            for rank, inst in ready:
                 position[rank] += 1
+                for after in waiting_for.get(inst, ()):
+                    num_awaited[after] -= 1
             running = [rank for rank in running if position[rank] < len(self.orders[rank])]
 
     def grid(self, *marks: Instruction) -> str:
@@ -226,10 +228,11 @@ class PipelineSchedule:
                         f"{inst.stage} on ranks {rank} and {self.rank_of(inst.stage)}.\n{self.grid(inst)}"
                     )
 
-    def _raise_deadlock(
-        self, stuck: list[Instruction], waiting_for: dict[Instruction, list[Instruction]], done: set[Instruction]
-    ) -> None:
-        waits = "; ".join(f"{inst} for {_some(set(waiting_for[inst]) - done)}" for inst in stuck)
+    def _raise_deadlock(self, position: Sequence[int]) -> None:
+        done = {inst for order, num_done in zip(self.orders, position, strict=True) for inst in order[:num_done]}
+        stuck = [order[num_done] for order, num_done in zip(self.orders, position, strict=True) if order[num_done:]]
+        needed = {inst: {before for before, after in self._data_flow if after == inst} for inst in stuck}
+        waits = "; ".join(f"{inst} for {_some(needed[inst] - done)}" for inst in stuck)
         raise ConfigurationError(
             f"Schedule {self.name!r} deadlocks: each of {', '.join(map(str, stuck))} waits for an instruction that "
             f"comes later ({waits}). Reorder the ranks so that forwards precede the backwards that need them."

@@ -36,8 +36,8 @@ _NOWHERE = -1e30
 _OFF_TIME = 0.01
 """What missing the time aimed at counts in the end, in units of the expected loss at a meeting."""
 
-_PER_CORNER = 4
-"""Menus are made for so many flows per corner of a hull."""
+_PER_CORNER, _STEEPEST = 4, -1e100
+"""Menus are made for so many flows per corner of a hull; infinite slopes count as finite ones."""
 
 
 def search_beam(
@@ -161,9 +161,8 @@ def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
     size = min(options_per_node, table.times.shape[1])
     menus, menu_of, num_menus = [], np.empty(flow.shape, dtype=np.int64), 0
     for kind, opts in enumerate(table.kinds):
-        hull_times, hull_costs = np.array(opts.hull_points[::-1]).T
-        edges = np.array([0.0, *(-np.diff(hull_costs) / np.diff(hull_times))])
-        edges = np.append(edges, 2 * edges[-1])
+        slopes = np.maximum(opts.hull_line[2], _STEEPEST)
+        edges = np.concatenate([[0.0], -slopes[::-1], -2 * slopes[:1]])
         flows = np.interp(np.arange((len(edges) - 1) * _PER_CORNER + 1) / _PER_CORNER, np.arange(len(edges)), edges)
         # Padding costs infinitely much, whatever the flow.
         times = np.where(np.isfinite(table.times[kind]), table.times[kind], 0.0)

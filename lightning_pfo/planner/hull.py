@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, eq=False)
 class OptionSet:
@@ -40,6 +45,13 @@ class OptionSet:
     def hull_times(self) -> tuple[float, ...]:
         """Times of the options on the hull, fast to slow."""
         return tuple(self.times[k] for k in self.hull)
+
+    @cached_property
+    def hull_line(self) -> tuple[Floats, Floats, Floats]:
+        """Times and costs of the corners, fast to slow, and the slope in J/s of each edge, rising towards zero."""
+        times, costs = np.array(self.hull_points).T
+        with np.errstate(over="ignore"):  # a step is infinitely steep
+            return times, costs, np.diff(costs) / np.diff(times)
 
     @property
     def hull_points(self) -> tuple[tuple[float, float], ...]:

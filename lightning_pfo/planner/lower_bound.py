@@ -95,11 +95,8 @@ def least_costs(table: ChoiceTable, flows: Floats) -> Floats:
     """Sum over the nodes of the least cost of an option plus flow times its time; the last axis are the nodes."""
     total = np.zeros(flows.shape[:-1])
     for kind, opts in enumerate(table.kinds):
-        times, costs = np.array(opts.hull_points).T
+        times, costs, slopes = opts.hull_line
         flow = flows[..., table.kind_of == kind]
-        # Slopes rise towards zero along the hull: as many corners are passed as fall more steeply than the flow.
-        with np.errstate(over="ignore"):  # a step is infinitely steep
-            slopes = np.diff(costs) / np.diff(times)
-        passed = np.searchsorted(slopes, -flow)
+        passed = np.searchsorted(slopes, -flow)  # as many corners as edges that fall more steeply than the flow
         total += (costs[passed] + flow * times[passed]).sum(axis=-1)
     return total

@@ -68,7 +68,7 @@ class _Effort:
     least_polished: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 1, 3, 4, 10), _Effort(12, 8, 2, 2, 6, 4, 1), _Effort(32, 8, 2, 6, len(_KEPT), 6, 1))
+_ROUNDS = (_Effort(6, 4, 1, 1, 3, 2, 10), _Effort(12, 8, 2, 2, 6, 4, 1), _Effort(32, 8, 2, 6, len(_KEPT), 6, 1))
 """Cheap to dear."""
 
 _SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
