@@ -120,7 +120,7 @@ def search_beam(
             open_lags[row] = _NOWHERE
         num_candidates = len(value) * options_per_node
         if num_candidates > width:
-            latest = open_lags.max(axis=0)
+            latest = np.maximum.reduce(open_lags)
             for late_or_early in opened:
                 latest = np.maximum(latest, late_or_early)
             so_many = slice(len(value))
@@ -136,15 +136,15 @@ def search_beam(
         open_lags = open_lags.reshape(num_rows, -1).take(parents, axis=1)
         for row, lag in zip(step.opened, opened, strict=True):
             open_lags[row] = lag.ravel()[kept]
-        trail.append((parents.ravel(), menu_of[kept].ravel()))
+        trail.append((parents.ravel(), kept.ravel(), menu_of))
         value = candidates.ravel()[kept]
 
     lag = open_lags.max(axis=0)
     best = (value + lag + _OFF_TIME * np.abs(lag)).argsort(axis=0)[:num_best]
     column = (best * num_guides + guide_of).ravel()
     choices = np.empty((dag.num_nodes, len(column)), dtype=np.int64)
-    for node, (parents, chosen) in zip(reversed(order), reversed(trail), strict=True):
-        choices[node] = menu[node].ravel()[chosen[column]]
+    for node, (parents, kept, in_menu) in zip(reversed(order), reversed(trail), strict=True):
+        choices[node] = menu[node].ravel()[in_menu[kept[column]]]
         column = parents[column]
     if np.isfinite(value[best[-1], guide_of]).all():
         return choices

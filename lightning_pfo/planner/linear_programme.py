@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import highspy
@@ -93,13 +92,15 @@ class RelaxedTradeoff:
         self._fastest = fastest_of[kind_of]
         # Solver tolerances are absolute (1e-7), so instruction times and costs are brought to the order of one.
         self._time_unit = float(slowest_of[kind_of].mean()) or 1.0
-        corners = [_corners(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in kinds]
-        self._constant = float(np.array([points[0][1] for points in corners])[kind_of].sum())
-        num_segments = np.array([len(points) - 1 for points in corners])
+        hulls = [_relaxed_hull(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in kinds]
+        self._constant = float(np.array([costs[0] for _, costs in hulls])[kind_of].sum())
+        num_segments = np.array([len(times) - 1 for times, _ in hulls])
         is_segment = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
-        padded = np.zeros((*is_segment.shape, 2))  # length and slope
-        padded[is_segment] = np.array([pair for points in corners for pair in _segments(points)]).reshape(-1, 2)
-        lengths, slopes = padded[kind_of][is_segment[kind_of]].T
+        padded = np.zeros((2, *is_segment.shape))
+        if is_segment.any():
+            lengths, falls = (np.concatenate([np.diff(line[i]) for line in hulls]) for i in (0, 1))
+            padded[:, is_segment] = lengths, falls / lengths
+        lengths, slopes = padded[:, kind_of][:, is_segment[kind_of]]
         self._cost_unit = float(np.abs(slopes).max(initial=0.0) or 1.0) * self._time_unit
         self._num_nodes = n
         self._start_of = np.array(dag.start_of, dtype=np.int64)
@@ -137,6 +138,7 @@ class RelaxedTradeoff:
         self._highs.setOptionValue("presolve", "off")  # it would throw the basis away
         self._highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
         self._highs.setOptionValue("simplex_scale_strategy", 0)  # the matrix is of ones
+        self._highs.setOptionValue("simplex_price_strategy", 1)  # by rows, which are short
         self._highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
         self._highs.passModel(programme)
         self._highs.setBasis(_slowest_basis(dag, slowest_of[kind_of].tolist(), len(lengths)))
@@ -236,21 +238,19 @@ def _slowest_basis(dag: InstructionDag, slowest: Sequence[float], num_segments: 
     return basis
 
 
-def _corners(options: OptionSet, shortest: float) -> list[tuple[float, float]]:
-    """The (time, cost) corners of the hull, fast to slow, none nearer than `shortest` to the one before.
+def _relaxed_hull(options: OptionSet, shortest: float) -> tuple[Floats, Floats]:
+    """Times and costs of the corners of the hull, fast to slow, none nearer than `shortest` to the one before.
 
     Where two are, the slower one takes the time of the faster one: the relaxation gets a little looser, and the bound
     stays a bound, while slopes stay within what a solver can compute with.
     """
+    times, costs, _ = options.hull_line
+    if (np.diff(times) >= shortest).all():
+        return times, costs
     corners: list[tuple[float, float]] = []
     for time, cost in options.hull_points:
         if corners and time - corners[-1][0] < shortest:
             corners[-1] = (corners[-1][0], cost)
         else:
             corners.append((time, cost))
-    return corners
-
-
-def _segments(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(length in s, slope in J/s) of each hull segment, fast to slow."""
-    return [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in pairwise(corners)]
+    return np.array(corners)[:, 0], np.array(corners)[:, 1]

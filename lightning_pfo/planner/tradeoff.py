@@ -30,7 +30,7 @@ from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.splicing import splice
 from lightning_pfo.planner.steady_state import Run
 
-_LARGEST_GAP, _MEDIAN_GAP = 0.002, 0.001
+_LARGEST_GAP, _MEDIAN_GAP = 0.0022, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
 _POINTS_PER_RELAXATION, _DENSER = 5.2, 0.65
@@ -68,7 +68,7 @@ class _Effort:
     least_polished: int
 
 
-_ROUNDS = (_Effort(6, 4, 1, 1, 3, 2, 10), _Effort(12, 8, 2, 2, 6, 4, 1), _Effort(32, 8, 2, 6, len(_KEPT), 6, 1))
+_ROUNDS = (_Effort(5, 4, 1, 1, 2, 2, 10), _Effort(12, 8, 2, 2, 6, 4, 1), _Effort(32, 8, 2, 6, len(_KEPT), 6, 1))
 """Cheap to dear."""
 
 _SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
