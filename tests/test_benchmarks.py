@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
-from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
+from lightning_pfo.core.errors import ClockPermissionError
+from lightning_pfo.device import EmulatedGpu
+from tests.example_scripts import ROOT
 
-__all__ = ["fake_driver"]
-
-sys.path.insert(0, str(PROJECT / "benchmarks"))
-from clock_overhead import judge
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import clock_overhead
 
 
 @pytest.mark.parametrize(
@@ -26,26 +25,28 @@ from clock_overhead import judge
     ],
 )
 def test_the_overhead_is_judged_with_two_standard_errors_to_spare(overheads: list[float], verdict: str) -> None:
-    judged = judge(overheads)
+    judged = clock_overhead.judge(overheads)
     assert judged["verdict"] == verdict
     assert judged["overhead_percent"] == pytest.approx(100 * sorted(overheads)[len(overheads) // 2])
 
 
-def test_the_overhead_is_measured_without_permission_but_not_that_of_changing_clocks(fake_driver: FakeDriver) -> None:
-    script = """
-import clock_overhead
-settings = ["gpu=nvml", "steps=4", "microbatches=2", "instruction_ms=4"]
-assert clock_overhead.main([*settings, "sets_clocks=true"]) == 2
-clock_overhead.main(settings)
-"""
-    environment = fake_driver.environment("no_permission")
-    environment["PYTHONPATH"] = f"{PROJECT / 'benchmarks'}:{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Insufficient Permissions" in done.stderr
-    result = json.loads(done.stdout)
-    assert (result["gpu"], result["training"], result["limit_percent"]) == ("Fake GPU 0 (dry run)", "cpu", 0.5)
-    assert result["verdict"]
-    assert fake_driver.changes() == []
+SETTINGS = ["gpu=emulated_a100", "steps=4", "microbatches=2", "instruction_ms=4"]
+
+
+def test_the_overhead_is_measured_and_judged_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    code = clock_overhead.main(SETTINGS)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["training"], result["limit_percent"], result["instructions_per_step"]) == ("cpu", 0.5, 4)
+    assert "(emulated)" in result["gpu"]
+    assert code == (result["verdict"] == "ABOVE THE LIMIT")
+
+
+def test_without_permission_the_cost_of_setting_clocks_is_not_called_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(gpu: EmulatedGpu, clock_mhz: int) -> None:
+        raise ClockPermissionError("Ask root.")
+
+    monkeypatch.setattr(EmulatedGpu, "lock_graphics_clock", refuse)
+    assert clock_overhead.main([*SETTINGS, "sets_clocks=true"]) == 2
+    assert capsys.readouterr().err.endswith("error: Ask root.\n")

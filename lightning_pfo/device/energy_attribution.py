@@ -15,6 +15,11 @@ once would move energy to the neighbours in time (a lag of 10 ms, neglected, cos
 powers are fitted for many possible lags, and averaged by how well each lag explains the ticks (Bayesian model
 averaging: Hoeting et al., Statistical Science 14, 1999).
 
+Nor does it tell whether the counter integrates power all the time. The power that A100 and H100 report is that of 25 of
+every 100 ms (Yang, Adamek and Armour, Accurate and convenient energy measurements for GPUs, SC24, arXiv:2312.02741); a
+counter that sums it up shows at each tick what the last part of the time before it would have used, had it lasted
+throughout. Such parts are fitted with the lags, and averaged in the same way.
+
 Where the ticks do not tell kinds apart (mixtures all alike), the interpolated powers remain: they are the prior, held
 to be right within half the mean power. The standard error says how much was left to it.
 """
@@ -22,7 +27,7 @@ to be right within half the mean power. The standard error says how much was lef
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -35,10 +40,13 @@ _LEAST_LAG_S = -0.02  # the clocks of host and GPU may differ
 _MOST_LAG_S = 0.2
 _LAG_STEP_S = 0.002  # instructions are longer
 _LEAST_LAG_STEP_S = 1e-6
+_LOOKS = {1.0: 0.5, 0.5: 0.25, 0.25: 0.25}  # part of the time that a counter may look at: how likely beforehand
 _PRIOR = 0.5  # how far a power may be from the interpolated one: standard deviation, as a share of the mean power
 _ASSUMED_SCATTER = 0.05  # of the energies of ticks, where there are too few to see it
 _COUNTER_STEP_J = 0.001
 _HOPELESS = 7.0  # lags that explain the ticks exp(7) times worse than the best
+_COARSE_STEP_S = 0.004  # for looks at a part of the time: most are hopeless
+_HOPELESS_BETWEEN = 30.0  # at every second lag: likelihoods between them are higher by at most so much
 _ENOUGH_LAGS = 6
 
 
@@ -96,9 +104,17 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     usage = {key: use for key, use in usage.items() if np.ptp(np.interp(times_s[[0, -1]], *use)) > trace.resolution_s}
     if not usage:
         return {}
-    fits = _fits_by_lag(
-        lambda lag_s: _fit(times_s - lag_s, np.diff(energies_j), list(usage.values()), trace.resolution_s)
-    )
+    fits: list[_Fit] = []
+    for look, likelihood in _LOOKS.items():
+
+        def fit(lag_s: float, look: float = look) -> _Fit:
+            return _fit(times_s - lag_s, np.diff(energies_j), list(usage.values()), trace.resolution_s, look)
+
+        least = max((one.log_likelihood for one in fits), default=-np.inf) - _HOPELESS
+        fits += [
+            replace(one, log_likelihood=one.log_likelihood + float(np.log(likelihood)))
+            for one in _fits_by_lag(fit, least, _LAG_STEP_S if look == 1 else _COARSE_STEP_S)
+        ]
 
     likelihoods = np.array([fit.log_likelihood for fit in fits])
     weights = np.exp(likelihoods - likelihoods.max())
@@ -109,25 +125,36 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     return {key: MeanPower(float(max(means_w[i], 0.0)), float(np.sqrt(variances_w2[i]))) for i, key in enumerate(usage)}
 
 
-def _fits_by_lag(fit: Callable[[float], _Fit]) -> list[_Fit]:
-    """Fits of the lags that are not hopeless: evenly spaced, and several of them."""
-    step_s = _LAG_STEP_S
-    fits = {i: fit(i * step_s) for i in range(round(_LEAST_LAG_S / step_s), round(_MOST_LAG_S / step_s) + 1)}
+def _fits_by_lag(fit: Callable[[float], _Fit], least: float, step_s: float) -> list[_Fit]:
+    """Fits of the lags that are not hopeless: evenly spaced, and several of them; none if all are far below `least`.
+
+    Their likelihoods are those of the spaces between lags, so that those of other grids compare with them.
+    """
+    grid = range(round(_LEAST_LAG_S / step_s), round(_MOST_LAG_S / step_s) + 1)
+    fits = {i: fit(i * step_s) for i in grid[::2]}
+    if max(one.log_likelihood for one in fits.values()) < least - _HOPELESS_BETWEEN:
+        return []
+    fits |= {i: fit(i * step_s) for i in grid[1::2]}
     while True:
         best = max(one.log_likelihood for one in fits.values())
         likely = [i for i, one in fits.items() if one.log_likelihood > best - _HOPELESS]
         if len(likely) >= _ENOUGH_LAGS or step_s <= _LEAST_LAG_STEP_S:
-            return [fits[i] for i in likely]
+            return [replace(fits[i], log_likelihood=fits[i].log_likelihood + float(np.log(step_s))) for i in likely]
         step_s /= 2
         fits = {2 * i: fits[i] for i in likely}
         for i in {2 * i + side for i in likely for side in (-1, 1)}:
             fits[i] = fit(i * step_s)
 
 
-def _fit(times_s: Array, ticks_j: Array, usage: Sequence[tuple[Array, Array]], resolution_s: float) -> _Fit:
-    """Fit powers to the energies between consecutive moments, which are known to a resolution."""
+def _fit(
+    times_s: Array, ticks_j: Array, usage: Sequence[tuple[Array, Array]], resolution_s: float, look: float
+) -> _Fit:
+    """Fit powers to the energies between consecutive moments, which are known to a resolution.
+
+    The counter takes the last part `look` of each period for all of it.
+    """
     ticks_s = np.diff(times_s)
-    known_s = np.stack([np.diff(np.interp(times_s, *use)) for use in usage], axis=1)  # ticks x kinds
+    known_s = np.stack([_seen_s(times_s, use, look) for use in usage], axis=1)  # ticks x kinds
     mixture_s = np.column_stack([known_s, np.clip(ticks_s - known_s.sum(axis=1), 0.0, None)])
     spent_s = mixture_s.sum(axis=0)
     mean_w = ticks_j.sum() / ticks_s.sum()
@@ -155,6 +182,21 @@ def _fit(times_s: Array, ticks_j: Array, usage: Sequence[tuple[Array, Array]], r
     unit_w = _PRIOR * mean_w
     powers_w = interpolated_w + unit_w * (directions @ (left * told / variance))[:-1]
     return _Fit(log_likelihood, powers_w, unit_w**2 * (directions**2 @ left)[:-1])
+
+
+def _seen_s(times_s: Array, use: tuple[Array, Array], look: float) -> Array:
+    """How long each tick was spent in a kind of interval, as a counter sees it."""
+    if look == 1:
+        return np.diff(np.interp(times_s, *use))
+    ticks_s = np.diff(times_s)
+    counts = np.maximum(np.rint(ticks_s / np.median(ticks_s)), 1)  # ticks may have been missed
+    periods_s = ticks_s / counts
+    seen_s = np.zeros(len(ticks_s))
+    for back in range(int(counts.max())):
+        ends_s = times_s[1:] - back * periods_s
+        within_s = np.interp(ends_s, *use) - np.interp(ends_s - look * periods_s, *use)
+        seen_s += np.where(back < counts, within_s, 0.0)
+    return seen_s / look
 
 
 def _centred(times_s: Array) -> Array:

@@ -20,7 +20,8 @@ FORWARD, BACKWARD, WAIT = "forward", "backward", "wait"
 class World:
     """A GPU that executes intervals of known power; its counter ticks, and each tick is seen a little early or late.
 
-    What the counter shows at a tick is what had been used `lag_s` before.
+    What the counter shows at a tick is what had been used `lag_s` before; or would have been, had the power of the last
+    part `look` of each tick been that of all of it.
     """
 
     chance: random.Random
@@ -29,6 +30,7 @@ class World:
     power_spread: float = 0.0
     drift_per_s: float = 0.0
     lag_s: float = 0.0
+    look: float = 1.0
     edges_s: list[float] = field(default_factory=lambda: [0.0])
     energies_j: list[float] = field(default_factory=lambda: [0.0])
     intervals: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -49,7 +51,11 @@ class World:
 
     def trace(self) -> EnergyTrace:
         ticks_s = np.arange(self.chance.random() * self.tick_s, self.edges_s[-1], self.tick_s)
-        counter_mj = np.floor(1000 * np.interp(ticks_s, self.edges_s, self.energies_j))
+        used_j = np.interp(ticks_s, self.edges_s, self.energies_j)
+        if self.look < 1:
+            before_j = np.interp(ticks_s - self.look * self.tick_s, self.edges_s, self.energies_j)
+            used_j = np.cumsum(used_j - before_j) / self.look
+        counter_mj = np.floor(1000 * used_j)
         seen_s = [tick_s + self.lag_s + self.chance.uniform(-1, 1) * self.resolution_s for tick_s in ticks_s]
         return EnergyTrace(seen_s, (counter_mj / 1000).tolist(), self.resolution_s)
 
@@ -120,6 +126,24 @@ def test_20_ms_instructions_with_a_100_ms_counter_are_within_2_percent_after_50_
     assert np.max(np.abs(found.errors)) < 0.02
     assert found.rms < 0.0045
     assert found.share_covered > 0.9
+
+
+@pytest.mark.parametrize("options", [{"look": 0.5}, {"look": 0.25, "lag_s": 0.03}], ids=str)
+def test_a_counter_may_look_at_a_part_of_the_time(options: dict[str, float]) -> None:
+    """At a quarter if it sums up the power readings of an A100 or H100."""
+    found = outcome_of(pipeline(seed, **options) for seed in range(10))  # type: ignore[arg-type]
+    assert np.max(np.abs(found.errors)) < 0.02
+    assert found.share_covered > 0.85
+
+
+def test_missed_ticks_of_a_counter_that_looks_at_a_part_of_the_time() -> None:
+    world = pipeline(0, look=0.25)
+    trace = world.trace()
+    seen = [i for i in range(len(trace.times_s)) if i % 7]
+    missed = EnergyTrace([trace.times_s[i] for i in seen], [trace.energies_j[i] for i in seen], trace.resolution_s)
+    powers = mean_powers(snap_to_period(missed), world.intervals)
+    assert powers[FORWARD].power_w == pytest.approx(300, rel=0.02)
+    assert powers[BACKWARD].power_w == pytest.approx(250, rel=0.02)
 
 
 def test_what_a_lagging_counter_shows_of_the_time_before_is_left_out() -> None:
