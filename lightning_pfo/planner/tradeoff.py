@@ -33,6 +33,9 @@ from lightning_pfo.planner.steady_state import Run
 _LARGEST_GAP, _MEDIAN_GAP = 0.0022, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
+_KEPT_GAP = 0.0015
+"""And while that of a time to keep to, such as the top clocks', exceeds this."""
+
 _POINTS_PER_RELAXATION, _DENSER = 5.2, 0.65
 """The relaxation is solved once for so many points of the frontier, more densely at its fast, curved end: at this power
 of equal parts."""
@@ -123,9 +126,9 @@ def trace_tradeoff(
         dag: The precedences.
         options: Options of each node; nodes of one kind should share one object.
         rate: Cost of a second of the longest path in J/s, at least 0.
-        num_points: Number of times, equally spaced, near which choices are wanted.
-        times: Further times in seconds that must be kept to; brought into the range of the frontier.
-        deadlines: The same, but one shorter than the fastest choice is an error.
+        num_points: Number of times near which choices are wanted: `times`, the ends, and others equally spaced.
+        times: Times in seconds that must be kept to; brought into the range of the frontier.
+        deadlines: Further ones, but one shorter than the fastest choice is an error.
         runs: Middles of steady states, merged in the relaxation, see `steady_middles`.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
@@ -134,8 +137,11 @@ def trace_tradeoff(
     """
     fastest = fastest_time(dag, options, deadlines)
     search = _Search(dag, options, rate, fastest, runs, on_progress)
-    kept = {min(max(time, fastest), search.slowest) for time in (*times, *deadlines, fastest, search.slowest)}
-    search.relax(num_points, kept)
+    kept, extra = (
+        {min(max(time, fastest), search.slowest) for time in some}
+        for some in ((*times, fastest, search.slowest), deadlines)
+    )
+    search.relax(max(num_points - len(kept), 0), kept | extra)
     for effort in _ROUNDS:
         if not search.improve(effort):
             break
@@ -188,19 +194,19 @@ class _Search:
         self._times = self._table.longest_paths(self._choices)
         self._costs = self._table.total_costs(self._choices) + rate * self._times
 
-    def relax(self, num_points: int, kept: Set[float]) -> None:
+    def relax(self, num_free: int, kept: Set[float]) -> None:
         """Set the targets and solve the relaxation at and between them.
 
         Args:
-            num_points: Number of targets, equally spaced.
+            num_free: Number of targets, equally spaced between the slowest and the fastest.
             kept: Further targets, which must be kept to.
         """
-        span = self.slowest - self.fastest
+        span, num_points = self.slowest - self.fastest, num_free + 2
         free = np.linspace(self.slowest, self.fastest, num_points)[1:-1]
         self._targets = np.array(sorted([*free, *kept], reverse=True))
         self._is_kept = np.isin(self._targets, list(kept))
         # A time that need not be kept to may be missed by half the distance to the next one.
-        self._reach = np.where(self._is_kept, 0.0, span / max(num_points - 1, 1) / 2)
+        self._reach = np.where(self._is_kept, 0.0, span / (num_points - 1) / 2)
         shares = np.linspace(0.0, 1.0, max(int(num_points / _POINTS_PER_RELAXATION), 2)) ** _DENSER
         # Nowhere does the relaxation bend more than next to the fastest time.
         times = sorted({*(self.slowest - span * shares[1:-1]).tolist(), *free[-1:].tolist(), *kept}, reverse=True)
@@ -406,7 +412,7 @@ class _Search:
         best, gaps = self._best()
         distinct = np.unique(best, return_index=True)[1]  # as they will be on the frontier
         limit = _LARGEST_GAP if np.median(gaps[distinct]) <= _MEDIAN_GAP else _MEDIAN_GAP
-        open_targets = set(np.flatnonzero(gaps > limit).tolist())
+        open_targets = set(np.flatnonzero(gaps > np.where(self._is_kept, min(limit, _KEPT_GAP), limit)).tolist())
         if with_shared or open_targets or self._table.dag.num_nodes * len(gaps) <= _SMALL:
             open_targets.update(np.setdiff1d(np.flatnonzero(~self._is_kept), distinct).tolist())
         return sorted(open_targets)

@@ -49,8 +49,8 @@ def test_known_bounds_are_reproduced(measured):
     for time, bound in known.items():
         (plan,) = [p for p in frontier.plans if p.iteration_energy_j == lowest_energy_within(frontier, time)]
         assert plan.iteration_energy_j >= bound - 0.1
-        # A plan somewhat faster than the deadline has a somewhat higher bound.
-        assert plan.lower_bound_j == pytest.approx(bound, rel=3e-4)
+        # A plan somewhat faster than the deadline has a somewhat higher bound; and a tighter one may be proven.
+        assert bound * (1 - 3e-4) <= plan.lower_bound_j <= bound * (1 + 2e-3)
 
 
 def test_every_plan_of_lowtime_is_matched_or_beaten(measured):
