@@ -10,6 +10,7 @@ It occupies its caller for as long as a modelled instruction would take, and its
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import random
@@ -24,6 +25,9 @@ from lightning_pfo.device.time_source import RealTime, TimeSource
 
 _WAITING_STATES = ("blocked", "idle")
 _DONE_S = 1e-9  # what is left of an instruction after rounding
+_FEW_OVERRUNS = 0.1  # of all instructions: a busy machine delays some
+
+logger = logging.getLogger(__name__)
 
 
 class EmulatedGpu:
@@ -35,7 +39,8 @@ class EmulatedGpu:
 
     Attributes:
         physics: The model: time and power at each clock.
-        num_overruns: Instructions whose real computation took longer than the modelled time.
+        num_instructions: Instructions that took modelled time.
+        num_overruns: Those whose real computation took longer.
     """
 
     is_emulated = True
@@ -51,7 +56,7 @@ class EmulatedGpu:
         self.config = config
         self.index = index
         self.physics = GpuPhysics(config)
-        self.num_overruns = 0
+        self.num_instructions = self.num_overruns = 0
         self._clock = clock or RealTime()
         self._random = random.Random(f"{config.seed}:{index}")
         self._duration_factor = config.time_scale * (config.straggler_factor if index == config.straggler_index else 1)
@@ -143,8 +148,17 @@ class EmulatedGpu:
         return not self._tick_s
 
     def close(self) -> None:
-        """Restore the clock."""
+        """Restore the clock; warn if the machine was often too slow for the model."""
         self.restore()
+        if self.num_overruns > _FEW_OVERRUNS * self.num_instructions:
+            logger.warning(
+                "GPU %d, %s: %d of %d instructions really took longer than on the GPU that is modelled, so its times "
+                "and energies are too large. Use a larger gpu.forward_s, a smaller model, or a machine less busy.",
+                self.index,
+                self.name,
+                self.num_overruns,
+                self.num_instructions,
+            )
 
     def set_waiting(self, state: str) -> None:
         """Say what the GPU does when it does not compute, from now on.
@@ -201,7 +215,9 @@ class EmulatedGpu:
                 wait_s = self._remaining_s(now_s, compute_s, memory_s)
                 if wait_s <= 0:
                     self._state = self._waiting_state
-                    self.num_overruns += not has_waited
+                    if compute_s + memory_s > 0:
+                        self.num_instructions += 1
+                        self.num_overruns += not has_waited
                     return
             has_waited = True
             self._clock.wait(self._wake_ups, wait_s)

@@ -102,6 +102,19 @@ def test_overrun_returns_at_once_and_is_counted() -> None:
     assert gpu.total_energy_mj() == pytest.approx(0.05 * 400e3, abs=1)
 
 
+def test_a_machine_that_is_too_slow_is_told_so_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    gpu, clock = make(index=2)
+    for real_s in (0.05, *[0.0] * 9):
+        run(gpu, clock, 0.03, real_s=real_s)
+    run(gpu, clock, 0.0)  # nothing is modelled
+    gpu.close()
+    assert caplog.messages == []
+    run(gpu, clock, 0.03, real_s=0.05)
+    gpu.close()
+    assert "GPU 2, NVIDIA A100-SXM4-80GB (emulated): 2 of 11 instructions really took longer" in caplog.text
+    assert "Use a larger gpu.forward_s" in caplog.text
+
+
 def test_energy_of_waiting() -> None:
     gpu, clock = make()
     clock.advance(1)  # idle
