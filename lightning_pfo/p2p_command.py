@@ -51,7 +51,8 @@ def run(settings: Settings) -> None:
     if settings.json:
         sys.stdout.write(json.dumps({"gpu": name, "blocked": [asdict(power) for power in measured]}, indent=1) + "\n")
         return
-    table = Table(title=f"P2P blocking power of {name}")
+    title = f"P2P blocking power of {name}"
+    table = Table(title=title, min_width=len(title))  # on one line
     table.add_column("clock (MHz)", justify="right")
     table.add_column("power (W)", justify="right")
     for power in measured:
