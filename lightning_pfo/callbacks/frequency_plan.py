@@ -69,6 +69,10 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         """What the iterations of this run took so far."""
         return self._run.measurements if self._run is not None else []
 
+    def mean_energy_j(self, count: int) -> float | None:
+        """Mean energy of the last `count` iterations; see `PlannedRun.mean_energy_j`. A collective call."""
+        return self._run.mean_energy_j(count) if self._run is not None else None
+
     @property
     def gpu_name(self) -> str | None:
         """What was measured: the model of this rank's GPU, `(emulated)` where it is; None before training."""

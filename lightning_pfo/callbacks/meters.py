@@ -6,7 +6,7 @@ import contextlib
 import math
 import queue
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ Kind = tuple[int, InstructionType]
 
 _TICK_TIMEOUT_S = 1.0
 _LOOK_EVERY_S = 0.1
+_KEPT_ITERATIONS = 10_000
 
 
 class TooFewTicksError(DeviceError):
@@ -271,6 +272,20 @@ class IterationMeter(InstructionListener):
         self._num_launched = 0  # iterations not taken yet
         self._begin = (0.0, 0.0)
         self._finished: queue.SimpleQueue[tuple[int, float, float]] = queue.SimpleQueue()
+        self._intervals_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_ITERATIONS)
+
+    def mean_energy_j(self, count: int) -> float | None:
+        """Mean energy that this rank's GPU used in the last `count` iterations, by least squares over ticks.
+
+        Single iterations are read less exactly, as they begin and end between ticks. None where the counter does not
+        tick: there they are exact.
+        """
+        intervals_s = list(self._intervals_s)[-count:]
+        trace = self._reader.trace(intervals_s[0][0]) if intervals_s else None
+        power = mean_powers(trace, {None: intervals_s}).get(None) if trace is not None else None
+        if power is None:
+            return None
+        return power.power_w * math.fsum(end_s - begin_s for begin_s, end_s in intervals_s) / len(intervals_s)
 
     def close(self) -> None:
         """Stop reading the GPU."""
@@ -293,6 +308,7 @@ class IterationMeter(InstructionListener):
 
     def _reached_end(self, iteration: int) -> None:
         time_s, energy_j = self._read()
+        self._intervals_s.append((self._begin[0], time_s))
         self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
 
     def _read(self) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -136,6 +137,14 @@ class PlannedRun(InstructionListener):
         if measurement is not None:
             self.measurements.append(measurement)
         return measurement
+
+    def mean_energy_j(self, count: int) -> float | None:
+        """Mean energy of all GPUs in the last `count` iterations, where counters tick; a collective call.
+
+        More exact than `measurements`, whose iterations begin and end between ticks. None where these are exact.
+        """
+        of_gpus = self._source.all_gather(self._meter.mean_energy_j(count), everywhere=True)
+        return math.fsum(of_gpus) if None not in of_gpus else None
 
     def request_top_clock(self) -> None:
         """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""

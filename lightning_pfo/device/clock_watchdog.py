@@ -42,7 +42,8 @@ def main(gpu_uuid: str, pid: str, start_ticks: str) -> None:
             time.sleep(retry_after_s)
         else:
             if lease is not None and lease.changed:
-                logger.warning("process %s was killed; restored the clocks of %s (%s)", pid, lease.gpu_name, gpu_uuid)
+                which = f"{lease.gpu_name} ({gpu_uuid})"
+                logger.warning("process %s left clocks changed; restored those of %s", pid, which)
             return
 
 

@@ -224,6 +224,10 @@ class EnergyReader:
             raise self._sampler.error
         return self._sampler.energy_now_j()
 
+    def trace(self, from_s: float) -> EnergyTrace | None:
+        """Ticks since a time; None where the counter does not tick."""
+        return self._sampler.trace(from_s) if self._sampler is not None else None
+
     def close(self) -> None:
         """Stop watching. May be called twice."""
         if self._sampler is not None:

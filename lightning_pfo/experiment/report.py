@@ -25,6 +25,7 @@ class TrainingResult:
         losses: Training loss of every step, warm-up included.
         val_loss: Validation loss after the last step; None without validation.
         clocks: What became of rank 0's clock changes; see `ClockStatistics.as_dict`.
+        mean_energy_j: Mean energy of the measured iterations, where counters tick; None where they do not.
     """
 
     iteration_times_s: tuple[float, ...]
@@ -32,6 +33,7 @@ class TrainingResult:
     losses: tuple[float, ...]
     val_loss: float | None
     clocks: dict[str, Any] = field(default_factory=dict)
+    mean_energy_j: float | None = None
 
     @property
     def iteration_time_s(self) -> float:
@@ -40,8 +42,8 @@ class TrainingResult:
 
     @property
     def iteration_energy_j(self) -> float:
-        """Median; see `iteration_time_s`."""
-        return statistics.median(self.iteration_energies_j)
+        """Median, see `iteration_time_s`; where counters tick, the mean, as single iterations are less exact."""
+        return statistics.median(self.iteration_energies_j) if self.mean_energy_j is None else self.mean_energy_j
 
 
 @dataclass(frozen=True)

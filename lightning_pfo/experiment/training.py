@@ -108,6 +108,7 @@ def train(
         history.losses,
         None if val_loss is None else float(val_loss),
         applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
+        applied.mean_energy_j(len(measured)),
     )
 
 

@@ -121,3 +121,21 @@ def test_too_few_ticks_are_an_error_that_says_what_to_do():
         meter.measured()
     assert meter.energy_error() == math.inf
     meter.close()
+
+
+@pytest.mark.parametrize("tick_s", [0.0, 0.05])
+def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_them(tick_s):
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", idle_power_w=60, counter_tick_s=tick_s))
+    source = FakeSource()
+    meter = IterationMeter(gpu, source, DeviceFollower(no_mark), is_ready=lambda: True)
+    source.add_listener(meter)
+    for _ in range(14):
+        source.run_iteration(lambda instruction: time.sleep(0.02))
+        time.sleep(0.01)
+    meter.close()
+    times_s = [end_s - begin_s for begin_s, end_s in list(meter._intervals_s)[-12:]]
+    mean_j = meter.mean_energy_j(12)
+    if tick_s == 0:
+        assert mean_j is None  # single iterations are exact
+    else:
+        assert mean_j == pytest.approx(60 * sum(times_s) / 12, rel=0.05)

@@ -70,7 +70,7 @@ def test_zeusd_s_clients_need_no_permission_and_are_restored_when_killed(
 ) -> None:
     done = run(zeusd | {"CUDA_VISIBLE_DEVICES": "GPU-11111111-fake"}, "-c", LOCK_AND_DIE)
     assert done.stdout == "1350\n", done.stderr
-    assert "was killed; restored the clocks of Fake GPU 1" in done.stderr
+    assert "left clocks changed; restored those of Fake GPU 1" in done.stderr
     assert [(change.gpu, change.clock_mhz) for change in fake_driver.changes()] == [(1, 1350), (1, None)]
     wait_until(lambda: fake_driver.leases() == [])
     output = run(zeusd, "-m", "lightning_pfo", "gpu", "gpu=zeus", "watch_s=0.02", "json=true").stdout
@@ -121,7 +121,7 @@ def test_a_killed_job_s_amd_gpu_gets_back_the_range_found_before(rocm: dict[str,
     (tmp_path / "clocks.json").write_text('{"gpu0": [600, 1900]}')  # an administrator's range
     done = run(rocm | {"HIP_VISIBLE_DEVICES": "1"}, "-c", LOCK_AND_DIE)
     assert done.stdout == "1800\n", done.stderr
-    assert "restored the clocks of Fake Instinct (gpu0)" in done.stderr
+    assert "restored those of Fake Instinct (gpu0)" in done.stderr
     changes = [line.split()[1:] for line in (tmp_path / "amd.log").read_text().splitlines()]
     assert changes == [["gpu0", "1800", "1800"], ["gpu0", "600", "1900"]]
 
