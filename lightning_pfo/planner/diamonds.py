@@ -31,12 +31,12 @@ from itertools import combinations
 
 import numpy as np
 
-from lightning_pfo.planner.choices import ChoiceTable, Floats
+from lightning_pfo.planner.choices import ChoiceTable, Floats, Integers
 
-_OPTIONS = 8
+_OPTIONS = 12
 """Options of a node that are told apart, the nearest to the supporting line; the others are taken to fit exactly."""
 
-_PASSES, _STEP = 6, 0.5
+_PASSES, _STEP = 5, 0.5
 """How often messages are passed, and how far towards the mean."""
 
 _IMPOSSIBLE = 1e15
@@ -78,36 +78,74 @@ class Diamonds:
         """
         if not len(self._nodes):
             return 0.0
-        times, losses = self._nearest_options(flow)
-        times, losses = times[self._nodes], (losses / np.maximum(self._diamonds_of_node, 1))[self._nodes]
-        waits = np.bincount(self._link_of_edge, edge_flow) / self._diamonds_of_link
-        waits = waits[self._links].reshape(-1, 2, 2).min(axis=2)
-        diamonds = _Sums(times, waits)
-        best, total = 0.0, np.zeros((len(self._diamonds_of_node), losses.shape[2]))
+        through = np.bincount(self._link_of_edge, edge_flow) / self._diamonds_of_link
+        waits = through[self._links].reshape(-1, 2, 2).min(axis=2)
+        kind, alike = self._sorts(flow, waits)
+        _, one_diamond, num_alike = np.unique(alike, return_index=True, return_counts=True)
+        _, one_node = np.unique(kind, return_index=True)
+        nodes = kind[self._nodes[one_diamond]]
+        num_diamonds = np.maximum(self._diamonds_of_node[one_node], 1)
+        # Where the nodes that stand for theirs are in diamonds.
+        diamond, place = np.nonzero((one_node[kind] == np.arange(len(kind)))[self._nodes])
+        node, diamond = kind[self._nodes[diamond, place]], alike[diamond]
+
+        times, losses = self._nearest_options(flow, one_node)
+        times, losses = times[nodes], (losses / num_diamonds)[nodes]
+        diamonds = _Sums(times, waits[one_diamond])
+        best, total = 0.0, np.zeros((len(one_node), losses.shape[2]))
         for _ in range(_PASSES):
             least = diamonds.least_with_each(losses)
-            best = max(best, float(least[:, 0].min(axis=1).sum()))
+            best = max(best, float(least[:, 0].min(axis=1) @ num_alike))
             total[:] = 0.0
-            np.add.at(total, self._nodes, least)
-            losses += _STEP * ((total / np.maximum(self._diamonds_of_node, 1))[self._nodes] - least)
+            np.add.at(total, node, least[diamond, place])
+            losses += _STEP * ((total / num_diamonds)[nodes] - least)
         return best
 
-    def _nearest_options(self, flow: Floats) -> tuple[Floats, Floats]:
-        """Times of the options nearest to the supporting line, and how far off they are, shape (n + 1, options).
+    def _sorts(self, flow: Floats, waits: Floats) -> tuple[Integers, Integers]:
+        """Numbers that are equal for nodes, and for diamonds, that no message tells apart: in a steady state, most.
 
-        One more loss stands for all further options; the last node takes no time and loses nothing.
+        Those are alike whose neighbours are alike, as far as messages are passed (Weisfeiler and Leman 1968).
         """
-        table = self._table
-        times = np.where(np.isfinite(table.times), table.times, 0.0)[table.kind_of]
-        values = table.costs[table.kind_of] + flow[:, None] * times
+        node = _numbered(np.append(self._table.kind_of, -1), np.append(flow, 0.0))
+        for _ in range(_PASSES):
+            diamond = _numbered(*node[self._nodes].T, *waits.T)
+            # What is around a node is told by a sum of arbitrary numbers, one for each place in each sort of diamond.
+            arbitrary = np.random.default_rng(0).integers(2**62, size=(diamond.max() + 1, 4))
+            around = np.zeros(len(node), dtype=np.int64)
+            np.add.at(around, self._nodes, arbitrary[diamond])
+            finer = _numbered(node, around)
+            if finer.max() == node.max():
+                break
+            node = finer
+        return node, diamond
+
+    def _nearest_options(self, flow: Floats, nodes: Integers) -> tuple[Floats, Floats]:
+        """Times of the options nearest to the supporting line, and how far off they are, shape (nodes, options).
+
+        One more loss stands for all further options; the node after the last takes no time and loses nothing.
+        """
+        table, nothing = self._table, len(flow)
+        kinds = np.append(table.kind_of, 0)[nodes]
+        times = np.where(np.isfinite(table.times), table.times, 0.0)[kinds]
+        values = table.costs[kinds] + np.append(flow, 0.0)[nodes, None] * times
         nearest = np.argsort(values, axis=1)[:, : _OPTIONS + 1]
-        some, shown = nearest.shape[1], (len(values) + 1, _OPTIONS + 1)
+        shown = len(nodes), _OPTIONS + 1
         near_times, losses = np.zeros(shown), np.full(shown, _IMPOSSIBLE)
-        near_times[:-1, :some] = np.take_along_axis(times, nearest, axis=1)
+        near_times[:, : nearest.shape[1]] = np.take_along_axis(times, nearest, axis=1)
         values = np.take_along_axis(values, nearest, axis=1)
-        losses[:-1, :some] = np.minimum(values - values[:, :1], _IMPOSSIBLE)
-        losses[-1, 0] = 0.0
+        losses[:, : nearest.shape[1]] = np.minimum(values - values[:, :1], _IMPOSSIBLE)
+        near_times[nodes == nothing] = 0.0
+        losses[nodes == nothing] = np.where(np.arange(_OPTIONS + 1), _IMPOSSIBLE, 0.0)
         return near_times[:, :-1], losses
+
+
+def _numbered(*columns: Floats | Integers) -> Integers:
+    """A number for each row, equal where all columns are."""
+    number = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, place = np.unique(column, return_inverse=True)
+        number = np.unique(number * len(values) + place, return_inverse=True)[1]
+    return number
 
 
 class _Sums:

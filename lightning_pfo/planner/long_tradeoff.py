@@ -16,6 +16,7 @@ from lightning_pfo.planner.event_moves import EventMoves
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.linear_programme import RelaxedSolution
+from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.steady_state import Run
 from lightning_pfo.planner.tradeoff import Progress, TradeoffPoint, fastest_time
@@ -64,10 +65,10 @@ def trace_long_tradeoff(
     slowest = max(programme.solve_with_rate(rate).time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
-    tangents, found = [], []
+    lower_bound, found = LowerBound(table, rate), []
     for done, target in enumerate(targets, 1):
         relaxed = programme.with_timetable(programme.solve(target))
-        tangents.append((relaxed.cost - relaxed.slope * relaxed.time, relaxed.slope + rate))
+        lower_bound.add(relaxed)
         choices = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
             choices.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
@@ -78,11 +79,11 @@ def trace_long_tradeoff(
             found.append((time, float(table.total_costs(choice)[0]) + rate * time, choice[:, 0].tolist()))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
+    lower_bound.sharpen(np.array(targets))
     points: list[TradeoffPoint] = []
     for time, cost, choice in sorted(found, key=lambda one: one[:2]):
         if not points or cost < points[-1].cost:
-            bound = max(value + slope * time for value, slope in tangents)
-            points.append(TradeoffPoint(time, cost, min(bound, cost), tuple(choice)))
+            points.append(TradeoffPoint(time, cost, min(float(lower_bound.at(time)), cost), tuple(choice)))
     return points
 
 

@@ -5,13 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_pfo.core.pipeline_schedule import make_schedule
 from lightning_pfo.planner import diamonds
 from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.diamonds import Diamonds
 from lightning_pfo.planner.hull import make_option_set
-from lightning_pfo.planner.instruction_dag import make_dag
+from lightning_pfo.planner.instruction_dag import make_dag, schedule_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.lower_bound import LowerBound, least_costs
+from lightning_pfo.planner.merged_programme import MergedTradeoff
+from lightning_pfo.planner.steady_state import steady_middles
 
 NODES = 7
 option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(1, 60)), min_size=1, max_size=4).map(
@@ -63,3 +66,22 @@ def test_what_two_neighbours_lose_is_found_exactly():
     times, costs = times_and_costs_of_all_choices(table)
     for time in (10.0, 11.0):
         assert bound.at(time) == pytest.approx(costs[times <= time].min())
+
+
+def test_handling_alike_diamonds_once_changes_nothing(monkeypatch):
+    schedule = make_schedule("1f1b", 3, 30)
+    kinds = {
+        (stage, kind): make_option_set(
+            [work * (1 + 0.11 * k) for k in range(6)], [20 * work / (1 + 0.3 * k) for k in range(6)], range(6, 0, -1)
+        )
+        for stage, speed in enumerate((1.0, 1.07, 1.03))
+        for kind, work in (("F", speed), ("B", 2 * speed))
+    }
+    dag, options = schedule_dag(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+    merged = MergedTradeoff(dag, options, steady_middles(schedule, margin=4))
+    relaxed = merged.solve(1.1 * dag.longest_path([opts.times[0] for opts in options]))
+    found = Diamonds(ChoiceTable(dag, options))
+    at_once = found.least_loss(relaxed.flow, relaxed.edge_flow)
+    monkeypatch.setattr(Diamonds, "_sorts", lambda self, flow, waits: (np.arange(len(flow) + 1), np.arange(len(waits))))
+    assert at_once == pytest.approx(found.least_loss(relaxed.flow, relaxed.edge_flow), rel=1e-9)
+    assert at_once > 0.1
