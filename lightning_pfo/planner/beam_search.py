@@ -85,10 +85,9 @@ def search_beam(
     values = (table.costs[kind, menu] * unit + flow[:, None] * times)[:, :, None]
     limits = _latest_lags(table, guides[unlimited:], relaxed.ends[:, unlimited:])
     lags = (times + (relaxed.moments[list(dag.start_of)] - relaxed.ends)[:, None])[:, :, None]
-    # As large as all candidates: NumPy broadcasts small arrays at twice the cost.
-    full = options_per_node, width, num_guides
-    late = np.tile([1 + guide.haste for guide in guides], (*full[:2], 1))
-    early = np.tile([1 - guide.patience for guide in guides], (*full[:2], 1))
+    late = np.array([1 + guide.haste for guide in guides])
+    early = np.array([1 - guide.patience for guide in guides])
+    is_biased = bool(np.any(late != early))
     steps, num_rows = plan_steps(dag, order)
     open_lags = np.full((num_rows, 1, num_guides), _NOWHERE)
     open_lags[: len(dag.sources), 0] = -relaxed.moments[list(dag.sources)]
@@ -123,9 +122,9 @@ def search_beam(
             latest = np.maximum.reduce(open_lags)
             for late_or_early in opened:
                 latest = np.maximum(latest, late_or_early)
-            so_many = slice(len(value))
-            score = candidates + np.maximum(late[:, so_many] * latest, early[:, so_many] * latest)
-            score = score.reshape(num_candidates, num_guides)
+            if is_biased:
+                latest = np.maximum(late * latest, early * latest)
+            score = (candidates + latest).reshape(num_candidates, num_guides)
             kept = score.argpartition(width - 1, axis=0)[:width] * num_guides + guide_of
         else:
             kept = np.arange(num_candidates * num_guides).reshape(num_candidates, num_guides)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -185,8 +186,13 @@ def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> t
     most = max(map(len, neighbours_of), default=0)
     padded = np.array([row + (row[-1:] or (0,)) * (most - len(row)) for row in neighbours_of], dtype=np.int64)
     sizes = np.array([len(row) for row in neighbours_of])
-    by_depth = np.split(np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth))[:-1])
-    return tuple(Level(nodes, tuple(padded.T[: sizes[nodes].max(), nodes])) for nodes in by_depth if len(nodes))
+    nodes = np.argsort(depth, kind="stable")
+    ends = np.cumsum(np.bincount(depth)).tolist()
+    neighbours, sizes = np.ascontiguousarray(padded[nodes].T), sizes[nodes]
+    return tuple(
+        Level(nodes[first:end], tuple(neighbours[: sizes[first:end].max(), first:end]))
+        for first, end in pairwise([0, *ends])
+    )
 
 
 def _adjacency(num_nodes: int, pairs: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
