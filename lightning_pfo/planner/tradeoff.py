@@ -33,7 +33,7 @@ from lightning_pfo.planner.steady_state import Run
 _LARGEST_GAP, _MEDIAN_GAP = 0.0022, 0.001
 """Work goes on at a target while its gap exceeds the first, or the second while the median of all targets does."""
 
-_KEPT_GAP = 0.0015
+_KEPT_GAP = 0.0018
 """And while that of a time to keep to, such as the top clocks', exceeds this."""
 
 _POINTS_PER_RELAXATION, _DENSER = 5.2, 0.65
