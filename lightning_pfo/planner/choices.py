@@ -81,18 +81,18 @@ class ChoiceTable:
 
     def latest_ends(self, durations: Floats, deadlines: Floats) -> Floats:
         """Latest end of each node such that everything ends by the deadlines, in seconds, shaped as `durations`."""
+        order = self.dag.levels_from_the_end
+        durations = durations[order.nodes]
         latest_starts, ends = np.empty(durations.shape), np.empty(durations.shape)
-        for level in self.dag.levels_from_the_end:
-            nodes = level.nodes
+        for level in order.levels:
+            end = deadlines
             if level.neighbours:
                 end = latest_starts[level.neighbours[0]]
                 for after in level.neighbours[1:]:
                     end = np.minimum(end, latest_starts[after])
-            else:
-                end = np.broadcast_to(deadlines, (len(nodes), len(deadlines)))
-            ends[nodes] = end
-            latest_starts[nodes] = end - durations[nodes]
-        return ends
+            ends[level.positions] = end
+            latest_starts[level.positions] = end - durations[level.positions]
+        return np.asarray(ends[order.position_of])
 
     def spend_slack(self, choices: Choices, deadlines: Floats) -> tuple[Choices, Floats]:
         """Slow nodes down into the slack before their successors, first nodes first, keeping to the deadlines.
@@ -125,23 +125,26 @@ class ChoiceTable:
         Returns:
             The slowed choices and their longest paths in seconds.
         """
-        places, finish = self.places(choices), np.empty(latest_ends.shape)
-        for level in self.dag.levels:
-            nodes = level.nodes
+        order = self.dag.levels
+        places, kinds = self.places(choices)[order.nodes], self.kind_of[order.nodes, None]
+        latest_ends, finish = latest_ends[order.nodes], np.empty(latest_ends.shape)
+        for level in order.levels:
+            here = level.positions
             starts = _latest(finish, level) if level.neighbours else 0.0
-            fitting = self.line.slowest_fitting(self.kind_of[nodes, None], latest_ends[nodes] - starts)
+            fitting = self.line.slowest_fitting(kinds[here], latest_ends[here] - starts)
             if on_hull:
                 fitting = self.line.hull_before[fitting]
-            places[nodes] = np.maximum(fitting, places[nodes])
-            finish[nodes] = starts + self.line.times[places[nodes]]
-        return self.options(places), finish.max(axis=0, initial=0.0)
+            places[here] = np.maximum(fitting, places[here])
+            finish[here] = starts + self.line.times[places[here]]
+        return self.options(places[order.position_of]), finish.max(axis=0, initial=0.0)
 
     def finish_times(self, durations: Floats) -> Floats:
         """Earliest finish of each node in seconds, shaped as `durations`."""
-        finish = durations.copy()
-        for level in self.dag.levels[1:]:
-            finish[level.nodes] += _latest(finish, level)
-        return finish
+        order = self.dag.levels
+        finish = durations[order.nodes]
+        for level in order.levels[1:]:
+            finish[level.positions] += _latest(finish, level)
+        return np.asarray(finish[order.position_of])
 
 
 class OptionLine:

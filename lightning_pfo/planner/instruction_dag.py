@@ -25,13 +25,28 @@ class Level:
     """Nodes that do not wait for each other, and their direct neighbours in levels that were handled before.
 
     Attributes:
-        nodes: Shape (m,).
-        neighbours: The first, second, ... neighbour of each node, shape (m,) each; a node with fewer repeats its last.
-            Empty where the nodes have none.
+        positions: Where they are in the order of all levels.
+        neighbours: Positions of the first, second, ... neighbour of each, shape (m,) each; one with fewer repeats its
+            last. Empty where the nodes have none.
+    """
+
+    positions: slice
+    neighbours: tuple[npt.NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Levels:
+    """All nodes, level by level: rows of arrays in this order are handled a slice at a time.
+
+    Attributes:
+        nodes: Node at each position, shape (n,).
+        position_of: Position of each node, shape (n,).
+        levels: The levels; only the first has no neighbours.
     """
 
     nodes: npt.NDArray[np.int64]
-    neighbours: tuple[npt.NDArray[np.int64], ...]
+    position_of: npt.NDArray[np.int64]
+    levels: tuple[Level, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,12 +114,12 @@ class InstructionDag:
         return _adjacency(self.num_nodes, self.waits[:, ::-1])
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> Levels:
         """All nodes, each one level after the last of its predecessors; the first level has none."""
         return _levels(self.order, self.predecessors)
 
     @cached_property
-    def levels_from_the_end(self) -> tuple[Level, ...]:
+    def levels_from_the_end(self) -> Levels:
         """All nodes, each one level after the last of its successors; the first level has none."""
         return _levels(self.order[::-1], self.successors)
 
@@ -178,21 +193,22 @@ def schedule_dag(schedule: PipelineSchedule) -> InstructionDag:
     return make_dag(len(number), ((number[before], number[after]) for before, after in schedule.dependencies()))
 
 
-def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> tuple[Level, ...]:
+def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> Levels:
     """Group nodes by the longest chain of neighbours that must come before them."""
     depth = [0] * len(order)
     for node in order:
         depth[node] = max([depth[before] + 1 for before in neighbours_of[node]], default=0)
+    nodes, ends = np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth)).tolist()
+    position_of = np.argsort(nodes)
     most = max(map(len, neighbours_of), default=0)
     padded = np.array([row + (row[-1:] or (0,)) * (most - len(row)) for row in neighbours_of], dtype=np.int64)
-    sizes = np.array([len(row) for row in neighbours_of])
-    nodes = np.argsort(depth, kind="stable")
-    ends = np.cumsum(np.bincount(depth)).tolist()
-    neighbours, sizes = np.ascontiguousarray(padded[nodes].T), sizes[nodes]
-    return tuple(
-        Level(nodes[first:end], tuple(neighbours[: sizes[first:end].max(), first:end]))
+    sizes = np.array([len(row) for row in neighbours_of])[nodes]
+    neighbours = np.ascontiguousarray(position_of[padded[nodes]].T)
+    levels = [
+        Level(slice(first, end), tuple(neighbours[: sizes[first:end].max(), first:end]))
         for first, end in pairwise([0, *ends])
-    )
+    ]
+    return Levels(nodes, position_of, tuple(levels))
 
 
 def _adjacency(num_nodes: int, pairs: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
