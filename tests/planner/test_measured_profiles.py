@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from lightning_pfo.planner import plan_frontier, select_plan
+from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, select_plan
 
 A100, A40 = "gpt3-175b_a100-sxm_bf16.csv", "bloom-176b_a40_bf16.csv"
 
@@ -41,6 +41,19 @@ def test_gaps_are_small_and_the_saving_without_slowdown_is_nearly_the_bound(
     # The bound of the linear programme, or a tighter one.
     assert bound_percent - 0.1 <= 100 * (1 - plan.lower_bound_j / top) <= bound_percent + 0.015
     assert 100 * (plan.iteration_energy_j - plan.lower_bound_j) / top <= 0.2
+
+
+def test_gaps_are_as_small_where_every_stage_is_different(measured):
+    profile = read_profile(measured(A100))
+    instructions = {}
+    for (stage, kind), row in profile.instructions.items():
+        factor = 1 + 0.01 * (1.3, -2.1, 0.4, 2.6, -0.7, -2.9, 1.9, -1.4)[stage]
+        times, energies = ([factor * value for value in values] for values in (row.times_s, row.energies_j))
+        instructions[stage, kind] = InstructionProfile(row.clocks_mhz, tuple(times), tuple(energies))
+    frontier = plan_frontier(Profile(instructions), num_microbatches=24, p2p_blocking_power_w=83.64)
+    gaps = [plan.gap for plan in frontier.plans]
+    assert median(gaps) <= 0.001
+    assert max(gaps) <= 0.0025
 
 
 def test_known_bounds_are_reproduced(measured):
