@@ -26,9 +26,10 @@ to be right within half the mean power. The standard error says how much was lef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ _HOPELESS = 7.0  # lags that explain the ticks exp(7) times worse than the best
 _COARSE_STEP_S = 0.004  # for looks at a part of the time: most are hopeless
 _HOPELESS_BETWEEN = 30.0  # at every second lag: likelihoods between them are higher by at most so much
 _ENOUGH_LAGS = 6
+_AT_ONCE = 100_000  # lags x ticks that are fitted in one go, for the sake of memory
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,26 @@ class MeanPower:
     stderr_w: float
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """What the ticks tell of the powers, were the counter late by a certain time."""
+class _Fits(NamedTuple):
+    """What the ticks tell of the powers, were the counter late by certain times; a row for each lag.
 
-    log_likelihood: float
+    Attributes:
+        log_likelihoods: Shape (lags,).
+        powers_w: Mean powers, shape (lags, kinds).
+        variances_w2: Their variances, shape (lags, kinds).
+    """
+
+    log_likelihoods: Array
     powers_w: Array
     variances_w2: Array
+
+    def at(self, rows: npt.NDArray[np.int64]) -> _Fits:
+        """Those of some lags."""
+        return _Fits(*(values[rows] for values in self))
+
+    def weighted(self, weight: float) -> _Fits:
+        """The same, each likelier by a factor."""
+        return self._replace(log_likelihoods=self.log_likelihoods + math.log(weight))
 
 
 def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float, float]]]) -> dict[Key, MeanPower]:
@@ -104,96 +119,113 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     usage = {key: use for key, use in usage.items() if np.ptp(np.interp(times_s[[0, -1]], *use)) > trace.resolution_s}
     if not usage:
         return {}
-    fits: list[_Fit] = []
+    ticks_j, uses = np.diff(energies_j), list(usage.values())
+    found: list[_Fits] = []
     for look, likelihood in _LOOKS.items():
 
-        def fit(lag_s: float, look: float = look) -> _Fit:
-            return _fit(times_s - lag_s, np.diff(energies_j), list(usage.values()), trace.resolution_s, look)
+        def fit(lags_s: Array, look: float = look) -> _Fits:
+            parts = np.array_split(lags_s, math.ceil(len(lags_s) * len(ticks_j) / _AT_ONCE))
+            return _joined([_fit(times_s, ticks_j, uses, trace.resolution_s, look, part) for part in parts])
 
-        least = max((one.log_likelihood for one in fits), default=-np.inf) - _HOPELESS
-        fits += [
-            replace(one, log_likelihood=one.log_likelihood + float(np.log(likelihood)))
-            for one in _fits_by_lag(fit, least, _LAG_STEP_S if look == 1 else _COARSE_STEP_S)
-        ]
+        least = max((float(one.log_likelihoods.max()) for one in found), default=-math.inf) - _HOPELESS
+        fits = _fits_by_lag(fit, least, _LAG_STEP_S if look == 1 else _COARSE_STEP_S)
+        if fits is not None:
+            found.append(fits.weighted(likelihood))
 
-    likelihoods = np.array([fit.log_likelihood for fit in fits])
+    likelihoods, powers_w, variances_w2 = _joined(found)
     weights = np.exp(likelihoods - likelihoods.max())
     weights /= weights.sum()
-    powers_w = np.array([fit.powers_w for fit in fits])
     means_w = weights @ powers_w
-    variances_w2 = weights @ (np.array([fit.variances_w2 for fit in fits]) + (powers_w - means_w) ** 2)
-    return {key: MeanPower(float(max(means_w[i], 0.0)), float(np.sqrt(variances_w2[i]))) for i, key in enumerate(usage)}
+    stderrs_w = np.sqrt(weights @ (variances_w2 + (powers_w - means_w) ** 2))
+    return {key: MeanPower(float(max(means_w[i], 0.0)), float(stderrs_w[i])) for i, key in enumerate(usage)}
 
 
-def _fits_by_lag(fit: Callable[[float], _Fit], least: float, step_s: float) -> list[_Fit]:
+def _joined(fits: Sequence[_Fits]) -> _Fits:
+    return _Fits(*map(np.concatenate, zip(*fits, strict=True)))
+
+
+def _fits_by_lag(fit: Callable[[Array], _Fits], least: float, step_s: float) -> _Fits | None:
     """Fits of the lags that are not hopeless: evenly spaced, and several of them; none if all are far below `least`.
 
     Their likelihoods are those of the spaces between lags, so that those of other grids compare with them.
     """
-    grid = range(round(_LEAST_LAG_S / step_s), round(_MOST_LAG_S / step_s) + 1)
-    fits = {i: fit(i * step_s) for i in grid[::2]}
-    if max(one.log_likelihood for one in fits.values()) < least - _HOPELESS_BETWEEN:
-        return []
-    fits |= {i: fit(i * step_s) for i in grid[1::2]}
+    grid = np.arange(round(_LEAST_LAG_S / step_s), round(_MOST_LAG_S / step_s) + 1, dtype=np.float64)
+    fits = fit(grid[::2] * step_s)
+    if fits.log_likelihoods.max() < least - _HOPELESS_BETWEEN:
+        return None
+    numbers = np.concatenate([grid[::2], grid[1::2]])
+    fits = _joined([fits, fit(grid[1::2] * step_s)])
     while True:
-        best = max(one.log_likelihood for one in fits.values())
-        likely = [i for i, one in fits.items() if one.log_likelihood > best - _HOPELESS]
+        likely = np.flatnonzero(fits.log_likelihoods > fits.log_likelihoods.max() - _HOPELESS)
         if len(likely) >= _ENOUGH_LAGS or step_s <= _LEAST_LAG_STEP_S:
-            return [replace(fits[i], log_likelihood=fits[i].log_likelihood + float(np.log(step_s))) for i in likely]
+            return fits.at(likely).weighted(step_s)
         step_s /= 2
-        fits = {2 * i: fits[i] for i in likely}
-        for i in {2 * i + side for i in likely for side in (-1, 1)}:
-            fits[i] = fit(i * step_s)
+        between = np.union1d(2 * numbers[likely] - 1, 2 * numbers[likely] + 1)
+        numbers = np.concatenate([2 * numbers[likely], between])
+        fits = _joined([fits.at(likely), fit(between * step_s)])
 
 
 def _fit(
-    times_s: Array, ticks_j: Array, usage: Sequence[tuple[Array, Array]], resolution_s: float, look: float
-) -> _Fit:
+    times_s: Array,
+    ticks_j: Array,
+    usage: Sequence[tuple[Array, Array]],
+    resolution_s: float,
+    look: float,
+    lags_s: Array,
+) -> _Fits:
     """Fit powers to the energies between consecutive moments, which are known to a resolution.
 
-    The counter takes the last part `look` of each period for all of it.
+    The counter is late by each of the lags, and takes the last part `look` of each period for all of it.
     """
     ticks_s = np.diff(times_s)
-    known_s = np.stack([_seen_s(times_s, use, look) for use in usage], axis=1)  # ticks x kinds
-    mixture_s = np.column_stack([known_s, np.clip(ticks_s - known_s.sum(axis=1), 0.0, None)])
-    spent_s = mixture_s.sum(axis=0)
-    mean_w = ticks_j.sum() / ticks_s.sum()
-    interpolated_w = np.full(len(spent_s), mean_w)
+    known_s = np.stack([_seen_s(times_s - lags_s[:, None], use, look) for use in usage], axis=2)
+    others_s = np.clip(ticks_s - known_s.sum(axis=2), 0.0, None)
+    mixture_s = np.concatenate([known_s, others_s[:, :, None]], axis=2)  # lags x ticks x kinds
+    spent_s = mixture_s.sum(axis=1)
+    mean_w = float(ticks_j.sum() / ticks_s.sum())
+    interpolated_w = np.full(spent_s.shape, mean_w)
     np.divide((ticks_j / ticks_s) @ mixture_s, spent_s, out=interpolated_w, where=spent_s > 0)
-    expected_j = mixture_s @ interpolated_w
+    expected_j = _times(mixture_s, interpolated_w)
     residual_j = ticks_j - expected_j
     # one unit of a column is one standard deviation of the prior; in the last one all powers drift together
-    columns = _PRIOR * np.column_stack([mixture_s * mean_w, expected_j * _centred(times_s)])
+    drift_j = expected_j * _centred(times_s)
+    columns = _PRIOR * np.concatenate([mixture_s * mean_w, drift_j[:, :, None]], axis=2)
+    rows = columns.transpose(0, 2, 1)
 
-    strengths, directions = np.linalg.eigh(columns.T @ columns)
-    strengths = np.maximum(strengths, 1e-12 * strengths[-1])
-    told = directions.T @ (columns.T @ residual_j)
-    misfit = max(float(residual_j @ residual_j - np.sum(told**2 / strengths)), 0.0)
+    strengths, directions = np.linalg.eigh(rows @ columns)
+    strengths = np.maximum(strengths, 1e-12 * strengths[:, -1:])
+    told = _times(directions.transpose(0, 2, 1), _times(rows, residual_j))
+    misfit = np.maximum((residual_j**2).sum(axis=1) - (told**2 / strengths).sum(axis=1), 0.0)
     misfit += len(ticks_j) * _COUNTER_STEP_J**2
-    freedom = len(ticks_j) - columns.shape[1] - 1  # the lag is fitted, too
+    freedom = len(ticks_j) - columns.shape[2] - 1  # the lag is fitted, too
     if freedom > 2:
         variance = misfit / (freedom - 2)  # that of Student's distribution
-        variance += (resolution_s * float(mean_w)) ** 2 / 3  # a period a little off does not look like scatter
-        log_likelihood = -freedom / 2 * float(np.log(misfit))
+        variance += (resolution_s * mean_w) ** 2 / 3  # a period a little off does not look like scatter
+        log_likelihoods = -freedom / 2 * np.log(misfit)
     else:
-        variance = float(_ASSUMED_SCATTER * ticks_j.mean()) ** 2 + _COUNTER_STEP_J**2
-        log_likelihood = -misfit / (2 * variance)
-    left = 1 / (strengths / variance + 1)  # of the prior's variance, in each direction
+        variance = np.full(len(lags_s), float(_ASSUMED_SCATTER * ticks_j.mean()) ** 2 + _COUNTER_STEP_J**2)
+        log_likelihoods = -misfit / (2 * variance)
+    left = 1 / (strengths / variance[:, None] + 1)  # of the prior's variance, in each direction
     unit_w = _PRIOR * mean_w
-    powers_w = interpolated_w + unit_w * (directions @ (left * told / variance))[:-1]
-    return _Fit(log_likelihood, powers_w, unit_w**2 * (directions**2 @ left)[:-1])
+    powers_w = interpolated_w + unit_w * _times(directions, left * told / variance[:, None])[:, :-1]
+    return _Fits(log_likelihoods, powers_w, unit_w**2 * _times(directions**2, left)[:, :-1])
+
+
+def _times(matrices: Array, vectors: Array) -> Array:
+    """The product of each matrix with its vector."""
+    return np.asarray((matrices @ vectors[:, :, None])[:, :, 0])
 
 
 def _seen_s(times_s: Array, use: tuple[Array, Array], look: float) -> Array:
-    """How long each tick was spent in a kind of interval, as a counter sees it."""
+    """How long each tick was spent in a kind of interval, as a counter sees it; shape (lags, ticks)."""
     if look == 1:
         return np.diff(np.interp(times_s, *use))
-    ticks_s = np.diff(times_s)
+    ticks_s = np.diff(times_s[0])
     counts = np.maximum(np.rint(ticks_s / np.median(ticks_s)), 1)  # ticks may have been missed
     periods_s = ticks_s / counts
-    seen_s = np.zeros(len(ticks_s))
+    seen_s = np.zeros((len(times_s), len(ticks_s)))
     for back in range(int(counts.max())):
-        ends_s = times_s[1:] - back * periods_s
+        ends_s = times_s[:, 1:] - back * periods_s
         within_s = np.interp(ends_s, *use) - np.interp(ends_s - look * periods_s, *use)
         seen_s += np.where(back < counts, within_s, 0.0)
     return seen_s / look
