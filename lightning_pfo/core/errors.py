@@ -1,13 +1,5 @@
 """The errors this project raises. Every message states the rule, the value received and the value that would work."""
 
-import math
-
-
-def rounded_up(value: float, digits: int) -> str:
-    """A least value as text that is not below it, so that whoever follows the message succeeds."""
-    scale = 10**digits
-    return f"{math.ceil(value * scale) / scale:.{digits}f}"
-
 
 class PfoError(Exception):
     """Base of all errors raised by lightning_pfo on purpose."""

@@ -57,7 +57,7 @@ def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bo
     """
     target = Path(path)
     folder = target if is_folder else target.parent
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    missing = [one for one in (folder, *folder.parents) if not os.path.exists(one)]  # noqa: PTH110 (Path.exists may raise)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

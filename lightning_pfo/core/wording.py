@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -14,6 +15,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def pipeline_size(num_stages: int, num_microbatches: int) -> str:
     """Such as `4 stages x 8 microbatches`."""
     return f"{counted(num_stages, 'stage')} x {counted(num_microbatches, 'microbatch', 'microbatches')}"
+
+
+def rounded_up(value: float, digits: int) -> str:
+    """A least value as text that is not below it, so that whoever follows the message succeeds."""
+    scale = 10**digits
+    return f"{math.ceil(value * scale) / scale:.{digits}f}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

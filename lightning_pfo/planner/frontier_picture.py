@@ -103,11 +103,7 @@ def draw_frontier(
 
 def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan, to_the_left: bool) -> None:
     axes.annotate(
-        "\n".join(
-            difference(
-                (top.iteration_time_s, top.iteration_energy_j), (chosen.iteration_time_s, chosen.iteration_energy_j)
-            )
-        ),
+        "\n".join(difference(top, chosen)),
         xy=(chosen.iteration_time_s, chosen.iteration_energy_j), xytext=(8 if to_the_left else 16, 24),
         textcoords="offset points", ha="right" if to_the_left else "left", fontsize=9, color=INK, zorder=6,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from lightning_pfo.core.files import atomic_path
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.planner.timeline import Timeline
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 FAINT_INK, FAINT_WHITE = "#1f2933b4", "#ffffffb4"
@@ -57,9 +59,10 @@ def _centred(path: Path) -> Path:
     return Path(vertices - (inked.min(axis=0) + inked.max(axis=0)) / 2, codes)
 
 
-def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple[str, str]:
-    """How energy and time of an iteration have changed, in words; both are given as time (s) and energy (J)."""
-    slowdown, growth = (100 * (new / old - 1) for old, new in zip(before, after, strict=True))
+def difference(before: FrequencyPlan | Timeline, after: FrequencyPlan | Timeline) -> tuple[str, str]:
+    """How energy and time of an iteration have changed, in words."""
+    slowdown = 100 * (after.iteration_time_s / before.iteration_time_s - 1)
+    growth = 100 * (after.iteration_energy_j / before.iteration_energy_j - 1)
     energy = "same energy" if abs(growth) < 0.05 else f"{abs(growth):.1f} % {'less' if growth < 0 else 'more'} energy"
     return energy, "same time" if abs(slowdown) < 0.05 else f"{slowdown:+.1f} % time"
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import re
 
-from lightning_pfo.core.errors import PlanError, rounded_up
+from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import rounded_up
 from lightning_pfo.planner.frontier import Frontier
 
 _INDEX = re.compile(r"[0-9]+")

@@ -83,7 +83,7 @@ def solve_time_cost_tradeoff(
             f"The tradeoff needs at least one node, num_points >= 2 and a rate >= 0; got {len(nodes)} nodes, "
             f"num_points={num_points} and rate={rate}."
         )
-    _check_directions(graph)
+    _check_precedences(graph)
     number = {node: i for i, node in enumerate(nodes)}
     dag = make_dag(len(nodes), ((number[before], number[after]) for before, after in graph.edges()))
     given: list[Any] = [graph.nodes[node].get(options) for node in nodes]
@@ -106,7 +106,7 @@ def solve_time_cost_tradeoff(
     ]
 
 
-def _check_directions(graph: nx.DiGraph[Any]) -> None:
+def _check_precedences(graph: nx.DiGraph[Any]) -> None:
     import networkx as nx  # slow to import, and the pipeline planner needs none of it
 
     if not graph.is_directed():
@@ -123,10 +123,8 @@ def _option_set(node: Hashable, menu: Any, attribute: str) -> OptionSet:
     try:
         times = [float(time) for time, _, _ in menu]
         costs = [float(cost) for _, cost, _ in menu]
-        usable = 0 < len(menu) == len(times)
-        usable = (
-            usable and all(abs(cost) <= _LARGEST for cost in costs) and all(0 <= time <= _LARGEST for time in times)
-        )
+        are_small = all(abs(number) <= _LARGEST for number in (*times, *costs))  # nan is not
+        usable = 0 < len(menu) == len(times) and are_small and min(times) >= 0
     except (TypeError, ValueError, OverflowError):
         usable = False
     if not usable:

@@ -92,7 +92,7 @@ def draw_timelines(
         _draw(axes, timeline, colour, norm, width, 72 * _BAR * bar_height)
         heading = f"{title}: " if title else ""
         energy = f"{timeline.iteration_energy_j:,.{0 if timeline.iteration_energy_j >= 1e4 else 1}f} J"
-        ahead = f" ({', '.join(_difference(first, timeline))})" if timeline is not first else ""
+        ahead = f" ({', '.join(difference(first, timeline))})" if timeline is not first else ""
         axes.set_title(
             f"{heading}{timeline.iteration_time_s:.4g} s, {energy}{ahead}", loc="left", fontsize=11, color=INK
         )
@@ -100,12 +100,6 @@ def draw_timelines(
     _add_scale(figure, rows.tolist(), norm, colour)
     _add_key(figure, list(timelines.values()))
     save_figure(figure, path)
-
-
-def _difference(before: Timeline, after: Timeline) -> tuple[str, str]:
-    return difference(
-        (before.iteration_time_s, before.iteration_energy_j), (after.iteration_time_s, after.iteration_energy_j)
-    )
 
 
 def _is_crowded(schedule: PipelineSchedule) -> bool:

@@ -16,7 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pfo.core.errors import PlanError, rounded_up
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.wording import rounded_up
 from lightning_pfo.planner.beam_search import order_of_time, search_beam
 from lightning_pfo.planner.choices import TOLERANCE, ChoiceTable
 from lightning_pfo.planner.guide import Guide

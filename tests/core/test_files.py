@@ -1,3 +1,4 @@
+import os
 import stat
 
 import pytest
@@ -95,3 +96,16 @@ def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
         files.check_can_write("output_dir", tmp_path / path, is_folder=is_folder)
     assert (tmp_path / "file").read_text() == "kept"
     assert {found.name for found in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_folder_that_others_keep_closed_is_named(tmp_path):
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may look into any
+    try:
+        with pytest.raises(ConfigurationError, match=r"output is a file in a folder that you may write to.*denied"):
+            files.check_can_write("output", closed / "new" / "profile.csv")
+    finally:
+        os.seteuid(user)
