@@ -174,33 +174,32 @@ def _compare(settings: Settings, device: torch.device, gpu: Any) -> dict[str, An
     plans, middle_mhz = _plans(schedule, gpu.supported_clocks_mhz())
     turns: list[tuple[Cost, Cost]] = []
     measure(step, 2, device)  # warm up
+
+    def plain() -> Cost:
+        if settings.sets_clocks:
+            gpu.lock_graphics_clock(middle_mhz)
+            time.sleep(SETTLE_S)
+        try:
+            return measure(step, STEPS_PER_TURN, device)
+        finally:
+            gpu.restore()
+
+    def planned(plan: FrequencyPlan) -> tuple[Cost, ClockStatistics]:
+        with PlannedRun(model.instruction_source, plan, gpu=gpu, num_gpus=1) as run:
+
+            def planned_step() -> None:
+                step()
+                run.measure()
+
+            planned_step()  # the first one checks the plan
+            return measure(planned_step, STEPS_PER_TURN, device), run.clock_statistics
+
     for turn in range(max(2, settings.steps // STEPS_PER_TURN)):
-
-        def plain() -> Cost:
-            if settings.sets_clocks:
-                gpu.lock_graphics_clock(middle_mhz)
-                time.sleep(SETTLE_S)
-            try:
-                return measure(step, STEPS_PER_TURN, device)
-            finally:
-                gpu.restore()
-
-        def planned(plan: FrequencyPlan = plans[turn % 2]) -> tuple[Cost, ClockStatistics]:
-            with PlannedRun(model.instruction_source, plan, gpu=gpu, num_gpus=1) as run:
-
-                def planned_step() -> None:
-                    step()
-                    run.measure()
-
-                planned_step()  # the first one checks the plan
-                return measure(planned_step, STEPS_PER_TURN, device), run.clock_statistics
-
+        plan = plans[turn % 2]
         if turn // 2 % 2 == 0:  # in both orders, as a GPU warms up
-            without = plain()
-            led, clocks = planned()
+            without, (led, clocks) = plain(), planned(plan)
         else:
-            led, clocks = planned()
-            without = plain()
+            (led, clocks), without = planned(plan), plain()
         turns.append((without, led))
     step_s = statistics.median(cost.wall_s for cost, _ in turns)
     if device.type == "cuda":

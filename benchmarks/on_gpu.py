@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,26 +129,23 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     num_gpus = nvml.visible_gpu_count()
-    session = Session(Path(settings.output_dir).absolute(), settings.limit_s)
+    folder = Path(settings.output_dir).absolute()
+    session = Session(folder, settings.limit_s)
     gpu = f"gpu={settings.gpu}"
 
     session.run("gpu", "-m", "lightning_pfo", "gpu", gpu)
-    may_set = may_set_clocks(settings.gpu)
-    session.run("overhead_dry_run", "benchmarks/clock_overhead.py", gpu, "steps=40")
-    needs_permission: dict[str, Callable[[], object]] = {
-        "overhead": lambda: session.run(
-            "overhead", "benchmarks/clock_overhead.py", gpu, "steps=40", "sets_clocks=true"
-        ),
-        "kill": lambda: session.say("kill", *killed_process_is_cleaned_up(settings.gpu)),
-    }
-    for name, check in needs_permission.items():
-        if may_set:
-            check()
-        else:
+    overhead = ("benchmarks/clock_overhead.py", gpu, "steps=40")
+    session.run("overhead_dry_run", *overhead)
+    if may_set_clocks(settings.gpu):
+        session.run("overhead", *overhead, "sets_clocks=true")
+        session.say("kill", *killed_process_is_cleaned_up(settings.gpu))
+    else:
+        for name in ("overhead", "kill"):
             session.skip(name, "this process may not set clocks, see gpu.log")
     devices = f"trainer.devices={min(4, max(1, num_gpus))}"
-    output = f"output_dir={Path(settings.output_dir).absolute() / 'train'}"
-    session.run("train", "examples/gpt/train.py", gpu, devices, output, *settings.train.split())
+    session.run(
+        "train", "examples/gpt/train.py", gpu, devices, f"output_dir={folder / 'train'}", *settings.train.split()
+    )
     if num_gpus >= 2:
         session.run("p2p_power", "-m", "lightning_pfo", "p2p-power", gpu)
     else:
