@@ -10,14 +10,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_pfo.callbacks.gpu_session import GpuChoice
+from lightning_pfo.callbacks.iteration_meter import IterationMeasurement
 from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
-from lightning_pfo.callbacks.meters import IterationMeasurement
 from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device.clock_transition import ClockStatistics
 from lightning_pfo.planner import Frontier, load_frontier, select_plan
 
 TOP_CLOCKS = "top_clocks"
+"""In place of a plan, or selected instead of one: the top clocks."""
 
 
 class FrequencyPlanCallback(RunCallback[PlannedRun]):

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_pfo.callbacks.meters import InstructionMeter, Measured
+from lightning_pfo.callbacks.instruction_meter import InstructionMeter, Measured
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import ClockController
 

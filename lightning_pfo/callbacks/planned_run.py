@@ -10,7 +10,7 @@ from types import TracebackType
 from lightning_pfo.callbacks.agreement import check_together
 from lightning_pfo.callbacks.clock_requests import ClockRequests
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
-from lightning_pfo.callbacks.meters import IterationMeasurement, IterationMeter
+from lightning_pfo.callbacks.iteration_meter import IterationMeasurement, IterationMeter
 from lightning_pfo.callbacks.plan_cursor import PlanCursor
 from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_pfo.callbacks.agreement import check_together
 from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow, clocks_to_scan
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
-from lightning_pfo.callbacks.meters import InstructionMeter
+from lightning_pfo.callbacks.instruction_meter import InstructionMeter
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.files import check_can_write

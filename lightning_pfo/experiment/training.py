@@ -28,9 +28,6 @@ from lightning_pfo.strategy import PfoPipelineStrategy
 MakeModule = Callable[[], pl.LightningModule]
 MakeData = Callable[[], pl.LightningDataModule]
 
-TOP_CLOCKS = "top_clocks"
-"""Selects no plan: the top clocks."""
-
 _SET_ELSEWHERE = {
     "accelerator": "trainer.accelerator",
     "devices": "trainer.devices",

@@ -138,5 +138,5 @@ def test_repeated_clocks_put_no_mark_into_the_stream():
     for clock_mhz in (1410, 1410, 1410, 1200):
         requests.request(clock_mhz)
     assert len(stream.marks) == 2
-    follower.close()
     stream.get_to(1)
+    follower.close()

@@ -8,7 +8,8 @@ import torch
 
 from lightning_pfo.callbacks import device_follower
 from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.meters import InstructionMeter, IterationMeter
+from lightning_pfo.callbacks.instruction_meter import InstructionMeter
+from lightning_pfo.callbacks.iteration_meter import IterationMeter
 from lightning_pfo.core.instruction import InstructionType
 from tests.callbacks.fakes import FakeGpu, FakeSource
 
@@ -102,7 +103,8 @@ def test_on_cuda_marks_are_blocking_events_in_the_current_stream(monkeypatch):
     ]
 
 
-def test_closing_drops_what_is_still_to_come():
+def test_closing_drops_what_is_still_to_come(monkeypatch):
+    monkeypatch.setattr(device_follower, "_CLOSE_TIMEOUT_S", 0.01)
     stream, done = FakeStream(), []
     follower = DeviceFollower(stream.record)
     follower.when_reached(lambda: done.append(0))

@@ -4,37 +4,19 @@ import time
 
 import pytest
 
-from lightning_pfo.callbacks import meters
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.meters import InstructionMeter, IterationMeter
+from lightning_pfo.callbacks import instruction_meter
+from lightning_pfo.callbacks.instruction_meter import InstructionMeter, mean_and_stderr
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.callbacks.fakes import FakeGpu, FakeSource
-
-
-@pytest.fixture
-def world(monkeypatch):
-    """Time passes only where a test says so."""
-
-    class World:
-        now_s = 100.0
-        gpu = FakeGpu()
-        source = FakeSource()
-
-        def spend(self, time_s, power_w):
-            self.now_s += time_s
-            self.gpu.energy_mj += int(1000 * time_s * power_w)
-
-    world = World()
-    monkeypatch.setattr(meters.time, "perf_counter", lambda: world.now_s)
-    return world
+from tests.callbacks.fakes import FakeSource
 
 
 def test_computing_and_waiting_are_told_apart(world):
     meter = InstructionMeter(world.gpu, world.source)
 
-    class Waits(meters.InstructionListener):
+    class Waits(InstructionListener):
         def on_instruction_begin(self, event):
             world.spend(0.5, 80)
 
@@ -53,22 +35,10 @@ def test_computing_and_waiting_are_told_apart(world):
     meter.close()
 
 
-def test_iterations_are_measured_once_ready(world):
-    ready = iter([False, True])
-    meter = IterationMeter(world.gpu, world.source, DeviceFollower(no_mark), is_ready=lambda: next(ready))
-    world.source.add_listener(meter)
-    world.source.run_iteration(lambda inst: world.spend(1, 100))
-    assert meter.take() is None
-    world.source.run_iteration(lambda inst: world.spend(1, 100))
-    measured = meter.take()
-    assert (measured.iteration, measured.time_s, measured.energy_j) == (1, 4.0, 400.0)
-    assert meter.take() is None
-
-
 def test_mean_and_standard_error():
-    assert meters.mean_and_stderr([2.0]) == (2.0, 0.0)
-    assert meters.mean_and_stderr([1.0, 3.0]) == (2.0, 1.0)
-    assert meters.mean_and_stderr([5.0] * 4 + [900.0] + [5.0] * 4 + [-900.0]) == (5.0, 0.0)
+    assert mean_and_stderr([2.0]) == (2.0, 0.0)
+    assert mean_and_stderr([1.0, 3.0]) == (2.0, 1.0)
+    assert mean_and_stderr([5.0] * 4 + [900.0] + [5.0] * 4 + [-900.0]) == (5.0, 0.0)
 
 
 @pytest.fixture
@@ -84,7 +54,7 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
     gpu, source = ticking_meter._gpu, ticking_meter._source
     chance = random.Random(1)
 
-    class Waits(meters.InstructionListener):
+    class Waits(InstructionListener):
         def on_instruction_begin(self, event):
             gpu.set_waiting("blocked")
             time.sleep(chance.uniform(0, 0.008))
@@ -112,7 +82,8 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
     assert 0 < ticking_meter.energy_error() < 0.3
 
 
-def test_too_few_ticks_are_an_error_that_says_what_to_do():
+def test_too_few_ticks_are_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(instruction_meter, "_TICK_TIMEOUT_S", 0.05)
     gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=30.0))
     meter = InstructionMeter(gpu, FakeSource())
     meter._source.add_listener(meter)
@@ -121,21 +92,3 @@ def test_too_few_ticks_are_an_error_that_says_what_to_do():
         meter.measured()
     assert meter.energy_error() == math.inf
     meter.close()
-
-
-@pytest.mark.parametrize("tick_s", [0.0, 0.05])
-def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_them(tick_s):
-    gpu = EmulatedGpu(GpuConfig(kind="emulated", idle_power_w=60, counter_tick_s=tick_s))
-    source = FakeSource()
-    meter = IterationMeter(gpu, source, DeviceFollower(no_mark), is_ready=lambda: True)
-    source.add_listener(meter)
-    for _ in range(14):
-        source.run_iteration(lambda instruction: time.sleep(0.02))
-        time.sleep(0.01)
-    meter.close()
-    times_s = [end_s - begin_s for begin_s, end_s in list(meter._intervals_s)[-12:]]
-    mean_j = meter.mean_energy_j(12)
-    if tick_s == 0:
-        assert mean_j is None  # single iterations are exact
-    else:
-        assert mean_j == pytest.approx(60 * sum(times_s) / 12, rel=0.05)
