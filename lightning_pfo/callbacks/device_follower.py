@@ -22,6 +22,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_TIMEOUT_S = 1.0
+
 
 class DeviceMark(Protocol):
     """A place in the work of a device, as a recorded `torch.cuda.Event`."""
@@ -32,8 +34,6 @@ class DeviceMark(Protocol):
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from here to another mark, both reached and recorded with timing."""
 
-
-_CLOSE_TIMEOUT_S = 1.0
 
 Recorder = Callable[[], "DeviceMark | None"]
 """Puts a mark behind the work launched so far; None where the host waits for that work anyway."""

@@ -94,10 +94,10 @@ class EnergySampler:
 
     def energy_now_j(self) -> float:
         """The last reading, continued at the power before it; the counter itself before the first two ticks."""
-        readings = tuple(self._readings)[-2:]
-        if len(readings) < 2:
+        if len(self._readings) < 2:
             return self._gpu.total_energy_mj() / 1000 if self._has_counter else 0.0
-        (before_s, before_j), (last_s, last_j) = readings
+        # in this order, which a tick in between does no harm
+        (before_s, before_j), (last_s, last_j) = self._readings[-2], self._readings[-1]
         period_s = last_s - before_s
         since_s = min(time.perf_counter() - last_s, _LONGEST_CONTINUED * period_s)
         return last_j + (last_j - before_j) * since_s / period_s

@@ -2,7 +2,8 @@
 
 from lightning_pfo.planner.frontier import Frontier, plan_frontier
 from lightning_pfo.planner.frontier_io import load_frontier, save_frontier
-from lightning_pfo.planner.profile import InstructionProfile, Profile, read_profile, write_profile
+from lightning_pfo.planner.profile import InstructionProfile, Profile
+from lightning_pfo.planner.profile_csv import read_profile, write_profile
 from lightning_pfo.planner.regularise import Regularised, regularise
 from lightning_pfo.planner.sample import thin_frontier
 from lightning_pfo.planner.select import check_selection, select_plan

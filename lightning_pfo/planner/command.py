@@ -23,7 +23,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
 from lightning_pfo.planner.frontier import Frontier, plan_frontier
 from lightning_pfo.planner.frontier_io import save_frontier
-from lightning_pfo.planner.profile import read_profile
+from lightning_pfo.planner.profile_csv import read_profile
 from lightning_pfo.planner.regularise import regularise
 from lightning_pfo.planner.sample import thin_frontier
 from lightning_pfo.planner.select import FORMS, check_selection, select_plan

@@ -29,7 +29,8 @@ from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.hull import OptionSet, make_option_set
 from lightning_pfo.planner.long_tradeoff import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
-from lightning_pfo.planner.profile import Profile, read_profile
+from lightning_pfo.planner.profile import Profile
+from lightning_pfo.planner.profile_csv import read_profile
 from lightning_pfo.planner.steady_state import Run, steady_middles
 from lightning_pfo.planner.switching import limit_switching
 from lightning_pfo.planner.timeline import Simulator, Timeline, simulate_plan
