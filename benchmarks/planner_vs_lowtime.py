@@ -54,12 +54,10 @@ class Step:
     Attributes:
         clocks_mhz: Clock of every instruction.
         time_s: What lowtime takes the iteration time for, in whole units.
-        effective_energy_j: What it takes the sum of effective energies for, by its fitted curves.
     """
 
     clocks_mhz: list[int]
     time_s: float
-    effective_energy_j: float
 
 
 def operation_specs(profile: Profile, power_w: float) -> dict[tuple[int, InstructionType], OperationSpec]:
@@ -92,7 +90,7 @@ def run_lowtime(graph: nx.DiGraph, num_nodes: int, limit_s: float) -> tuple[list
     steps, begin = [], time.process_time()
     for result in PhillipsDessouky(graph).run():
         clocks = [graph.nodes[number]["op"].assigned_knob for number in range(num_nodes)]
-        steps.append(Step(clocks, result.real_time, result.cost))
+        steps.append(Step(clocks, result.real_time))
         used_s = time.process_time() - begin
         if limit_s and used_s > limit_s:
             return steps, used_s, False

@@ -42,11 +42,6 @@ class OptionSet:
     hull: tuple[int, ...]
 
     @cached_property
-    def hull_times(self) -> tuple[float, ...]:
-        """Times of the options on the hull, fast to slow."""
-        return tuple(self.times[k] for k in self.hull)
-
-    @cached_property
     def hull_line(self) -> tuple[Floats, Floats, Floats]:
         """Times and costs of the corners, fast to slow, and the slope in J/s of each edge, rising towards zero."""
         times, costs = np.array(self.hull_points).T

@@ -39,29 +39,6 @@ _CROWDED = 60
 """Instructions per rank from which edges are thin and forwards unmarked."""
 
 
-def draw_timeline(
-    timeline: Timeline,
-    path: str | os.PathLike[str],
-    *,
-    title: str = "",
-    colour: Literal["power", "clock"] = "power",
-    device: str = "",
-) -> None:
-    """Draw one iteration.
-
-    Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
-    the critical path. Clocks in MHz and instructions are written where they fit.
-
-    Args:
-        timeline: What to draw, see `Frontier.timeline`.
-        path: Picture file to write.
-        title: Heading; iteration time and energy are added.
-        colour: What colours tell: power in watts or clock in MHz.
-        device: Name of the GPU, written below.
-    """
-    draw_timelines({title: timeline}, path, colour=colour, device=device)
-
-
 def draw_timelines(
     timelines: dict[str, Timeline],
     path: str | os.PathLike[str],
@@ -69,12 +46,14 @@ def draw_timelines(
     colour: Literal["power", "clock"] = "power",
     device: str = "",
 ) -> None:
-    """Draw iterations one above the other, with one time axis and one colour scale: before and after.
+    """Draw one iteration, or several one above the other, with one time axis and one colour scale: before and after.
 
-    The headings of all but the first say how they differ from it.
+    Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
+    the critical path. Clocks in MHz and instructions are written where they fit. The headings of all but the first
+    iteration say how it differs from that.
 
     Args:
-        timelines: What to draw, by heading.
+        timelines: What to draw, by heading, see `Frontier.timeline`; iteration time and energy are added.
         path: Picture file to write.
         colour: What colours tell: power in watts or clock in MHz.
         device: Name of the GPU, written below.

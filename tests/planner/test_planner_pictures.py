@@ -11,13 +11,13 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import InstructionProfile, frontier_picture, plan_frontier, profile_picture, timeline_picture
 from lightning_pfo.planner.frontier_picture import draw_frontier
 from lightning_pfo.planner.profile_picture import _indistinct_stages, _label, draw_energy_valleys
-from lightning_pfo.planner.timeline_picture import draw_timeline, draw_timelines
+from lightning_pfo.planner.timeline_picture import draw_timelines
 
 
 def test_pictures_are_written_with_something_on_them(frontier, profile, tmp_path):
     chosen = frontier.timeline(frontier.fastest)
     draw_frontier(frontier, tmp_path / "frontier.png", chosen=frontier.fastest)
-    draw_timeline(chosen, tmp_path / "timeline.png", title="Fastest")
+    draw_timelines({"Fastest": chosen}, tmp_path / "timeline.png")
     draw_timelines({"a": frontier.timeline(frontier.baseline), "b": chosen}, tmp_path / "both.png", colour="clock")
     draw_energy_valleys(profile, tmp_path / "valleys.png", title="A pipeline")
     for path in tmp_path.iterdir():
@@ -31,7 +31,7 @@ def test_pictures_are_written_with_something_on_them(frontier, profile, tmp_path
 def test_small_and_large_pipelines_can_be_drawn(make_profile, tmp_path, num_stages, num_microbatches):
     profile = make_profile([0.02] * num_stages, clocks=(1400,))
     frontier = plan_frontier(profile, num_microbatches=num_microbatches, num_plans=2)
-    draw_timeline(frontier.timeline(frontier.fastest), tmp_path / "timeline.png")
+    draw_timelines({"": frontier.timeline(frontier.fastest)}, tmp_path / "timeline.png")
     draw_frontier(frontier, tmp_path / "frontier.png")
     assert imread(tmp_path / "timeline.png").shape[1] < 4000
 
@@ -56,7 +56,7 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
     profile = make_profile([0.02, 0.03, 0.04, 0.05, 0.06])
     frontier = plan_frontier(profile, num_microbatches=8, num_plans=5, p2p_blocking_power_w={1400: 90, 800: 60})
     before, after = frontier.timeline(frontier.baseline), frontier.timeline(frontier.fastest)
-    draw_timeline(after, "picture", title="Chosen plan (no_slowdown)", device="NVIDIA A100 SXM (emulated)")
+    draw_timelines({"Chosen plan (no_slowdown)": after}, "picture", device="NVIDIA A100 SXM (emulated)")
     draw_timelines({"Top clocks, emulated": before, "Plan, emulated": after}, "picture")
     draw_energy_valleys(profile, "picture", title="NVIDIA A100 SXM (emulated)")
     small = plan_frontier(make_profile([0.02]), num_microbatches=1, num_plans=3)
