@@ -194,9 +194,11 @@ with ClockController(gpu) as clocks:
     clocks.request(900)
     assert not clocks.wait(30)
     assert "fallen off the bus" in str(clocks.error)
+    os.unlink(os.environ["FAKE_NVML_LOST_FILE"])  # else the watchdog tries for 4 s
 """
     environment = fake_driver.environment(cap_mhz=1290, landing_ms=20, lost_file=f"{tmp_path}/lost")
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert "3 clock changes; reached after " in done.stdout, done.stderr
     assert "not reached: 1410 MHz 1 time (power_cap)" in done.stdout
     assert "Clock control of Fake GPU 0 stops; training goes on." in done.stdout
+    assert fake_driver.locked_gpus() == {}
