@@ -71,16 +71,6 @@ class EnergyValley:
         self._last_j = energy_j
 
 
-def clocks_to_scan(supported_mhz: Sequence[int], step_mhz: int | None, min_clock_mhz: int | None) -> tuple[int, ...]:
-    """Choose clocks from the highest down, at least `step_mhz` apart and not below `min_clock_mhz`."""
-    chosen: list[int] = []
-    for clock in sorted(supported_mhz, reverse=True):
-        far_enough = not chosen or step_mhz is None or chosen[-1] - clock >= step_mhz
-        if far_enough and (min_clock_mhz is None or clock >= min_clock_mhz):
-            chosen.append(clock)
-    return tuple(chosen)
-
-
 class FrequencyScan(InstructionListener):
     """Scans clocks during training; all ranks move to the next clock together.
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from lightning_pfo.callbacks.agreement import check_together
-from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow, clocks_to_scan
+from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow
 from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.callbacks.instruction_meter import InstructionMeter
 from lightning_pfo.core.errors import ConfigurationError
@@ -79,8 +79,8 @@ class ScanSettings:
         return self.max_iterations_per_clock or _MOST_REPETITIONS * self.iterations_per_clock
 
 
-def scan_clocks(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple[int, ...]:
-    """The clocks that a scan measures, the highest first.
+def clocks_to_scan(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple[int, ...]:
+    """The clocks that a scan measures, the highest first, each at least a step below the one before.
 
     Args:
         settings: What the scan was asked for.
@@ -93,15 +93,18 @@ def scan_clocks(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple[in
     supported = gpu.supported_clocks_mhz()
     lowest = settings.min_clock_mhz or config.scan_min_mhz or min(supported)
     highest = config.scan_max_mhz or max(supported)
-    step = settings.clock_step_mhz or config.scan_step_mhz or None
-    chosen = clocks_to_scan([clock for clock in supported if clock <= highest], step, lowest)
+    step = settings.clock_step_mhz or config.scan_step_mhz
+    chosen: list[int] = []
+    for clock in supported:
+        if lowest <= clock <= highest and (not chosen or chosen[-1] - clock >= step):
+            chosen.append(clock)
     if not chosen:
         raise ConfigurationError(
             f"Clocks from {lowest} MHz (min_clock_mhz, or scan_min_mhz of the GPU) to {highest} MHz (its scan_max_mhz) "
             f"are scanned, but {gpu.name} supports {min(supported)} to {max(supported)} MHz, so none is left. Use "
             f"min_clock_mhz={min(supported)}, and leave scan_max_mhz out."
         )
-    return chosen
+    return tuple(chosen)
 
 
 class ProfilingRun:
@@ -151,7 +154,7 @@ class ProfilingRun:
         try:
             check_together(source, self._check_output)
             session.own_clocks(self._user)
-            self._scan = self._make_scan(scan_clocks(settings, session.gpu, session.config), settings)
+            self._scan = self._make_scan(clocks_to_scan(settings, session.gpu, session.config), settings)
         except BaseException:
             session.release(self._user)
             raise

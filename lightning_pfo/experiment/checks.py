@@ -6,7 +6,7 @@ import math
 import os
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
-from lightning_pfo.callbacks.profiling_run import ScanSettings, scan_clocks
+from lightning_pfo.callbacks.profiling_run import ScanSettings, clocks_to_scan
 from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
@@ -41,7 +41,7 @@ def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_dat
     check_precision(trainer.precision_plugin)
     gpu = open_gpu(config.gpu, 0, num_gpus=config.trainer.devices)
     try:
-        scan_clocks(ScanSettings(**vars(config.profiler)), gpu, config.gpu)
+        clocks_to_scan(ScanSettings(**vars(config.profiler)), gpu, config.gpu)
     finally:
         gpu.close()
     check_split(make_module(), config.schedule.partition, schedule_of(config).num_stages)

@@ -2,17 +2,9 @@ import math
 
 import pytest
 
-from lightning_pfo.callbacks.frequency_scan import EnergyValley, FrequencyScan, clocks_to_scan
+from lightning_pfo.callbacks.frequency_scan import EnergyValley, FrequencyScan
 from lightning_pfo.callbacks.instruction_meter import InstructionMeter
 from tests.callbacks.fakes import FakeClocks, FakeGpu, FakeSource
-
-
-def test_clocks_are_scanned_from_the_top_at_least_a_step_apart():
-    supported = range(1410, 1200, -15)
-    assert clocks_to_scan(supported, None, 1350) == (1410, 1395, 1380, 1365, 1350)
-    assert clocks_to_scan(supported, 40, None) == (1410, 1365, 1320, 1275, 1230)
-    assert clocks_to_scan([1980, 1965, 1950], 15, None) == (1980, 1965, 1950)
-    assert clocks_to_scan(supported, None, 2000) == ()
 
 
 @pytest.mark.parametrize(
