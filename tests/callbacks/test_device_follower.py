@@ -125,6 +125,7 @@ def test_a_failed_device_is_reported_once_and_ends_the_following(caplog):
     follower.when_reached(lambda: None)
     wait_until(lambda: follower.error is not None)
     follower.when_reached(lambda: None)
+    wait_until(lambda: caplog.records)  # written after the error is known
     assert [record.getMessage() for record in caplog.records] == [
         "Nothing is timed or set by the GPU's progress any more: an illegal memory access was encountered"
     ]
