@@ -163,6 +163,7 @@ def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
     for _ in range(3):
         source.run_iteration()
         assert meter.take() is None  # at once, though nothing will come any more
+    wait_until(lambda: failures)  # told after the error is known
     assert failures == [1]
     follower.close()
 
