@@ -70,7 +70,7 @@ def test_plan_takes_limits_and_powers_by_clock_and_thins_what_it_writes(profile_
     assert frontier.blocking[0].powers_w == (60, 40)
 
 
-def test_all_noise_of_a_profile_is_in_a_file(profile_csv, tmp_path, capsys):
+def test_all_noise_of_a_profile_is_in_a_file_and_nothing_of_an_earlier_plan_stays(profile_csv, tmp_path, capsys):
     out, clean = tmp_path / "out", profile_csv.read_text()
     arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=1", "num_plans=2"]
     header, *rows = clean.splitlines()
@@ -83,8 +83,10 @@ def test_all_noise_of_a_profile_is_in_a_file(profile_csv, tmp_path, capsys):
     assert sum("no faster at 1400 than at 1200 MHz" in note for note in notes) == 4
     assert [note in printed for note in notes] == [True] * 3 + [False] * (len(notes) - 3)
     profile_csv.write_text(clean)
+    (out / "timelines.png").write_text("drawn by an earlier plan with all_pictures=true")
     assert main(["plan", *arguments, f"output_dir={out}"]) == 0
     assert not (out / "noise.txt").exists()
+    assert not (out / "timelines.png").exists()
 
 
 def test_an_order_of_ones_own_says_how_many_microbatches_there_are(profile_csv, tmp_path, capsys):

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable
 from lightning_pfo.planner.guide import Guide, take_guidance
 from lightning_pfo.planner.linear_programme import RelaxedSolution
 from lightning_pfo.planner.open_lags import plan_steps

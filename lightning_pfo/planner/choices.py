@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from lightning_pfo.planner.arrays import Floats, Integers
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag, Level
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
 Choices = Integers
 
 TOLERANCE = 1e-9

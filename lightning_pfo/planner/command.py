@@ -136,6 +136,8 @@ def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder:
     top, fastest = {"Top clocks": frontier.baseline}, {"Fastest plan": frontier.fastest}
     selected = {f"Chosen plan ({settings.select})": chosen}
     pictures = {"timeline_fastest": fastest, "timeline_chosen": selected}
+    for name in ("timelines", "energy_valleys"):
+        (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier plan
     if settings.all_pictures:
         pictures["timelines"] = top | selected
         draw_energy_valleys(frontier.profile, folder / "energy_valleys.png")

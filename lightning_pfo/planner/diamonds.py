@@ -31,7 +31,8 @@ from itertools import combinations
 
 import numpy as np
 
-from lightning_pfo.planner.choices import ChoiceTable, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import ChoiceTable
 
 _OPTIONS = 12
 """Options of a node that are told apart, the nearest to the supporting line; the others are taken to fit exactly."""

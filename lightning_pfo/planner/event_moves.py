@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from lightning_pfo.planner.arrays import Floats, Integers
 from lightning_pfo.planner.choices import Choices, ChoiceTable
 from lightning_pfo.planner.instruction_dag import InstructionDag
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _REACH = 3
 """A node tries options up to so many places from its present one."""
@@ -43,11 +40,11 @@ class _Batch:
         ends: Events that limit the end of each of those, shape (e, c, d).
     """
 
-    events: Ints
-    ending: Ints
-    others: Ints
-    starting: Ints
-    ends: Ints
+    events: Integers
+    ending: Integers
+    others: Integers
+    starting: Integers
+    ends: Integers
 
 
 class EventMoves:
@@ -82,7 +79,7 @@ class EventMoves:
                 self._move(batch, moments, chosen, _EQUAL_TIMES * deadline)
         return self._table.options(chosen[:-1, None])
 
-    def _move(self, batch: _Batch, moments: Floats, chosen: Ints, tolerance: float) -> None:
+    def _move(self, batch: _Batch, moments: Floats, chosen: Integers, tolerance: float) -> None:
         """Move the events of a batch to their best moments; `moments` and `chosen` change in place."""
         now = moments[batch.events]
         starts = moments[self._start_of[batch.ending]]
@@ -109,13 +106,13 @@ class EventMoves:
         moments[batch.events[rows]] = tried[rows, best[rows]]
         chosen[nodes[rows]] = fitting[rows, :, best[rows]]
 
-    def _nearby_times(self, nodes: Ints, chosen: Ints) -> Floats:
+    def _nearby_times(self, nodes: Integers, chosen: Integers) -> Floats:
         nearby = chosen[nodes][:, :, None] + np.arange(-_REACH, _REACH + 1)
         first, last = self._first[nodes][:, :, None], self._last[nodes][:, :, None]
         return np.asarray(self._line.times[np.clip(nearby, first, last)])
 
 
-def _events(dag: InstructionDag) -> tuple[Ints, int, list[_Batch]]:
+def _events(dag: InstructionDag) -> tuple[Integers, int, list[_Batch]]:
     """The event at which each node starts (and "never" for padding), their number, and batches of those to move."""
     start_of, ending, num_events = dag.start_of, dag.events, len(dag.events)
     starting: list[list[int]] = [[] for _ in ending]
@@ -159,12 +156,12 @@ def _events(dag: InstructionDag) -> tuple[Ints, int, list[_Batch]]:
     return np.array([*start_of, never]), num_events, batches
 
 
-def _table(rows: Sequence[Sequence[int]], padding: int) -> Ints:
+def _table(rows: Sequence[Sequence[int]], padding: int) -> Integers:
     """Rows of unequal length as an array; at least one column."""
     width = max([1, *map(len, rows)])
     return np.array([[*row, *[padding] * (width - len(row))] for row in rows], dtype=np.int64)
 
 
-def _table_of_tables(tables: Sequence[Sequence[Sequence[int]]], padding: int) -> Ints:
+def _table_of_tables(tables: Sequence[Sequence[Sequence[int]]], padding: int) -> Integers:
     """The same with one more axis; all tables have as many rows."""
     return _table([row for table in tables for row in table], padding).reshape(len(tables), len(tables[0]), -1)

@@ -14,7 +14,8 @@ import numpy as np
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule
-from lightning_pfo.planner.choices import Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import Choices, ChoiceTable
 from lightning_pfo.planner.profile import Profile
 
 _ROUNDS = 8

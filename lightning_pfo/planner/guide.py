@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_pfo.planner.choices import ChoiceTable, Floats
+from lightning_pfo.planner.arrays import Floats
+from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.linear_programme import RelaxedSolution
 
 

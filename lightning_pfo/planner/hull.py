@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from lightning_pfo.planner.arrays import Floats
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import TOLERANCE, Choices, ChoiceTable
 from lightning_pfo.planner.lower_bound import LowerBound
 
 LARGEST_GAP, _MEDIAN_GAP = 0.0022, 0.001

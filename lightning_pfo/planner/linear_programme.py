@@ -35,13 +35,11 @@ from typing import Any
 
 import highspy
 import numpy as np
-import numpy.typing as npt
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner.arrays import Floats
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
-
-Floats = npt.NDArray[np.float64]
 
 _SHORTEST_SEGMENT = 1e-6
 """Hull segments shorter than this part of a typical time are not told apart from a step."""

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_pfo.planner.choices import Choices, ChoiceTable, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import Choices, ChoiceTable
 from lightning_pfo.planner.instruction_dag import InstructionDag
 
 _REACH, _MOMENTS = 2, 12

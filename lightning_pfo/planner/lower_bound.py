@@ -21,7 +21,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from lightning_pfo.planner.choices import ChoiceTable, Floats
+from lightning_pfo.planner.arrays import Floats
+from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.diamonds import Diamonds
 from lightning_pfo.planner.linear_programme import RelaxedSolution
 

@@ -31,14 +31,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner.arrays import Floats
 from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag, make_dag
 from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
 from lightning_pfo.planner.lower_bound import least_costs
 from lightning_pfo.planner.steady_state import Run
-
-Floats = npt.NDArray[np.float64]
 
 _VIOLATED = 1e-3
 """A precedence is violated if it is by this part of a typical duration."""

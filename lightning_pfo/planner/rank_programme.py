@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_pfo.planner.arrays import Floats, Integers
 from lightning_pfo.planner.wait_clocks import SPARE_S
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _MOST_LABELS = 80
 _GRID = 0.01
@@ -115,7 +113,7 @@ class RankProgramme:
         asked_for = np.where(changes[before, clock], labels.end[before], labels.asked_for[before])
         return _Labels(ends[before, clock], cost[before, clock], clock, asked_for, before)
 
-    def _waiting(self, wait: Floats, old: Ints) -> Floats:
+    def _waiting(self, wait: Floats, old: Integers) -> Floats:
         """Energy of waiting, by label and next clock."""
         late = np.minimum(wait, self.latency)[:, None]
         rest = wait[:, None] - late
@@ -146,9 +144,9 @@ class _Labels:
 
     end: Floats
     cost: Floats
-    clock: Ints
+    clock: Integers
     asked_for: Floats
-    parent: Ints
+    parent: Integers
 
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
         return self.end, self.cost, self.clock, self.asked_for, self.parent

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_pfo.planner.choices import Choices, Floats, Integers
+from lightning_pfo.planner.arrays import Floats, Integers
+from lightning_pfo.planner.choices import Choices
 
 _NEIGHBOURS = 8
 """Choices looked at on either side of a time."""

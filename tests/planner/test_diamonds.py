@@ -15,11 +15,9 @@ from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.lower_bound import LowerBound, least_costs
 from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.steady_state import steady_middles
+from tests.planner.problems import edge_sets, options_of
 
 NODES = 7
-option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(1, 60)), min_size=1, max_size=4).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(len(points)))
-)
 
 
 def times_and_costs_of_all_choices(table):
@@ -33,8 +31,8 @@ def test_no_choice_loses_less(named, monkeypatch):
 
     @settings(deadline=None, max_examples=40)
     @given(
-        st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2))), min_size=6),
-        st.lists(option_sets, min_size=NODES, max_size=NODES),
+        edge_sets(NODES, min_size=6),
+        options_of(NODES, least_cost=1),
         st.floats(0, 1),
     )
     def holds(edges, options, fraction):

@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +6,7 @@ from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.event_moves import EventMoves
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import make_dag
+from tests.planner.problems import edge_sets, options_of
 
 NODES = 7
 
@@ -20,15 +19,10 @@ def total_cost(options, choice):
     return sum(opts.costs[k] for opts, k in zip(options, choice, strict=True))
 
 
-option_sets = st.lists(st.tuples(st.integers(1, 40), st.integers(-30, 60)), min_size=1, max_size=5).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(len(points)))
-)
-
-
 @settings(deadline=None, max_examples=100)
 @given(
-    st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))),
-    st.lists(option_sets, min_size=NODES, max_size=NODES),
+    edge_sets(NODES),
+    options_of(NODES, most=5, least_time=1),
     st.randoms(use_true_random=False),
     st.floats(1, 1.5),
 )

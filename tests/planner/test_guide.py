@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,23 +5,13 @@ from hypothesis import strategies as st
 
 from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.guide import Guide, take_guidance
-from lightning_pfo.planner.hull import make_option_set
-from lightning_pfo.planner.instruction_dag import make_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.lower_bound import least_costs
-
-NODES = 5
-option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(-30, 60)), min_size=1, max_size=4).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(1, len(points) + 1))
-)
-problems = st.tuples(
-    st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))).map(lambda e: make_dag(NODES, e)),
-    st.lists(option_sets, min_size=NODES, max_size=NODES),
-)
+from tests.planner.problems import problems
 
 
 @settings(deadline=None, max_examples=60)
-@given(problems, st.lists(st.floats(-0.1, 1.1), min_size=1, max_size=4), st.floats(0.98, 1.02))
+@given(problems(5), st.lists(st.floats(-0.1, 1.1), min_size=1, max_size=4), st.floats(0.98, 1.02))
 def test_mixtures_are_schedules_flows_and_bounds(problem, fractions, stretch):
     dag, options = problem
     table, programme = ChoiceTable(dag, options), RelaxedTradeoff(dag, options)

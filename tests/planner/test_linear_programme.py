@@ -9,15 +9,7 @@ from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import make_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
-
-NODES = 5
-option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(-30, 60)), min_size=1, max_size=4).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(1, len(points) + 1))
-)
-problems = st.tuples(
-    st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))).map(lambda e: make_dag(NODES, e)),
-    st.lists(option_sets, min_size=NODES, max_size=NODES),
-)
+from tests.planner.problems import problems
 
 
 def all_choices(dag, options):
@@ -28,7 +20,7 @@ def all_choices(dag, options):
 
 
 @settings(deadline=None, max_examples=60)
-@given(problems, st.floats(0, 1))
+@given(problems(5), st.floats(0, 1))
 def test_no_choice_beats_the_bound(problem, fraction):
     dag, options = problem
     fastest = dag.longest_path([opts.times[0] for opts in options])
@@ -41,7 +33,7 @@ def test_no_choice_beats_the_bound(problem, fraction):
 
 
 @settings(deadline=None, max_examples=40)
-@given(problems)
+@given(problems(5))
 def test_solutions_are_feasible_and_convex_in_the_time(problem):
     dag, options = problem
     fastest = dag.longest_path([opts.times[0] for opts in options])

@@ -8,11 +8,9 @@ from lightning_pfo.planner.choices import ChoiceTable
 from lightning_pfo.planner.hull import make_option_set
 from lightning_pfo.planner.instruction_dag import make_dag
 from lightning_pfo.planner.local_search import PathMoves
+from tests.planner.problems import edge_sets, option_sets, options_of
 
 NODES = 7
-option_sets = st.lists(st.tuples(st.integers(0, 40), st.integers(-30, 60)), min_size=1, max_size=5).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(len(points)))
-)
 
 
 def chosen_times(options, choice):
@@ -25,8 +23,8 @@ def total_cost(options, choice):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))),
-    st.lists(option_sets, min_size=NODES, max_size=NODES),
+    edge_sets(NODES),
+    options_of(NODES, most=5, least_time=0),
     st.randoms(use_true_random=False),
     st.floats(1, 1.5),
 )
@@ -46,7 +44,7 @@ def test_choices_never_get_dearer_and_keep_to_their_deadlines(edges, options, ra
 
 
 @settings(deadline=None, max_examples=50)
-@given(option_sets, option_sets, st.randoms(use_true_random=False), st.floats(1, 1.5))
+@given(option_sets(5, 0), option_sets(5, 0), st.randoms(use_true_random=False), st.floats(1, 1.5))
 def test_of_two_nodes_in_a_row_the_best_of_all_choices_near_the_present_one_is_found(first, second, random, room):
     dag = make_dag(2, [(0, 1)])
     options = [first, second]

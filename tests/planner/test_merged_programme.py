@@ -14,6 +14,7 @@ from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.merged_programme import MergedTradeoff
 from lightning_pfo.planner.steady_state import Run, steady_middles
 from lightning_pfo.planner.tradeoff import trace_tradeoff
+from tests.planner.problems import edge_sets, options_of
 
 SHARE = {"F": 1.0, "B": 2.0, "I": 1.1, "W": 0.9}
 
@@ -77,15 +78,12 @@ def test_plans_found_with_a_merged_relaxation_have_bounds_just_below_the_exact_o
 
 
 NODES = 6
-option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(-30, 60)), min_size=1, max_size=3).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(len(points)))
-)
 
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))),
-    st.lists(option_sets, min_size=NODES, max_size=NODES),
+    edge_sets(NODES),
+    options_of(NODES, most=3),
     st.sampled_from([Run(1, 5, 2), Run(0, 3, 1), Run(2, 5, 3), Run(0, 6, 2), Run(0, 6, 3), Run(3, 5, 1)]),
     st.floats(0, 1),
 )

@@ -15,13 +15,7 @@ from lightning_pfo.planner.instruction_dag import make_dag, schedule_dag
 from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.splicing import splice
 from lightning_pfo.planner.tradeoff import trace_tradeoff
-
-NODES = 6
-option_sets = st.lists(st.tuples(st.integers(5, 40), st.integers(1, 60)), min_size=1, max_size=3).map(
-    lambda points: make_option_set([t / 10 for t, _ in points], [c for _, c in points], range(1, len(points) + 1))
-)
-dags = st.sets(st.sampled_from(list(itertools.combinations(range(NODES), 2)))).map(lambda e: make_dag(NODES, e))
-problems = st.tuples(dags, st.lists(option_sets, min_size=NODES, max_size=NODES))
+from tests.planner.problems import problems
 
 
 def chosen_times(options, choice):
@@ -38,7 +32,7 @@ def all_choices(dag, options):
 
 
 @settings(deadline=None, max_examples=60)
-@given(problems, st.floats(0, 20), st.floats(0, 1))
+@given(problems(6, most=3, least_cost=1), st.floats(0, 20), st.floats(0, 1))
 def test_against_all_choices_of_small_problems(problem, rate, fraction):
     dag, options = problem
     every = [(time, cost + rate * time) for time, cost in all_choices(dag, options)]
@@ -121,7 +115,7 @@ def test_splicing_joins_choices_on_either_side_of_the_time(pipeline):
     assert splice(ends, times, costs, times[1:] * 2, dag.order, pairs_per_target=4)[0].shape == (dag.num_nodes, 0)
 
 
-@given(problems, st.floats(0, 1))
+@given(problems(6, most=3, least_cost=1), st.floats(0, 1))
 def test_spending_slack_keeps_the_deadline_and_makes_no_node_faster(problem, fraction):
     dag, options = problem
     table = ChoiceTable(dag, options)

@@ -1,0 +1,29 @@
+"""Random problems for hypothesis: small DAGs and options for their nodes."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from lightning_pfo.planner.hull import make_option_set
+from lightning_pfo.planner.instruction_dag import make_dag
+
+
+def option_sets(most=4, least_time=5, least_cost=-30):
+    """Up to so many options of 0.1 s ticks and whole joules, of which those that are Pareto-optimal are kept."""
+    points = st.lists(st.tuples(st.integers(least_time, 40), st.integers(least_cost, 60)), min_size=1, max_size=most)
+    return points.map(lambda p: make_option_set([t / 10 for t, _ in p], [c for _, c in p], range(1, len(p) + 1)))
+
+
+def options_of(num_nodes, **kinds):
+    """An option set for each node; see `option_sets`."""
+    return st.lists(option_sets(**kinds), min_size=num_nodes, max_size=num_nodes)
+
+
+def edge_sets(num_nodes, min_size=0):
+    """Precedences from smaller to larger numbers."""
+    return st.sets(st.sampled_from(list(itertools.combinations(range(num_nodes), 2))), min_size=min_size)
+
+
+def problems(num_nodes, **kinds):
+    """A DAG and the options of its nodes."""
+    return st.tuples(edge_sets(num_nodes).map(lambda edges: make_dag(num_nodes, edges)), options_of(num_nodes, **kinds))
