@@ -51,7 +51,7 @@ def test_knobs_of_every_point_give_its_time_and_nothing_beats_its_bound(problem)
     assert points[-1].cost == pytest.approx(min(cost for _, cost in every), abs=1e-9)
     for point in points:
         # so few choices are all looked at
-        best = min(cost for time, cost in every if time <= point.time + 1e-9)
+        best = min(cost for time, cost in every if time <= point.time * (1 + 1e-9))
         assert point.cost == pytest.approx(best, abs=1e-9)
         assert set(point.knobs) == set(graph)
         matching = {node: [(t, c) for t, c, knob in menus_of[node] if knob == point.knobs[node]] for node in graph}
