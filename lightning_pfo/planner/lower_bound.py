@@ -46,7 +46,7 @@ class LowerBound:
 
     def add(self, solution: RelaxedSolution) -> None:
         """Take in the tangent of a relaxation."""
-        self._add(np.array([solution.cost - solution.slope * solution.time]), np.array([-solution.slope]))
+        self._add(np.array([solution.bound_at(0.0)]), np.array([-solution.slope]))
         self._mixtures.append((solution, solution, 0.0))
 
     def add_mixtures(self, solutions: Sequence[RelaxedSolution]) -> None:

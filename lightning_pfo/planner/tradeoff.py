@@ -24,7 +24,7 @@ from lightning_pfo.planner.guide import Guide
 from lightning_pfo.planner.hull import OptionSet
 from lightning_pfo.planner.instruction_dag import InstructionDag
 from lightning_pfo.planner.known_choices import LARGEST_GAP, SMALL_PROBLEM, KnownChoices, make_targets
-from lightning_pfo.planner.linear_programme import RelaxedSolution, RelaxedTradeoff
+from lightning_pfo.planner.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.local_search import PathMoves
 from lightning_pfo.planner.lower_bound import LowerBound
 from lightning_pfo.planner.merged_programme import MergedTradeoff
@@ -250,7 +250,7 @@ class _Search:
         """
         known = self._known
         best, gaps = known.best(self._targets)
-        for found in best[gaps > LARGEST_GAP]:
+        for found in np.unique(best[gaps > LARGEST_GAP]):  # targets may share one
             self._relax(known.times[found])  # a tangent right there is the tightest bound
             self._bound.sharpen(known.times[[found]])
         chosen: list[int] = []
@@ -277,10 +277,9 @@ class _Search:
         if self._on_progress is not None:
             self._on_progress(activity, done, total)
 
-    def _relax(self, time: float) -> RelaxedSolution:
+    def _relax(self, time: float) -> None:
         self._relaxed.append(self._programme.solve(time))
         self._bound.add(self._relaxed[-1])
-        return self._relaxed[-1]
 
     def _guides(self, target: int, effort: _Effort) -> list[Guide]:
         """Guides to a target; from the second round on it gets a relaxation of its own."""
