@@ -36,12 +36,12 @@ from lowtime.operation import CandidateExecutionOptions, ExecutionOption, Operat
 from lowtime.solver import PhillipsDessouky
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule
 from lightning_pfo.planner import Frontier, Profile, plan_frontier, read_profile, simulate
-from lightning_pfo.planner.choices import ChoiceTable
-from lightning_pfo.planner.hull import make_option_set
-from lightning_pfo.planner.instruction_dag import schedule_dag
-from lightning_pfo.planner.timeline import Timeline
+from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.dag import schedule_dag
+from lightning_pfo.planner.network.options import make_option_set
+from lightning_pfo.planner.pipeline.timeline import Timeline
 
 UNIT_TIME_S = 0.001
 REPEATS = 5

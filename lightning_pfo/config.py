@@ -84,7 +84,7 @@ class PlanConfig:
     select: str = "no_slowdown"
     """A selection; see `lightning_pfo.planner.select_plan`."""
     regularise: bool = False
-    """Take out of the profile what only noise explains; see `lightning_pfo.planner.regularise`."""
+    """Take out of the profile what only noise explains; see `lightning_pfo.planner.profile.denoise`."""
     num_plans: int = 50
     """Plans on the frontier."""
     p2p_blocking_power_w: Any = None

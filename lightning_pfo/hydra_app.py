@@ -152,7 +152,7 @@ def _no_such_key(key: str, section: str, known: Iterable[str]) -> str:
 def _selections(group: str) -> str:
     if group != "plan":
         return ""
-    from lightning_pfo.planner.select import FORMS
+    from lightning_pfo.planner.frontier.select import FORMS
 
     return f" Or select one by {FORMS}."
 

@@ -21,12 +21,12 @@ from rich.table import Table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
-from lightning_pfo.planner.frontier import Frontier, plan_frontier
-from lightning_pfo.planner.frontier_io import save_frontier
-from lightning_pfo.planner.profile_csv import read_profile
-from lightning_pfo.planner.regularise import regularise
-from lightning_pfo.planner.sample import thin_frontier
-from lightning_pfo.planner.select import FORMS, check_selection, select_plan
+from lightning_pfo.planner.frontier.frontier_files import save_frontier
+from lightning_pfo.planner.frontier.select import FORMS, check_selection, select_plan
+from lightning_pfo.planner.frontier.thin import thin_frontier
+from lightning_pfo.planner.plan import Frontier, plan_frontier
+from lightning_pfo.planner.profile.denoise import regularise
+from lightning_pfo.planner.profile.profile_csv import read_profile
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 
@@ -128,9 +128,9 @@ def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> Non
 
 
 def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:
-    from lightning_pfo.planner.frontier_picture import draw_frontier  # matplotlib is slow to import
-    from lightning_pfo.planner.profile_picture import draw_energy_valleys
-    from lightning_pfo.planner.timeline_picture import draw_timelines
+    from lightning_pfo.pictures.frontier import draw_frontier  # matplotlib is slow to import
+    from lightning_pfo.pictures.profile import draw_energy_valleys
+    from lightning_pfo.pictures.timeline import draw_timelines
 
     draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
     top, fastest = {"Top clocks": frontier.baseline}, {"Fastest plan": frontier.fastest}

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.wording import counted
-from lightning_pfo.planner.frontier_io import load_frontier, save_frontier
-from lightning_pfo.planner.sample import thin_frontier
+from lightning_pfo.planner.frontier.frontier_files import load_frontier, save_frontier
+from lightning_pfo.planner.frontier.thin import thin_frontier
 
 
 @dataclass

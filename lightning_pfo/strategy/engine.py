@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule, forward_only
+from lightning_pfo.core.schedules.schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy import random_state
 from lightning_pfo.strategy.executor import Executor
 from lightning_pfo.strategy.shapes import StageShapes, infer_shapes

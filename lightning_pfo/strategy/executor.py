@@ -1,4 +1,4 @@
-"""Running a schedule on one rank: its instructions, sends and receives, in the order of `core.p2p.p2p_program`.
+"""Running a schedule on one rank: its instructions, sends and receives, in the order of `p2p.p2p_program`.
 
 Posting a transfer never blocks. A rank waits at two places only: for the inputs of its next instruction, and at the end
 of the iteration for its last sends. What it has posted before follows one order that all ranks share, so the transfers
@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.p2p import Receive, Send, p2p_program
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.stage import Stage, Tensors
 
 

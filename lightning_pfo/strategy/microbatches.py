@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 def batch_size_of(batch: Any) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine import PipelineEngine
 from lightning_pfo.strategy.layer_times import agree_on_layer_times
 from lightning_pfo.strategy.materialise import materialise

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 _SHARDED = "_pfo_sharded"
 _recompute = partial(checkpoint, use_reentrant=False)

@@ -4,8 +4,8 @@ import itertools
 
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.hull import make_option_set
-from lightning_pfo.planner.instruction_dag import make_dag
+from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.options import make_option_set
 
 
 def option_sets(most=4, least_time=5, least_cost=-30):

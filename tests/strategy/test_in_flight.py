@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pfo.core.in_flight import peak_in_flight
-from lightning_pfo.core.pipeline_schedule import make_schedule
-from tests.core.original_envpipe import unclamped
+from lightning_pfo.core.schedules.in_flight import peak_in_flight
+from lightning_pfo.core.schedules.schedule import make_schedule
+from tests.core.schedules.original_envpipe import unclamped
 from tests.launch import run_script
 
 RANKS = range(4)

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import shapes
 from lightning_pfo.strategy.plain import PipelinedModel
-from tests.core.original_envpipe import hanging_orders, unclamped
+from tests.core.schedules.original_envpipe import hanging_orders, unclamped
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
