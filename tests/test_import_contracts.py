@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_pfo"
 
 MAY_KNOW = {
     "core": set(),
-    "planner": {"core"},
+    "planner": {"core", "pictures"},  # its command draws
     "device": {"core"},
     "strategy": {"core"},
     "callbacks": {"core", "device", "planner"},

@@ -21,10 +21,11 @@ from rich.table import Table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
+from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import save_frontier
 from lightning_pfo.planner.frontier.select import FORMS, check_selection, select_plan
 from lightning_pfo.planner.frontier.thin import thin_frontier
-from lightning_pfo.planner.plan import Frontier, plan_frontier
+from lightning_pfo.planner.plan import plan_frontier
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile_csv import read_profile
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.schedules.schedule import (
     SCHEDULES,
     PipelineSchedule,
@@ -24,73 +25,24 @@ from lightning_pfo.core.schedules.schedule import (
     load_schedule,
     make_schedule,
 )
+from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
 from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
-from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
-from lightning_pfo.planner.pipeline.steady_state import Run, steady_middles
-from lightning_pfo.planner.pipeline.timeline import Simulator, Timeline, simulate_plan
-from lightning_pfo.planner.profile.blocking_power import BlockingPower, BlockingPowerOption, resolve_blocking
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
+from lightning_pfo.planner.pipeline.steady_state import steady_middles
+from lightning_pfo.planner.pipeline.timeline import Simulator
+from lightning_pfo.planner.profile.blocking_power import BlockingPowerOption, resolve_blocking
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
-from lightning_pfo.planner.search.solver import Progress, TradeoffPoint, trace_tradeoff
+from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 
 _MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
 """From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
 the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
-
-
-@dataclass(frozen=True)
-class Frontier:
-    """Plans between the fastest and the one of least energy, none dominated.
-
-    Attributes:
-        schedule: The order that all plans belong to.
-        profile: The measurements they were made from.
-        blocking: Power of each rank's GPUs while they wait for a neighbour, by clock.
-        baseline: Every stage at its top clock.
-        plans: From the fastest to the one of least energy.
-        switch_latency_s: Time from a request until a clock changes, which the plans reckon with.
-        least_dwell_s: Time for which the plans keep every clock at least.
-    """
-
-    schedule: PipelineSchedule
-    profile: Profile
-    blocking: tuple[BlockingPower, ...]
-    baseline: FrequencyPlan
-    plans: tuple[FrequencyPlan, ...]
-    switch_latency_s: float = 0.0
-    least_dwell_s: float = 0.0
-
-    @property
-    def p2p_blocking_powers_w(self) -> tuple[float, ...]:
-        """Blocking power of each rank at its highest clock in watts."""
-        return tuple(power.powers_w[0] for power in self.blocking)
-
-    @property
-    def p2p_blocking_power_w(self) -> float:
-        """Mean blocking power over the ranks in watts."""
-        return sum(self.p2p_blocking_powers_w) / len(self.p2p_blocking_powers_w)
-
-    @property
-    def fastest(self) -> FrequencyPlan:
-        """The plan of least iteration time."""
-        return self.plans[0]
-
-    @property
-    def least_energy(self) -> FrequencyPlan:
-        """The plan of least iteration energy."""
-        return self.plans[-1]
-
-    def number_of(self, plan: FrequencyPlan) -> int:
-        """The plan's number in files and in `select_plan`: 0 is the slowest, larger is faster (as Zeus counts)."""
-        return len(self.plans) - 1 - self.plans.index(plan)
-
-    def timeline(self, plan: FrequencyPlan) -> Timeline:
-        """One iteration of `plan` as the profile predicts it."""
-        return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency_s)
 
 
 def plan_frontier(
@@ -153,7 +105,7 @@ def plan_frontier(
         on_progress=on_progress,
     )
     varies = any(power.varies for power in blocking)
-    table = ChoiceTable(simulator.dag, options)
+    table = OptionTable(simulator.dag, options)
     choices, equal = np.array([point.choice for point in points]).T, {}
     if not varies:  # else equal instructions may leave unequal waits
         choices = exchange_clocks(schedule, table, choices, np.array([point.time for point in points]))
@@ -196,7 +148,7 @@ def check_plan_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: f
         )
 
 
-def _method_for(schedule: PipelineSchedule) -> tuple[Callable[..., list[TradeoffPoint]], Sequence[Run]]:
+def _method_for(schedule: PipelineSchedule) -> tuple[Callable[..., list[TradeoffPoint]], Sequence[PeriodicPath]]:
     """How the tradeoff is traced, and which steady states are merged on the way."""
     size = len(schedule.instructions)
     runs = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES) if size >= LONG_PIPELINE else []

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import Choices, ChoiceTable
+from lightning_pfo.planner.network.assignments import Assignments, OptionTable
 from lightning_pfo.planner.profile.profile import Profile
 
 _ROUNDS = 8
@@ -29,7 +29,7 @@ _EQUAL_TIMES = 1e-12
 Rows = tuple[tuple[int, ...], ...]
 
 
-def exchange_clocks(schedule: PipelineSchedule, table: ChoiceTable, choices: Choices, times: Floats) -> Choices:
+def exchange_clocks(schedule: PipelineSchedule, table: OptionTable, choices: Assignments, times: Floats) -> Assignments:
     """Exchange options within kinds of instructions where clocks then change less often in the same time.
 
     Args:

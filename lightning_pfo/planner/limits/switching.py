@@ -25,6 +25,7 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.limits.rank_programme import RankProgramme
 from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
@@ -32,7 +33,6 @@ from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.pipeline.timeline import Simulator, Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
-from lightning_pfo.planner.search.solver import Progress
 
 _EQUAL_TIMES = 1e-9
 _EQUAL_ENERGIES = 1e-6

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.planner.network.dag import InstructionDag, schedule_dag
+from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.pipeline.clock_signal import ClockSignal
+from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
@@ -45,7 +46,7 @@ class Timeline:
     iteration_energy_j: float
     requests: tuple[tuple[tuple[float, int], ...], ...]
     wait_clocks: tuple[WaitClock, ...]
-    dag: InstructionDag
+    dag: ActivityNetwork
 
     @property
     def critical_path(self) -> list[int]:
@@ -81,7 +82,7 @@ class Simulator:
         blocking: Sequence[BlockingPower],
         switch_latency_s: float = 0.0,
     ) -> None:
-        self.dag = schedule_dag(schedule)
+        self.dag = schedule_network(schedule)
         self.schedule, self.blocking, self._latency_s = schedule, blocking, switch_latency_s
         self._places = [
             (rank, position) for rank, order in enumerate(schedule.orders) for position in range(len(order))
