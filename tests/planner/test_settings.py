@@ -35,5 +35,5 @@ def test_settings_and_changes_are_the_same(profile):
 
 
 def test_a_change_of_no_setting_names_the_one_meant(profile):
-    with pytest.raises(ConfigurationError, match="no setting 'num_plan' of a plan. Did you mean num_plans"):
+    with pytest.raises(ConfigurationError, match=r"no setting 'num_plan' of a plan\. Did you mean num_plans"):
         plan_frontier(profile, num_microbatches=4, num_plan=5)
