@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.loops.plain import PipelinedModel
-from lightning_pfo.strategy.step.runner import synchronize_random_state
+from lightning_pfo.strategy.parallel import random_state
 
 _STATE_FILE = "lightning_pfo.json"
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -276,7 +276,7 @@ def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
         message = [accelerator.step]
         dist.broadcast_object_list(message, src=0)
         accelerator.step = message[0]
-        synchronize_random_state(pipeline.device)
+        random_state.synchronise()
 
     def save_progress(models: list[nn.Module], weights: list[Any], folder: str) -> None:
         if accelerator.is_main_process:

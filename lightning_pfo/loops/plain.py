@@ -21,17 +21,17 @@ from lightning_pfo.core.schedules.schedule import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.find import calls_its_layers
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.state import full as checkpoints
 from lightning_pfo.strategy.step.batch_check import check_same_batch
-from lightning_pfo.strategy.step.gradients import clip_by_global_norm
 from lightning_pfo.strategy.step.microbatches import (
     batch_size_of,
     default_num_microbatches,
     evaluation_num_microbatches,
 )
-from lightning_pfo.strategy.step.runner import synchronize_random_state
 
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -144,7 +144,7 @@ class PipelinedModel(nn.Module):
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
-            seed=synchronize_random_state(self.device),
+            seed=random_state.synchronise(),
         )
 
     @property

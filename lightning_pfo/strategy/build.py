@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,11 +17,9 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
-    check_not_sharded,
     compile_layers,
     recompute_activations,
     restore_layers,
-    shard_over_replicas,
 )
 from lightning_pfo.strategy.model.materialise import materialise
 from lightning_pfo.strategy.model.ownership import (
@@ -34,7 +32,9 @@ from lightning_pfo.strategy.model.ownership import (
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.split import find_split
-from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
+from lightning_pfo.strategy.parallel.dtensor import is_divided_over
+from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
+from lightning_pfo.strategy.parallel.groups import copy_from_first
 from lightning_pfo.strategy.step.capture import StepRedirection
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times
 from lightning_pfo.strategy.step.runner import StepRunner
@@ -186,14 +186,8 @@ def _agree_on_initial_values(
 ) -> None:
     """Without a common seed every process has made its own initial values."""
     held = [*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)]
-    _copy_from_first(shared, group)
+    copy_from_first(shared, group)
     if tensor_group is not None:
-        _copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
+        copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
     if replica_group is not None:
-        _copy_from_first([tensor for tensor in held if not is_divided_over(tensor, "data_parallel")], replica_group)
-
-
-def _copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    source = 0 if group is None else dist.get_global_rank(group, 0)
-    for tensor in tensors:
-        dist.broadcast(local(tensor.detach()), src=source, group=group)
+        copy_from_first([tensor for tensor in held if not is_divided_over(tensor, "data_parallel")], replica_group)

@@ -17,11 +17,10 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy.engine.executor import Executor
 from lightning_pfo.strategy.engine.shapes import StageShapes, infer_shapes
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
-from lightning_pfo.strategy.model.layers import accumulate_only, reduce_over_replicas, release_gathered
-from lightning_pfo.strategy.model.sequential import StageModule
+from lightning_pfo.strategy.model.sequential import ModuleInputs, StageModule
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.capture import ModuleInputs
-from lightning_pfo.strategy.step.values import host_group
+from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
+from lightning_pfo.strategy.parallel.groups import host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps the model's output for a microbatch and the microbatch's index to a loss."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.model.sequential import StageModule
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,7 @@ def infer_shapes(
             except Exception as error:
                 failure = error
                 message = [f"{type(error).__name__}: {error}"]
-        dist.broadcast_object_list(
-            message, src=rank if group is None else dist.get_global_rank(group, rank), group=group
-        )
+        dist.broadcast_object_list(message, src=global_rank(group, rank), group=group)
         if failure is not None:
             raise failure
         if isinstance(message[0], str):

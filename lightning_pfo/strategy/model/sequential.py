@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError
 
+ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a user's step feeds to the model: positional and named arguments of its call."""
+
 
 class StageModule(nn.Module):
     """The layers of one stage.
@@ -35,7 +38,7 @@ class StageModule(nn.Module):
         self.receives_tuple = False
         self.layout: Any = None
         self.checks = False
-        self.inputs: Mapping[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.inputs: Mapping[int, ModuleInputs] = {}
         self.output: Any = None
 
     def forward(self, *args: torch.Tensor) -> Any:

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 
 def get_state(device: torch.device) -> dict[str, Any]:
@@ -76,3 +79,11 @@ def seed(device: torch.device, *parts: int) -> None:
     random.seed(value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(value & 0xFFFFFFFF)
+
+
+def synchronise(group: dist.ProcessGroup | None = None) -> int:
+    """Give every process the CPU generators of the first one and return a seed derived from them; a collective call."""
+    message: list[Any] = [get_state(torch.device("cpu"))]
+    dist.broadcast_object_list(message, src=global_rank(group, 0), group=group)
+    set_state(message[0], torch.device("cpu"))
+    return torch.initial_seed()

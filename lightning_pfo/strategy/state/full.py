@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 Key = TypeVar("Key", bound=Hashable)
 Id = TypeVar("Id", int, str)
@@ -120,8 +121,7 @@ def _owners(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup |
 def _gather(local: dict[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> dict[Key, Any]:
     """Values of all ranks of `group` on the world's first rank, in CPU memory; sent one tensor at a time."""
     local = {key: _whole(value) for key, value in local.items()}
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    if first != 0:  # another replica holds the same
+    if global_rank(group, 0) != 0:  # another replica holds the same
         return {}
     owners = _owners(local, last_rank, group)
     device = _transport_device(group)
@@ -138,7 +138,7 @@ def _gather(local: dict[Key, Any], last_rank: int, group: dist.ProcessGroup | No
             elif isinstance(layout, _Layout):
                 buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
                 if layout.num_bytes:
-                    dist.recv(buffer, src=rank if group is None else dist.get_global_rank(group, rank), group=group)
+                    dist.recv(buffer, src=global_rank(group, rank), group=group)
                 gathered[key] = buffer.cpu().view(layout.dtype).reshape(layout.shape)
             else:
                 gathered[key] = layout

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
+from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.state.files import is_remote, save_file
 from lightning_pfo.strategy.state.full import (
     local_module_state,
@@ -124,7 +125,7 @@ def load(
 
 def _contributed(values: dict[Any, Any], group: dist.ProcessGroup | None) -> dict[Any, Any]:
     # replicas hold the same, of which the first one's is taken; of a sharded tensor every replica holds another part
-    if group is None or dist.get_global_rank(group, 0) == 0:
+    if global_rank(group, 0) == 0:
         return values
     return {key: value for key, value in values.items() if isinstance(value, DTensor)}
 

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.sequential import ModuleInputs
 from lightning_pfo.strategy.step.metrics import is_metric, metrics_of, path_of, without_synchronisation
 from lightning_pfo.strategy.step.values import StepValues
-
-ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _InputsCaptured(BaseException):

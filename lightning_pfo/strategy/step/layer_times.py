@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.ownership import move_local_tensors
-from lightning_pfo.strategy.model.tower.absent_modules import Redirection, redirected
+from lightning_pfo.strategy.model.redirection import Redirection, redirected
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.metrics import metrics_of, without_synchronisation
 from lightning_pfo.strategy.step.runner import loss_of

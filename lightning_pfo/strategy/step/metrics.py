@@ -18,6 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from typing_extensions import TypeIs
 
+from lightning_pfo.strategy.parallel.groups import global_rank
+
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
@@ -62,8 +64,7 @@ def take_state_from(
 def _take_state(metric: Metric, source_rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
     state = {name: getattr(metric, name) for name in metric._defaults}
     message: list[Any] = [tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)]
-    source = source_rank if group is None else dist.get_global_rank(group, source_rank)
-    dist.broadcast_object_list(message, src=source, group=group)
+    dist.broadcast_object_list(message, src=global_rank(group, source_rank), group=group)
     for name, value in message[0].items():
         setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value))
 

@@ -13,18 +13,19 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.sequential import ModuleInputs
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.capture import LogRecorder, ModuleInputs, StepRedirection
+from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
+from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
-    average_gradients,
     put_gradients,
-    sum_shared_gradients,
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, set_batch_value, take_state_from
 from lightning_pfo.strategy.step.microbatches import batch_size_of, merge_outputs, split_batch
-from lightning_pfo.strategy.step.values import StepValues, ValueExchange, host_group
+from lightning_pfo.strategy.step.values import StepValues, ValueExchange
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
@@ -230,11 +231,3 @@ def _signature(microbatch: Any) -> Any:
         for leaf in leaves
     ]
     return (tuple(described), str(structure))
-
-
-def synchronize_random_state(device: torch.device, group: dist.ProcessGroup | None = None) -> int:
-    """Give every rank the random state of rank 0 and return a seed derived from it; a collective call."""
-    message: list[Any] = [random_state.get_state(torch.device("cpu"))]
-    dist.broadcast_object_list(message, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-    random_state.set_state(message[0], torch.device("cpu"))
-    return torch.initial_seed()

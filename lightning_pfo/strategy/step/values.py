@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 
 @dataclass
@@ -92,7 +93,7 @@ class ValueExchange:
 
     def _agree_between_hosts(self, is_new: bool) -> bool:
         flag = torch.tensor([is_new], dtype=torch.uint8)
-        dist.broadcast(flag, src=_global_rank(self._group, self._last_rank), group=self._hosts)
+        dist.broadcast(flag, src=global_rank(self._group, self._last_rank), group=self._hosts)
         return bool(flag)
 
     def _share_all(self, values: StepValues | None) -> StepValues:
@@ -101,7 +102,7 @@ class ValueExchange:
             numbers = [float(n) for n in values.numbers]
             text = "".join(traceback.format_exception(values.error)) if values.error is not None else ""
             message = [(values.structure, numbers, text)]
-        dist.broadcast_object_list(message, src=_global_rank(self._group, self._last_rank), group=self._group)
+        dist.broadcast_object_list(message, src=global_rank(self._group, self._last_rank), group=self._group)
         structure, numbers, text = message[0]
         if text:
             if values is not None and values.error is not None:
@@ -110,20 +111,3 @@ class ValueExchange:
         self._known = (structure, len(numbers))
         shared = torch.tensor(numbers, dtype=torch.get_default_dtype(), device=self._device)
         return StepValues(list(shared.unbind()), structure)
-
-
-def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """The processes of `group` for agreements between hosts that devices have no part in; a collective call.
-
-    Args:
-        group: The pipeline's process group.
-        device: The device of its collectives.
-    """
-    if device.type == "cpu":
-        return group
-    ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
-
-
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)

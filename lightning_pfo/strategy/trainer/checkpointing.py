@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
@@ -19,12 +19,39 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
-from lightning_pfo.strategy.state.files import SafeCheckpointIO
+from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
 from lightning_pfo.strategy.trainer.finetuning import restore_groups
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
 _OWN_STATE = "pfo_pipeline"
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes a local checkpoint beside its place and renames it, so that a crash never costs the one before.
+
+    Lightning's own writes a file in the temporary directory and moves it, which copies it over the earlier checkpoint
+    where that is another file system. Remote paths (`s3://...`) are left to Lightning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        save_file(checkpoint, Path(path))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
+        if is_remote(path) or not Path(path).is_file():
+            return super().load_checkpoint(path, map_location, **options)
+        return load_file(Path(path), map_location, weights_only=weights_only)
 
 
 class CheckpointStrategy(MeshStrategy):

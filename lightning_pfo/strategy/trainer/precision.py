@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
 from lightning_pfo.strategy.parallel.loss_scaling import skip_alone, skip_together
-from lightning_pfo.strategy.step.gradients import clip_by_global_norm, clip_by_value
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_pfo.strategy.step.values import host_group
+from lightning_pfo.strategy.parallel.groups import host_group
 
 
 def obey_signals_together(trainer: pl.Trainer) -> None:

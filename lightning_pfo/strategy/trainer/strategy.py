@@ -35,8 +35,8 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
+from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batch_check import check_same_batch
-from lightning_pfo.strategy.step.gradients import average_gradients
 from lightning_pfo.strategy.step.layer_times import measure_training_step
 from lightning_pfo.strategy.step.microbatches import (
     batch_size_of,
@@ -46,7 +46,6 @@ from lightning_pfo.strategy.step.microbatches import (
     split_batch,
     training_batch_sizes,
 )
-from lightning_pfo.strategy.step.runner import synchronize_random_state
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers
 from lightning_pfo.strategy.trainer.example_input import give_example_back, set_example_aside
@@ -200,7 +199,7 @@ class PfoPipelineStrategy(CheckpointStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._module()._device_mesh = self.mesh.device_mesh
-        self._seed = synchronize_random_state(self.root_device)
+        self._seed = random_state.synchronise()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

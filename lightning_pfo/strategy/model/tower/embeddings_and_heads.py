@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.find import PipelinedModule, Site
-from lightning_pfo.strategy.model.tower.absent_modules import Redirection, StandIns, call_on_meta, redirected
+from lightning_pfo.strategy.model.redirection import Redirection, redirected
+from lightning_pfo.strategy.model.tower.absent_modules import StandIns, call_on_meta
 
 _log = logging.getLogger(__name__)
 
