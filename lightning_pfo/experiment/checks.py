@@ -16,10 +16,10 @@ from lightning_pfo.device import open_gpu
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
 from lightning_pfo.planner import check_selection
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
-from lightning_pfo.strategy.microbatches import check_batch_sizes, training_batch_sizes
-from lightning_pfo.strategy.partition import check_partition
-from lightning_pfo.strategy.precision import check_precision
-from lightning_pfo.strategy.split import check_split
+from lightning_pfo.strategy.model.partition import check_partition
+from lightning_pfo.strategy.model.split import check_split
+from lightning_pfo.strategy.step.microbatches import check_batch_sizes, training_batch_sizes
+from lightning_pfo.strategy.trainer.precision import check_precision
 
 
 def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
