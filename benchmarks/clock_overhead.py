@@ -39,8 +39,8 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.pipeline_schedule import PipelineSchedule, make_schedule
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
-from lightning_pfo.device.clock_transition import ClockStatistics
-from lightning_pfo.device.nvml import nvml_available
+from lightning_pfo.device.backends.nvml import nvml_available
+from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.strategy.plain import PipelinedModel
 
 WIDTH = 4096

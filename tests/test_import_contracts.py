@@ -26,7 +26,7 @@ MUST_NOT_IMPORT = {
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
 HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}
-PYNVML_ALLOWED_IN = {"lightning_pfo.device.nvml"}
+PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml"}
 
 
 def name_of(path):

@@ -14,7 +14,7 @@ from lightning_pfo.callbacks.iteration_meter import IterationMeasurement
 from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
 from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.device.clock_transition import ClockStatistics
+from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.planner import Frontier, load_frontier, select_plan
 
 TOP_CLOCKS = "top_clocks"

@@ -12,8 +12,8 @@ from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
-from lightning_pfo.device.energy_attribution import MeanPower, mean_powers
-from lightning_pfo.device.energy_sampler import EnergySampler, clock_within
+from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
+from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
 
 Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
@@ -89,7 +89,7 @@ class InstructionMeter(InstructionListener):
 
     A counter without ticks is read at begin and end of each. The counter of a real GPU advances every 20 to 100 ms,
     more slowly than instructions follow each other; a thread watches it, and energy is attributed to instructions by
-    least squares over all ticks (`device.energy_attribution`). `close` ends that thread.
+    least squares over all ticks (`device.energy.attribution`). `close` ends that thread.
 
     On CUDA, begin and end are those on the GPU, of events in its stream: the host waits for it once per iteration only.
 

@@ -14,8 +14,8 @@ from functools import partial
 from lightning_pfo.callbacks.device_follower import DeviceFollower
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
-from lightning_pfo.device.energy_attribution import mean_powers
-from lightning_pfo.device.energy_sampler import EnergyReader
+from lightning_pfo.device.energy.attribution import mean_powers
+from lightning_pfo.device.energy.sampler import EnergyReader
 
 _LOOK_EVERY_S = 0.1
 _KEPT_ITERATIONS = 10_000

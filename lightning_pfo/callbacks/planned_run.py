@@ -16,7 +16,7 @@ from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.wording import counted
-from lightning_pfo.device.clock_transition import ClockStatistics
+from lightning_pfo.device.clocks.transition import ClockStatistics
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ import torch
 from lightning_pfo.callbacks import gpu_session
 from lightning_pfo.callbacks.gpu_session import check_same_gpu, open_session
 from lightning_pfo.core.errors import ClockPermissionError, ConfigurationError
-from lightning_pfo.device import EmulatedGpu, GpuConfig, clock_guard
+from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.device.safety import guard as clock_guard
 from tests.callbacks.fakes import FakeSource
 
 
