@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.cli import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -41,6 +40,7 @@ from lightning_pfo.core.pipeline_schedule import PipelineSchedule, make_schedule
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
 from lightning_pfo.device.backends.nvml import nvml_available
 from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.strategy.plain import PipelinedModel
 
 WIDTH = 4096

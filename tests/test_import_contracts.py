@@ -15,7 +15,8 @@ MAY_KNOW = {
     "planner": {"core"},
     "device": {"core"},
     "strategy": {"core"},
-    "callbacks": {"core", "device", "planner"},
+    "listeners": {"core", "device", "planner"},
+    "callbacks": {"core", "device", "planner", "listeners"},
 }
 """Rooms whose imports are restricted, and the other rooms they may import."""
 
@@ -23,6 +24,7 @@ MUST_NOT_IMPORT = {
     "planner": {"torch", "lightning", "lightning_utilities", "accelerate", "pynvml"},
     "device": {"torch", "lightning", "lightning_utilities", "accelerate", "hydra"},
     "strategy": {"pynvml", "hydra", "highspy", "pandas"},
+    "listeners": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
 HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}

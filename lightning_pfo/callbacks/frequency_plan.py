@@ -9,12 +9,12 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pfo.callbacks.gpu_session import GpuChoice
-from lightning_pfo.callbacks.iteration_meter import IterationMeasurement
-from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
-from lightning_pfo.callbacks.planned_run import PlannedRun
+from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners.gpu_session import GpuChoice
+from lightning_pfo.listeners.meters.iterations import IterationMeasurement
+from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.planner import Frontier, load_frontier, select_plan
 
 TOP_CLOCKS = "top_clocks"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.planned_run import PlannedRun
+from tests.listeners.fakes import FakeSource
 
 
 @pytest.mark.parametrize("lead_clocks", [False, True])

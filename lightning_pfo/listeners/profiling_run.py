@@ -12,16 +12,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_pfo.callbacks.agreement import check_together
-from lightning_pfo.callbacks.frequency_scan import FrequencyScan, ProfileRow
-from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
-from lightning_pfo.callbacks.instruction_meter import InstructionMeter
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
+from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
+from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from lightning_pfo.planner import write_profile
 
 log = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from lightning_pfo.callbacks.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
 from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
+from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
 
 Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""

@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from lightning_pfo.callbacks.agreement import check_together
-from lightning_pfo.callbacks.clock_requests import ClockRequests
-from lightning_pfo.callbacks.gpu_session import GpuChoice, open_session, ranks_on_this_node
-from lightning_pfo.callbacks.iteration_meter import IterationMeasurement, IterationMeter
-from lightning_pfo.callbacks.plan_cursor import PlanCursor
 from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.clock_requests import ClockRequests
+from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
+from lightning_pfo.listeners.plan_cursor import PlanCursor
 
 log = logging.getLogger(__name__)
 

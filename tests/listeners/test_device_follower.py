@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 
-from lightning_pfo.callbacks import device_follower
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.instruction_meter import InstructionMeter
-from lightning_pfo.callbacks.iteration_meter import IterationMeter
 from lightning_pfo.core.instruction import InstructionType
-from tests.callbacks.fakes import FakeGpu, FakeSource
+from lightning_pfo.listeners import device_follower
+from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
+from lightning_pfo.listeners.meters.instructions import InstructionMeter
+from lightning_pfo.listeners.meters.iterations import IterationMeter
+from tests.listeners.fakes import FakeGpu, FakeSource
 
 
 class FakeStream:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_pfo.callbacks.device_follower import DeviceFollower
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import mean_powers
 from lightning_pfo.device.energy.sampler import EnergyReader
+from lightning_pfo.listeners.device_follower import DeviceFollower
 
 _LOOK_EVERY_S = 0.1
 _KEPT_ITERATIONS = 10_000

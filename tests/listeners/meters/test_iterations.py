@@ -2,10 +2,10 @@ import time
 
 import pytest
 
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.iteration_meter import IterationMeter
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
+from lightning_pfo.listeners.meters.iterations import IterationMeter
+from tests.listeners.fakes import FakeSource
 
 
 def test_iterations_are_measured_once_ready(world):

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_pfo.callbacks import gpu_session
-from lightning_pfo.callbacks.gpu_session import check_same_gpu, open_session
 from lightning_pfo.core.errors import ClockPermissionError, ConfigurationError
 from lightning_pfo.device import EmulatedGpu, GpuConfig
 from lightning_pfo.device.safety import guard as clock_guard
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners import gpu_session
+from lightning_pfo.listeners.gpu_session import check_same_gpu, open_session
+from tests.listeners.fakes import FakeSource
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import time
 from functools import partial
 from typing import Protocol
 
-from lightning_pfo.callbacks.device_follower import DeviceFollower
 from lightning_pfo.core.events import InstructionEvent, InstructionListener
 from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.listeners.device_follower import DeviceFollower
 
 _MEMORY = 0.5  # weight of earlier iterations in expected durations
 

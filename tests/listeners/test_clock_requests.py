@@ -2,14 +2,14 @@
 
 import pytest
 
-from lightning_pfo.callbacks import clock_requests
-from lightning_pfo.callbacks.clock_requests import ClockRequests
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.plan_cursor import PlanCursor
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from tests.callbacks.fakes import FakeSource
-from tests.callbacks.test_device_follower import FakeStream, wait_until
+from lightning_pfo.listeners import clock_requests
+from lightning_pfo.listeners.clock_requests import ClockRequests
+from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
+from lightning_pfo.listeners.plan_cursor import PlanCursor
+from tests.listeners.fakes import FakeSource
+from tests.listeners.test_device_follower import FakeStream, wait_until
 
 CLOCKS_MHZ = (1200, 1305, 1200, 1410)  # of F0 B0 F1 B1
 

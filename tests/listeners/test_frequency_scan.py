@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from lightning_pfo.callbacks.frequency_scan import EnergyValley, FrequencyScan
-from lightning_pfo.callbacks.instruction_meter import InstructionMeter
-from tests.callbacks.fakes import FakeClocks, FakeGpu, FakeSource
+from lightning_pfo.listeners.frequency_scan import EnergyValley, FrequencyScan
+from lightning_pfo.listeners.meters.instructions import InstructionMeter
+from tests.listeners.fakes import FakeClocks, FakeGpu, FakeSource
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_uncertain_energies_are_measured_for_longer():
 
 
 def test_flags_say_what_to_doubt():
-    from lightning_pfo.callbacks.frequency_scan import _flags
-    from lightning_pfo.callbacks.instruction_meter import Measured
+    from lightning_pfo.listeners.frequency_scan import _flags
+    from lightning_pfo.listeners.meters.instructions import Measured
 
     def measured(clock_mhz, stderr_j, limits=frozenset()):
         return Measured(0.02, 0.0, 5.0, stderr_j, 50, clock_mhz, limits)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightning_pfo.callbacks.profiling_run import ProfilingRun, ScanSettings, clocks_to_scan
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings, clocks_to_scan
+from tests.listeners.fakes import FakeSource
 
 
 @pytest.mark.parametrize(

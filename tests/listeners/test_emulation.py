@@ -1,12 +1,12 @@
 import pytest
 
-from lightning_pfo.callbacks.emulation import EmulationListener
-from lightning_pfo.callbacks.gpu_session import open_session
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.emulation import EmulationListener
+from lightning_pfo.listeners.gpu_session import open_session
 from tests.device.fake_clock import FakeClock
+from tests.listeners.fakes import FakeSource
 
 
 def test_the_first_iteration_counts_and_the_others_take_their_modelled_time():

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from lightning_pfo.callbacks import instruction_meter
-from lightning_pfo.callbacks.instruction_meter import InstructionMeter, mean_and_stderr
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.meters import instructions
+from lightning_pfo.listeners.meters.instructions import InstructionMeter, mean_and_stderr
+from tests.listeners.fakes import FakeSource
 
 
 def test_computing_and_waiting_are_told_apart(world):
@@ -83,7 +83,7 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
 
 
 def test_too_few_ticks_are_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(instruction_meter, "_TICK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(instructions, "_TICK_TIMEOUT_S", 0.05)
     gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=30.0))
     meter = InstructionMeter(gpu, FakeSource())
     meter._source.add_listener(meter)

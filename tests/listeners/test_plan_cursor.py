@@ -1,10 +1,10 @@
 import time
 
-from lightning_pfo.callbacks.clock_requests import ClockRequests
-from lightning_pfo.callbacks.device_follower import DeviceFollower, no_mark
-from lightning_pfo.callbacks.plan_cursor import PlanCursor
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
-from tests.callbacks.fakes import FakeSource
+from lightning_pfo.listeners.clock_requests import ClockRequests
+from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
+from lightning_pfo.listeners.plan_cursor import PlanCursor
+from tests.listeners.fakes import FakeSource
 
 
 class Clocks:

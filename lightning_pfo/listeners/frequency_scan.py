@@ -21,9 +21,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_pfo.callbacks.instruction_meter import InstructionMeter, Measured
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import ClockController
+from lightning_pfo.listeners.meters.instructions import InstructionMeter, Measured
 
 _CLOCK_TIMEOUT_S = 5.0
 _CLOCK_TOLERANCE = 0.01

@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_pfo.callbacks.agreement import check_together
-from lightning_pfo.callbacks.device_follower import DeviceFollower, cuda_device_index, no_mark, record_mark
-from lightning_pfo.callbacks.emulation import EmulationListener
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
+from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.device_follower import DeviceFollower, cuda_device_index, no_mark, record_mark
+from lightning_pfo.listeners.emulation import EmulationListener
 
 logger = logging.getLogger(__name__)
 

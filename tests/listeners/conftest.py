@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from tests.callbacks.fakes import FakeGpu, FakeSource
+from tests.listeners.fakes import FakeGpu, FakeSource
 
 
 @pytest.fixture
