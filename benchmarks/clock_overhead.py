@@ -40,7 +40,7 @@ from lightning_pfo.core.pipeline_schedule import PipelineSchedule, make_schedule
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
 from lightning_pfo.device.backends.nvml import nvml_available
 from lightning_pfo.device.clocks.transition import ClockStatistics
-from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.listeners import PlannedRun
 from lightning_pfo.strategy.plain import PipelinedModel
 
 WIDTH = 4096

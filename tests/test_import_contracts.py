@@ -16,7 +16,7 @@ MAY_KNOW = {
     "device": {"core"},
     "strategy": {"core"},
     "listeners": {"core", "device", "planner"},
-    "callbacks": {"core", "device", "planner", "listeners"},
+    "callbacks": {"core", "device", "listeners"},
 }
 """Rooms whose imports are restricted, and the other rooms they may import."""
 
@@ -27,6 +27,45 @@ MUST_NOT_IMPORT = {
     "listeners": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
+DEVICE_ROOMS = {
+    "device.gpu": set(),
+    "device.config": set(),
+    "device.safety": {"device.gpu"},
+    "device.backends": {"device.gpu", "device.safety"},
+    "device.clocks": {"device.gpu", "device.safety"},
+    "device.energy": {"device.gpu"},
+    "device.emulated": {"device.gpu", "device.config"},
+    "device.open": {"device.gpu", "device.config", "device.backends", "device.emulated"},
+    "device.report": {"device.gpu", "device.backends", "device.clocks"},
+}
+"""Parts of the device layer, from the bottom up, and the other parts that they may import."""
+
+LISTENER_ROOMS = {
+    "listeners.agreement": set(),
+    "listeners.device_follower": set(),
+    "listeners.emulation": set(),
+    "listeners.plan_cursor": set(),
+    "listeners.clock_requests": {"listeners.device_follower"},
+    "listeners.meters": {"listeners.device_follower"},
+    "listeners.frequency_scan": {"listeners.meters"},
+    "listeners.gpu_session": {"listeners.agreement", "listeners.device_follower", "listeners.emulation"},
+    "listeners.profiling_run": {
+        *("listeners.agreement", "listeners.gpu_session"),
+        *("listeners.frequency_scan", "listeners.meters"),
+    },
+    "listeners.planned_run": {
+        *("listeners.agreement", "listeners.gpu_session"),
+        *("listeners.plan_cursor", "listeners.clock_requests", "listeners.meters"),
+    },
+}
+"""The same for what listens to instructions."""
+
+LISTENERS_MAY_READ = {
+    *("lightning_pfo.planner.frontier", "lightning_pfo.planner.frontier_io"),
+    *("lightning_pfo.planner.select", "lightning_pfo.planner.profile_csv"),
+}
+"""Of the planner: its files, never its solvers."""
+
 HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}
 PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml"}
 
@@ -78,6 +117,29 @@ def test_rooms_import_only_rooms_they_may_know(room):
         if room_of(name) == room
     }
     assert {name: imported for name, imported in broken.items() if imported} == {}
+
+
+def part_of(module, parts):
+    return next((part for part in parts if f"{module}.".startswith(f"lightning_pfo.{part}.")), None)
+
+
+@pytest.mark.parametrize("parts", [DEVICE_ROOMS, LISTENER_ROOMS], ids=["device", "listeners"])
+def test_parts_of_a_room_import_only_parts_they_may_know(parts):
+    (room,) = {part.split(".")[0] for part in parts}
+    broken = {
+        name: {i for i in imported if room_of(i) == room and part_of(i, parts) not in parts[part] | {part}}
+        for name, imported in IMPORTS.items()
+        if (part := part_of(name, parts))
+    }
+    assert {name: imported for name, imported in broken.items() if imported} == {}
+    TopologicalSorter(parts).prepare()  # one way only
+    faces = {f"lightning_pfo.{room}", "lightning_pfo.device.gpu_command", "lightning_pfo.device.restore_command"}
+    assert {name for name in FILES if room_of(name) == room and part_of(name, parts) is None} <= faces
+
+
+def test_listeners_read_the_planner_s_files_only():
+    known = {i for name, imported in IMPORTS.items() if room_of(name) == "listeners" for i in imported}
+    assert {i for i in known if room_of(i) == "planner"} <= LISTENERS_MAY_READ
 
 
 @pytest.mark.parametrize("room", MUST_NOT_IMPORT)

@@ -10,3 +10,8 @@
 5. `gpu_session`: the GPU of a rank, shared by those who use it; `emulation`: an emulated one under the pipeline;
 6. `agreement`: problems of one rank that end the run on all.
 """
+
+from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings
+
+__all__ = ["PlannedRun", "ProfilingRun", "ScanSettings"]

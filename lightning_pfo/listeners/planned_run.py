@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
@@ -17,8 +18,34 @@ from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
 from lightning_pfo.listeners.plan_cursor import PlanCursor
+from lightning_pfo.planner.frontier import Frontier
+from lightning_pfo.planner.frontier_io import load_frontier
+from lightning_pfo.planner.select import select_plan
 
 log = logging.getLogger(__name__)
+
+TOP_CLOCKS = "top_clocks"
+"""In place of a plan, or selected instead of one: the highest clock everywhere."""
+
+PlanChoice = str | os.PathLike[str] | Frontier | FrequencyPlan
+"""A frontier file (`frontier.json` or its folder), a frontier, a plan, or `TOP_CLOCKS`."""
+
+
+def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | None:
+    """Find the plan to train under; None for the top clocks, which are known when the GPUs are.
+
+    Args:
+        choice: The plan, or where to select it from.
+        select: Which plan of a frontier; see `select_plan`.
+
+    Raises:
+        PlanError: If the file is malformed or the selection is impossible.
+    """
+    if choice == TOP_CLOCKS:
+        return None
+    if isinstance(choice, FrequencyPlan):
+        return choice
+    return select_plan(choice if isinstance(choice, Frontier) else load_frontier(choice), select)
 
 
 class PlannedRun(InstructionListener):

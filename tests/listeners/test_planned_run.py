@@ -5,7 +5,8 @@ import pytest
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlannedRun, chosen_plan
+from lightning_pfo.planner import plan_frontier, save_frontier
 from tests.listeners.fakes import FakeSource
 
 
@@ -33,3 +34,18 @@ def test_clocks_follow_the_plan_and_their_latency_is_reported(lead_clocks, monke
     assert statistics.latency_s >= 0.004
     assert len(run.measurements) == 5  # the emulated GPU counted work in the first iteration
     assert "clock changes; reached after" in said[-1]
+
+
+def test_a_plan_is_given_as_itself_or_by_a_frontier_or_its_file_or_as_the_top_clocks(tmp_path):
+    (tmp_path / "profile.csv").write_text(
+        "stage,instruction,frequency,time,energy\n"
+        "0,forward,1410,1.0,9.0\n0,forward,1200,1.2,6.0\n0,backward,1410,1.0,9.0\n0,backward,1200,1.2,6.0\n"
+    )
+    frontier = plan_frontier(tmp_path / "profile.csv", num_microbatches=1, p2p_blocking_power_w=1.0)
+    save_frontier(frontier, tmp_path)
+    plan = frontier.plans[0]
+    assert chosen_plan(TOP_CLOCKS, "no_slowdown") is None
+    assert chosen_plan(plan, "no_slowdown") is plan
+    for choice in (frontier, tmp_path, str(tmp_path / "frontier.json")):
+        assert chosen_plan(choice, "least_energy").clocks_mhz == ((1200, 1200),)
+        assert chosen_plan(choice, "no_slowdown").clocks_mhz == ((1410, 1410),)
