@@ -9,7 +9,8 @@ from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
 from lightning_pfo.listeners.plan_cursor import PlanCursor
 from tests.listeners.fakes import FakeSource
-from tests.listeners.test_device_follower import FakeStream, wait_until
+from tests.listeners.test_device_follower import FakeStream
+from tests.waiting import wait_until
 
 CLOCKS_MHZ = (1200, 1305, 1200, 1410)  # of F0 B0 F1 B1
 

@@ -12,6 +12,7 @@ from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from lightning_pfo.listeners.meters.iterations import IterationMeter
 from tests.listeners.fakes import FakeGpu, FakeSource
+from tests.waiting import wait_until
 
 
 class FakeStream:
@@ -39,13 +40,6 @@ class Mark:
 
     def elapsed_time(self, other):
         return 1000 * (other.time_s - self.time_s)
-
-
-def wait_until(condition):
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_actions_wait_for_the_device_in_order_and_the_caller_does_not():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import open_gpu
 from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.waiting import wait_until
 
 __all__ = ["fake_driver"]
 
@@ -33,13 +33,6 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.fixture

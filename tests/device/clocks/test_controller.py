@@ -3,14 +3,13 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError
 from lightning_pfo.device import ClockController, EmulatedGpu, load_gpu_config
+from tests.waiting import wait_until
 
 
 class RecordingGpu(EmulatedGpu):
@@ -43,13 +42,6 @@ class RecordingGpu(EmulatedGpu):
 @pytest.fixture
 def gpu() -> RecordingGpu:
     return RecordingGpu()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_applies_requests_and_restores(gpu: RecordingGpu) -> None:

@@ -12,8 +12,8 @@ import pytest
 from lightning_pfo.core.errors import NotSupportedError
 from lightning_pfo.device import ClockController, EmulatedGpu, GpuConfig
 from lightning_pfo.device.clocks.transition import TransitionLog, measure_latency
-from tests.device.clocks.test_controller import wait_until
 from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.waiting import wait_until
 
 __all__ = ["fake_driver"]
 

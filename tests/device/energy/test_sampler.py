@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -14,19 +13,13 @@ from lightning_pfo.device import EmulatedGpu
 from lightning_pfo.device.config import GpuConfig
 from lightning_pfo.device.energy.sampler import EnergyReader, EnergySampler, GpuState, clock_within
 from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.waiting import wait_until
 
 __all__ = ["fake_driver"]
 
 
 def ticking_gpu(tick_s: float = 0.02) -> EmulatedGpu:
     return EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=tick_s, idle_power_w=60))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def test_ticks_are_seen_with_their_energy() -> None:

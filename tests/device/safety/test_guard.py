@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,35 +12,9 @@ import pytest
 
 from lightning_pfo.device.safety import guard as clock_guard
 from tests.device.fake_driver import FakeDriver, fake_driver
-from tests.launch import heed_signals
+from tests.device.processes import start
 
 __all__ = ["fake_driver"]
-
-
-def start(environment: dict[str, str], gpu: str, ending: str, index: int = 0) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.device.locking_process", gpu, ending, str(index)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    )
-    _started.append(process)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n", process.communicate(timeout=60)
-    return process
-
-
-_started: list[subprocess.Popen[str]] = []
-
-
-@pytest.fixture(autouse=True)
-def no_process_stays() -> Iterator[None]:
-    """Also where a test fails before it has ended what it started."""
-    yield
-    while _started:
-        _started.pop().kill()
 
 
 @pytest.mark.parametrize(("ending", "code"), [("return", 0), ("exception", 1)])
