@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from lightning_pfo.device.gpu_config import GpuConfig
+from lightning_pfo.device.config import GpuConfig
 from lightning_pfo.planner.settings import PlanSettings
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_pfo.callbacks.gpu_session import check_same_gpu
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu
-from lightning_pfo.device.energy_sampler import EnergySampler
+from lightning_pfo.device.energy.sampler import EnergySampler
+from lightning_pfo.listeners.gpu_session import check_same_gpu
 
 _WARMUP_EXCHANGES = 5
 _CLOCK_TIMEOUT_S = 5.0

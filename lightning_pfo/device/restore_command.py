@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from lightning_pfo.core.errors import DeviceError
-from lightning_pfo.device.clock_claim import undo_stale
-from lightning_pfo.device.clock_lease import Lease, read_leases, runtime_dir
+from lightning_pfo.device.safety.claim import undo_stale
+from lightning_pfo.device.safety.lease import Lease, read_leases, runtime_dir
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_pfo import cli
 from lightning_pfo.device import gpu_config_from, load_gpu_config, open_gpu
-from lightning_pfo.device.gpu_config import GpuConfig
-from lightning_pfo.device.gpu_report import probe_permission, report_gpu, watch_counter
+from lightning_pfo.device.config import GpuConfig
+from lightning_pfo.device.report import probe_permission, report_gpu, watch_counter
 from tests.device.fake_driver import FakeDriver, fake_driver
 
 __all__ = ["fake_driver"]
@@ -152,7 +152,7 @@ def test_a_gpu_held_by_another_job_is_not_probed(fake_driver: FakeDriver) -> Non
     script = """
 import os, sys, time
 from lightning_pfo.device import open_gpu
-from lightning_pfo.device.gpu_report import probe_permission
+from lightning_pfo.device.report import probe_permission
 gpu = open_gpu("nvml", 0)
 gpu.claim_clocks()
 print(probe_permission(open_gpu("nvml", 0)))
