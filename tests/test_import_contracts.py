@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_pfo"
 
 MAY_KNOW = {
     "core": set(),
-    "planner": {"core", "pictures"},  # its command draws
+    "planner": {"core"},
     "device": {"core"},
     "strategy": {"core"},
     "callbacks": {"core", "device", "planner"},
@@ -25,7 +25,7 @@ MUST_NOT_IMPORT = {
     "strategy": {"pynvml", "hydra", "highspy", "pandas"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
-HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}
+HYDRA_ALLOWED_IN = {"lightning_pfo.experiment.hydra_main"}
 PYNVML_ALLOWED_IN = {"lightning_pfo.device.nvml"}
 
 
