@@ -120,7 +120,7 @@ MUST_NOT_IMPORT = {
     "listeners": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
-HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}
+HYDRA_ALLOWED_IN = {"lightning_pfo.experiment.hydra_main"}
 LIGHTNING_ALLOWED_IN = {"strategy.trainer", "callbacks", "experiment"}
 PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml"}
 
@@ -260,6 +260,6 @@ def test_no_import_cycle():
 def test_importing_a_room_leaves_foreign_libraries_out(module, absent):
     code = f"import sys, {module}; print(*sorted(set({sorted(absent)}) & set(sys.modules)))"
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=True
     )
     assert result.stdout.split() == []

@@ -27,10 +27,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.experiment.config import ExperimentConfig
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 

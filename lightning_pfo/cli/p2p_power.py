@@ -40,7 +40,9 @@ def run(settings: Settings) -> None:
             f"num_clocks is at least 1 and seconds above 0; got {settings.num_clocks} and {settings.seconds}. "
             "Use num_clocks=3 seconds=3."
         )
-    from lightning_pfo.p2p_power import measure_blocked_power  # imports torch, which the list of commands need not
+    from lightning_pfo.experiment.p2p_power import (
+        measure_blocked_power,  # imports torch, which the list of commands need not
+    )
 
     gpu = open_gpu(settings.gpu, 0)
     try:

@@ -150,9 +150,7 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(profile_c
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(profile_csv, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "lightning_pfo.planner.command.plan_frontier", lambda *_, **__: signal.raise_signal(signal.SIGINT)
-    )
+    monkeypatch.setattr("lightning_pfo.cli.plan.plan_frontier", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     arguments = [f"profile={profile_csv}", "num_microbatches=4", f"output_dir={tmp_path / 'out'}"]
     assert main(["plan", *arguments]) == 130
     assert capsys.readouterr().err.strip().endswith("Interrupted.")

@@ -12,11 +12,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_pfo.config import ExperimentConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import EmulatedGpu
-from lightning_pfo.hydra_app import check_no_foreign_keys, with_selection
+from lightning_pfo.experiment.config import ExperimentConfig, TrainerConfig
+from lightning_pfo.experiment.hydra_main import check_no_foreign_keys, with_selection
 from tests.device.fake_clock import FakeClock
 from tests.example_scripts import ROOT, load_example
 from tests.launch import run_script
@@ -97,7 +97,9 @@ def test_model_follows_the_sequence_length_of_the_data():
     assert composed("gpt", "data.sequence_length=16").model.sequence_length == 16
 
 
-@pytest.mark.parametrize("path", ["lightning_pfo/config.py", *map(str, (ROOT / "examples").glob("*/[md]*.py"))])
+@pytest.mark.parametrize(
+    "path", ["lightning_pfo/experiment/config.py", *map(str, (ROOT / "examples").glob("*/[md]*.py"))]
+)
 def test_every_field_is_documented(path):
     for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
@@ -118,9 +120,9 @@ def test_foreign_keys_are_refused():
 SCRIPT = """
 import dataclasses, json, os, signal
 from pathlib import Path
-from lightning_pfo.config import ExperimentConfig
+from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.hydra_app import hydra_main
+from lightning_pfo.experiment.hydra_main import hydra_main
 
 @hydra_main("gpt", ExperimentConfig)
 def main(config):
@@ -277,6 +279,6 @@ def test_the_model_of_another_example_is_refused(monkeypatch):
 
 
 def test_the_schema_imports_quickly():
-    code = "import sys, lightning_pfo.hydra_app; print('torch' in sys.modules)"
+    code = "import sys, lightning_pfo.experiment.hydra_main; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"

@@ -22,11 +22,11 @@ from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.wording import did_you_mean
 
 COMMANDS = {
-    "plan": "lightning_pfo.planner.command",
-    "sample": "lightning_pfo.planner.sample_command",
-    "gpu": "lightning_pfo.device.gpu_command",
-    "p2p-power": "lightning_pfo.p2p_command",
-    "restore-clocks": "lightning_pfo.device.restore_command",
+    "plan": "lightning_pfo.cli.plan",
+    "sample": "lightning_pfo.cli.sample",
+    "gpu": "lightning_pfo.cli.gpu",
+    "p2p-power": "lightning_pfo.cli.p2p_power",
+    "restore-clocks": "lightning_pfo.cli.restore_clocks",
 }
 """Commands by name: the module that implements each."""
 
