@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import num_ranks_for
+from lightning_pfo.core.schedules.registry import num_ranks_for
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
 from lightning_pfo.planner.command import Settings, run
 

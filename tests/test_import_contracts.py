@@ -25,6 +25,31 @@ MUST_NOT_IMPORT = {
     "strategy": {"pynvml", "hydra", "highspy", "pandas"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
+PLANNER_ROOMS: dict[str, set[str]] = {
+    "profile": set(),
+    "network": set(),
+    "pipeline": {"profile", "network"},
+    "relaxation": {"network"},
+    "search": {"network", "relaxation"},
+    "policies": {"profile", "network", "pipeline"},
+    "limits": {"profile", "network", "pipeline"},
+    "frontier": {"profile", "pipeline"},
+    "plan": {"profile", "network", "pipeline", "relaxation", "search", "policies", "limits", "frontier"},
+}
+"""Which rooms of the planner a room may import: the way of a profile through it."""
+SCHEDULE_FAMILIES = {"one_stage_per_rank", "interleaved", "v_shaped", "envpipe"}
+SCHEDULE_FILES: dict[str, set[str]] = {
+    "schedule": set(),
+    "order_file": set(),
+    "one_stage_per_rank": set(),
+    "interleaved": set(),
+    "v_shaped": set(),
+    "envpipe": {"one_stage_per_rank"},
+    "registry": SCHEDULE_FAMILIES | {"order_file", "schedule"},
+    "p2p": {"schedule"},
+    "in_flight": {"schedule"},
+    "validation": {"registry", "schedule", "p2p", "in_flight"},
+}
 HYDRA_ALLOWED_IN = {"lightning_pfo.planner.command", "lightning_pfo.hydra_app", "lightning_pfo.cli"}
 PYNVML_ALLOWED_IN = {"lightning_pfo.device.nvml"}
 
@@ -76,6 +101,19 @@ def test_rooms_import_only_rooms_they_may_know(room):
         if room_of(name) == room
     }
     assert {name: imported for name, imported in broken.items() if imported} == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "rooms"), [("planner", PLANNER_ROOMS), ("core.schedules", SCHEDULE_FILES)], ids=["planner", "schedules"]
+)
+def test_imports_inside_a_package_point_one_way(package, rooms):
+    prefix, broken = f"lightning_pfo.{package}.", {}
+    for name, imported in IMPORTS.items():
+        room = name.removeprefix(prefix).split(".")[0]
+        if name.startswith(prefix) and room in rooms:
+            others = {i.removeprefix(prefix).split(".")[0] for i in imported if i.startswith(prefix)}
+            broken[name] = others - rooms[room] - {room}
+    assert {name: others for name, others in broken.items() if others} == {}
 
 
 @pytest.mark.parametrize("room", MUST_NOT_IMPORT)

@@ -11,20 +11,20 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
-from lightning_pfo.core.schedules.schedule import (
-    SCHEDULES,
-    PipelineSchedule,
+from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
+    file_of,
     load_schedule,
     make_schedule,
+    num_ranks_for,
 )
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
@@ -112,7 +112,7 @@ def plan_frontier(
         equal = equal_clocks(profile)
     plans = []
     for point, clocks in zip(points, table.knobs(choices).T.tolist(), strict=True):
-        rows = share_clocks(schedule, equal, _by_rank(schedule, clocks))
+        rows = share_clocks(schedule, equal, schedule.by_rank(clocks))
         plans.append(FrequencyPlan(schedule, rows, point.time, point.cost, point.bound))
     if varies:
         plans = _without_dominated([_with_wait_clocks(plan, simulator) for plan in plans])
@@ -179,35 +179,23 @@ def _resolve_schedule(
 ) -> PipelineSchedule:
     if isinstance(schedule, str):
         check_schedule_name(schedule)
-        family = SCHEDULES.get(schedule.partition(":")[0])
-        if family is not None:
-            return _make_schedule(schedule, profile, num_microbatches, stages_per_rank or family.stages_per_rank)
-        schedule = load_schedule(schedule.removeprefix("file:"))
-    if num_microbatches not in (None, schedule.num_microbatches):
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches} contradicts the given schedule {schedule.name!r} of "
-            f"{schedule.num_microbatches} microbatches. Leave it out or make them equal."
-        )
+        path = file_of(schedule)
+        if path is None:
+            num_ranks = num_ranks_for(schedule, profile.num_stages, stages_per_rank)
+            if num_microbatches is None:
+                raise ConfigurationError(
+                    f"Planning for schedule {schedule!r} needs the number of microbatches per iteration: "
+                    "give num_microbatches, e.g. num_microbatches=12."
+                )
+            return make_schedule(schedule, num_ranks, num_microbatches, stages_per_rank)
+        schedule = load_schedule(path)
+    schedule.check_numbers(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
     if schedule.num_stages != profile.num_stages:
         raise ConfigurationError(
             f"The profile must have the stages of the schedule: {schedule.name!r} has {schedule.num_stages} stages, "
             f"the profile {profile.num_stages}. Profile a pipeline of {schedule.num_stages} stages."
         )
     return schedule
-
-
-def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, stages_per_rank: int) -> PipelineSchedule:
-    if num_microbatches is None:
-        raise ConfigurationError(
-            f"Planning for schedule {name!r} needs the number of microbatches per iteration: "
-            "give num_microbatches, e.g. num_microbatches=12."
-        )
-    if profile.num_stages % stages_per_rank:
-        raise ConfigurationError(
-            f"Schedule {name!r} with {stages_per_rank} stages per rank needs a multiple of {stages_per_rank} stages; "
-            f"the profile has {profile.num_stages}. Give stages_per_rank, or profile another number of stages."
-        )
-    return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)
 
 
 def _baseline(profile: Profile, schedule: PipelineSchedule, simulator: Simulator) -> FrequencyPlan:
@@ -231,8 +219,3 @@ def _effective_options(profile: Profile, schedule: PipelineSchedule, powers: Seq
                 kinds[key] = make_option_set(measured.times_s, costs, measured.clocks_mhz)
             options.append(kinds[key])
     return options
-
-
-def _by_rank(schedule: PipelineSchedule, clocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    remaining = iter(clocks)
-    return tuple(tuple(islice(remaining, len(order))) for order in schedule.orders)

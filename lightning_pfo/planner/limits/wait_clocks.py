@@ -44,17 +44,15 @@ def choose_wait_clocks(
         least_dwell_s: Least time between two requests of a rank within the iteration.
     """
     chosen = []
-    first = 0
-    for rank, (order, power) in enumerate(zip(timeline.schedule.orders, blocking, strict=True)):
-        clocks = timeline.clocks_mhz[first : first + len(order)]
-        first += len(order)
+    for rank, power in enumerate(blocking):
+        clocks = timeline.clocks_mhz[timeline.schedule.span(rank)]
         clock = power.least_clock_mhz
         if clock is None:
             continue
         requested_s, requested = 0.0, clocks[0]
         waits = timeline.waits_of(rank)
         for position, (begin, end) in enumerate(waits):
-            is_last = position == len(order)
+            is_last = position == len(clocks)
             following = clocks[0] if is_last else clocks[position]
             spare = 0.0 if is_last else switch_latency_s + SPARE_S
             hold = end - begin - spare

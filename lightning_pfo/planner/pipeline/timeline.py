@@ -55,10 +55,10 @@ class Timeline:
 
     def waits_of(self, rank: int) -> list[tuple[float, float]]:
         """Begin and end (s) of the waits of a rank: before each of its instructions, and until the end."""
-        first = sum(map(len, self.schedule.orders[:rank]))
-        numbers = range(first, first + len(self.schedule.orders[rank]))
-        ends = [0.0, *(self.starts_s[i] + self.durations_s[i] for i in numbers)]
-        begins = [*(self.starts_s[i] for i in numbers), self.iteration_time_s]
+        here = self.schedule.span(rank)
+        starts, durations = self.starts_s[here], self.durations_s[here]
+        ends = [0.0, *(start + duration for start, duration in zip(starts, durations, strict=True))]
+        begins = [*starts, self.iteration_time_s]
         return [(begin, max(begin, end)) for begin, end in zip(ends, begins, strict=True)]
 
 

@@ -16,7 +16,7 @@ from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.callbacks.profiling_run import ProfilingRun, ScanSettings
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import uniform_plan
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from tests.ranks import run_ranks
