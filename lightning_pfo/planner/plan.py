@@ -28,7 +28,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
-from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
+from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
@@ -159,10 +159,8 @@ def _method_for(schedule: PipelineSchedule) -> tuple[Callable[..., list[Tradeoff
 
 def _with_wait_clocks(plan: FrequencyPlan, simulator: Simulator) -> FrequencyPlan:
     """The plan with clocks for its long waits, and what its waits really cost."""
-    timeline = simulator.run(plan.clocks_mhz)
-    wait_clocks = choose_wait_clocks(timeline, simulator.blocking)
-    timeline = simulator.run(plan.clocks_mhz, wait_clocks)
-    return replace(plan, iteration_energy_j=timeline.iteration_energy_j, wait_clocks=wait_clocks)
+    timeline = play_with_wait_clocks(simulator, plan.clocks_mhz)
+    return replace(plan, iteration_energy_j=timeline.iteration_energy_j, wait_clocks=timeline.wait_clocks)
 
 
 def _without_dominated(plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
@@ -202,7 +200,7 @@ def _baseline(profile: Profile, schedule: PipelineSchedule, simulator: Simulator
     """Every instruction at its stage's top clock."""
     top = [profile.top_clock_mhz(stage) for stage in range(schedule.num_stages)]
     clocks = tuple(tuple(top[inst.stage] for inst in order) for order in schedule.orders)
-    timeline = simulator.run(clocks)
+    timeline = simulator.play(clocks)
     return FrequencyPlan(schedule, clocks, timeline.iteration_time_s, timeline.iteration_energy_j)
 
 
