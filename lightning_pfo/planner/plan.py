@@ -22,17 +22,18 @@ import numpy as np
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
-from lightning_pfo.core.schedules.schedule import (
-    SCHEDULES,
-    PipelineSchedule,
+from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
+    file_of,
     load_schedule,
     make_schedule,
+    num_ranks_for,
 )
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
-from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
+from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
@@ -157,7 +158,7 @@ def predict(problem: Problem, policy: Policy, deadline_s: float | None = None) -
         deadline_s: Iteration time in seconds for the policy to keep to.
     """
     rows = policy(problem, deadline_s)
-    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).run(rows)
+    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).play(rows)
     return FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
 
 
@@ -203,7 +204,7 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
         equal = equal_clocks(problem.profile)
     plans = []
     for point, clocks in zip(points, table.knobs(assignments).T.tolist(), strict=True):
-        rows = share_clocks(problem.schedule, equal, problem.rows(clocks))
+        rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
         plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, point.bound))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
 
@@ -213,11 +214,9 @@ def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[
     simulator = Simulator(problem.profile, problem.schedule, problem.blocking)
     kept: list[FrequencyPlan] = []
     for plan in plans:
-        timeline = simulator.run(plan.clocks_mhz)
-        wait_clocks = choose_wait_clocks(timeline, problem.blocking)
-        energy_j = simulator.run(plan.clocks_mhz, wait_clocks).iteration_energy_j
-        if not kept or energy_j < kept[-1].iteration_energy_j:
-            kept.append(replace(plan, iteration_energy_j=energy_j, wait_clocks=wait_clocks))
+        played = play_with_wait_clocks(simulator, plan.clocks_mhz)
+        if not kept or played.iteration_energy_j < kept[-1].iteration_energy_j:
+            kept.append(replace(plan, iteration_energy_j=played.iteration_energy_j, wait_clocks=played.wait_clocks))
     return kept
 
 
@@ -226,15 +225,17 @@ def _resolve_schedule(
 ) -> PipelineSchedule:
     if isinstance(schedule, str):
         check_schedule_name(schedule)
-        family = SCHEDULES.get(schedule.partition(":")[0])
-        if family is not None:
-            return _make_schedule(schedule, profile, num_microbatches, stages_per_rank or family.stages_per_rank)
-        schedule = load_schedule(schedule.removeprefix("file:"))
-    if num_microbatches not in (None, schedule.num_microbatches):
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches} contradicts the given schedule {schedule.name!r} of "
-            f"{schedule.num_microbatches} microbatches. Leave it out or make them equal."
-        )
+        path = file_of(schedule)
+        if path is None:
+            num_ranks = num_ranks_for(schedule, profile.num_stages, stages_per_rank)
+            if num_microbatches is None:
+                raise ConfigurationError(
+                    f"Planning for schedule {schedule!r} needs the number of microbatches per iteration: "
+                    "give num_microbatches, e.g. num_microbatches=12."
+                )
+            return make_schedule(schedule, num_ranks, num_microbatches, stages_per_rank)
+        schedule = load_schedule(path)
+    schedule.check_numbers(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
     if schedule.num_stages != profile.num_stages:
         raise ConfigurationError(
             f"The profile must have the stages of the schedule: {schedule.name!r} has {schedule.num_stages} stages, "
