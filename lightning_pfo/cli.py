@@ -92,7 +92,7 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
         ConfigurationError: If an argument is not `key=value`, a key is unknown, a value has the wrong type, or a
             field without default is not given.
     """
-    known = [field.name for field in fields(schema)]
+    known = [setting.name for setting in _settings_of(schema)]
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals:
@@ -103,13 +103,13 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
             )
     try:
         given = OmegaConf.from_dotlist(list(overrides))
-        for setting in fields(schema):
+        for setting in _settings_of(schema):
             name = setting.name
             if setting.default_factory is list and name in given and not OmegaConf.is_list(given[name]):
                 given[name] = [given[name]]  # one value is a list of one
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given))
     except MissingMandatoryValue:
-        required = [field.name for field in fields(schema) if _is_required(field)]
+        required = [setting.name for setting in _settings_of(schema) if _is_required(setting)]
         named = {override.partition("=")[0] for override in overrides}
         missing = [name for name in required if name not in named]
         raise ConfigurationError(f"Give {', '.join(f'{name}=...' for name in missing or required)}.") from None
@@ -136,7 +136,7 @@ def _overview() -> str:
 
 
 def _usage(name: str, command: Any) -> str:
-    settings = fields(command.Settings)
+    settings = _settings_of(command.Settings)
     required = [f"{field.name}=..." for field in settings if _is_required(field)]
     lines = [
         " ".join(["usage: lightning-pfo", name, *required, "[key=value ...]"]),
@@ -148,6 +148,11 @@ def _usage(name: str, command: Any) -> str:
     for setting in settings:
         lines.append(f"  {setting.name:<22} {setting.metadata.get('help', '')} ({_default(setting)})")
     return "\n".join(lines)
+
+
+def _settings_of(schema: type[Any]) -> list[Field[Any]]:
+    """The fields of a schema, those first that must be given."""
+    return sorted(fields(schema), key=lambda setting: not _is_required(setting))
 
 
 def _is_required(field: Field[Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from lightning_pfo.device.gpu_config import GpuConfig
+from lightning_pfo.planner.settings import PlanSettings
 
 
 @dataclass
@@ -78,23 +79,11 @@ class ProfilerConfig:
 
 
 @dataclass
-class PlanConfig:
-    """Which point of the frontier to train with."""
+class PlanConfig(PlanSettings):
+    """How to plan, and which point of the frontier to train with."""
 
     select: str = "no_slowdown"
     """A selection; see `lightning_pfo.planner.select_plan`."""
-    regularise: bool = False
-    """Take out of the profile what only noise explains; see `lightning_pfo.planner.profile.denoise`."""
-    num_plans: int = 50
-    """Plans on the frontier."""
-    p2p_blocking_power_w: Any = None
-    """Power in W of a GPU that waits for a neighbour, or {clock: W, ...}; null to use the profiled one."""
-    switch_latency_s: float = 0.0
-    """Time in s from a clock request until the clock changes, to plan with."""
-    least_dwell_s: float = 0.0
-    """Time in s for which a plan keeps every clock at least."""
-    change_cost_j: float = 0.0
-    """Energy in J that one clock change less is worth."""
 
 
 @dataclass

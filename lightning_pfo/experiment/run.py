@@ -37,8 +37,6 @@ from lightning_pfo.hydra_app import is_first_process
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
-    read_profile,
-    regularise,
     save_frontier,
     select_plan,
 )
@@ -106,16 +104,11 @@ def gpu_for(config: ExperimentConfig) -> GpuConfig:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
-    profile = read_profile(output_dir / "profile.csv")
     frontier = plan_frontier(
-        regularise(profile).profile if config.plan.regularise else profile,
+        output_dir / "profile.csv",
+        config.plan,
         num_microbatches=config.schedule.num_microbatches,
         schedule=config.schedule.name,
-        p2p_blocking_power_w=config.plan.p2p_blocking_power_w,
-        num_plans=config.plan.num_plans,
-        switch_latency_s=config.plan.switch_latency_s,
-        least_dwell_s=config.plan.least_dwell_s,
-        change_cost_j=config.plan.change_cost_j,
     )
     select = config.plan.select
     chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 from rich.console import Console
 from rich.status import Status
@@ -28,25 +28,19 @@ from lightning_pfo.planner.frontier.thin import thin_frontier
 from lightning_pfo.planner.plan import plan_frontier
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.settings import PlanSettings
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 
 
 @dataclass
-class Settings:
-    """What `lightning-pfo plan` can be told."""
+class Settings(PlanSettings):
+    """What `lightning-pfo plan` can be told: besides how to plan, for what, and what to write."""
 
-    profile: str = field(metadata={"help": "profile CSV to plan from"})
-    output_dir: str = field(metadata={"help": "directory to write to"})
+    profile: str = field(kw_only=True, metadata={"help": "profile CSV to plan from"})
+    output_dir: str = field(kw_only=True, metadata={"help": "directory to write to"})
     num_microbatches: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "microbatches per iteration; an order of your own says it itself"}
-    )
-    p2p_blocking_power_w: Any = field(
-        default=None,
-        metadata={
-            "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
-            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
-        },
     )
     schedule: str = field(
         default="1f1b", metadata={"help": "order of instructions: 1f1b, gpipe, zbv, ..., or file:PATH for your own"}
@@ -54,21 +48,7 @@ class Settings:
     stages_per_rank: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "stages that share a GPU, where the schedule leaves it open"}
     )
-    regularise: bool = field(
-        default=False, metadata={"help": "take out what only noise explains, instead of planning on the raw points"}
-    )
-    num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
-    deadlines_s: list[float] = field(
-        default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
-    )
     every: int = field(default=1, metadata={"help": "write each n-th plan only, counted from the fastest"})
-    switch_latency_s: float = field(
-        default=0.0, metadata={"help": "time from a clock request until the clock changes, to plan with"}
-    )
-    least_dwell_s: float = field(default=0.0, metadata={"help": "time for which every clock is kept at least"})
-    change_cost_j: float = field(
-        default=0.0, metadata={"help": "joules that one clock change less is worth; not part of the energies"}
-    )
     all_pictures: bool = field(
         default=False, metadata={"help": "draw energy_valleys.png and timelines.png (top clocks and chosen plan) too"}
     )
@@ -87,16 +67,11 @@ def run(settings: Settings) -> None:
     findings = regularise(profile)
     with Status("planning", console=Console(stderr=True)) as status:
         frontier = plan_frontier(
-            findings.profile if settings.regularise else profile,
+            profile,
+            settings,
             num_microbatches=settings.num_microbatches,
             schedule=settings.schedule,
             stages_per_rank=settings.stages_per_rank,
-            p2p_blocking_power_w=settings.p2p_blocking_power_w,
-            num_plans=settings.num_plans,
-            deadlines_s=settings.deadlines_s,
-            switch_latency_s=settings.switch_latency_s,
-            least_dwell_s=settings.least_dwell_s,
-            change_cost_j=settings.change_cost_j,
             on_progress=lambda activity, done, total: status.update(f"planning: {activity}, {done} of {total}"),
         )
     chosen = select_plan(frontier, settings.select)
@@ -174,7 +149,7 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
     console = Console()
     console.print(table)
     changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
-    if settings.switch_latency_s or settings.least_dwell_s or settings.change_cost_j:
+    if settings.limits_changes:
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
     console.print(f"{changes}.", highlight=False, soft_wrap=True)
