@@ -15,13 +15,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
+from lightning_pfo.core.ranges import check_whole
 from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
     file_of,
@@ -30,6 +31,7 @@ from lightning_pfo.core.schedules.registry import (
     num_ranks_for,
 )
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
@@ -50,9 +52,14 @@ from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, L
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 _MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
 """From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
 the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
+
+_MOST_MICROBATCHES = 100_000
 
 
 class Solver(Protocol):
@@ -84,7 +91,7 @@ class Solver(Protocol):
 
 
 def plan_frontier(
-    profile: Profile | str | os.PathLike[str],
+    profile: Profile | str | os.PathLike[str] | pd.DataFrame,
     settings: PlanSettings | None = None,
     *,
     num_microbatches: int | None = None,
@@ -98,7 +105,7 @@ def plan_frontier(
     The top clocks' iteration time is always among those planned for, so that "no slowdown" is on the frontier.
 
     Args:
-        profile: Measurements, or the path of their CSV file.
+        profile: Measurements, the path of their CSV file, or a pandas table with its columns.
         settings: How to plan; None for the defaults.
         num_microbatches: Microbatches per iteration; not needed where `schedule` is a `PipelineSchedule`.
         schedule: Name of a schedule, `file:PATH` of an order of your own, or the order itself.
@@ -113,6 +120,11 @@ def plan_frontier(
     """
     settings = changed(settings or PlanSettings(), changes)
     settings.check()
+    for name, number in {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
+        if number is not None:
+            check_whole(name, number, 1, _MOST_MICROBATCHES)
+    if not isinstance(schedule, (str, PipelineSchedule)):
+        raise ConfigurationError(f"schedule is a name or a PipelineSchedule; got {shortened(schedule)}.")
     if not isinstance(profile, Profile):
         profile = read_profile(profile)
     if settings.regularise:
