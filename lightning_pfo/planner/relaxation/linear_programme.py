@@ -69,8 +69,8 @@ class RelaxedSolution:
     sink_flow: Floats
     flow: Floats
 
-    def bound_at(self, time: float) -> float:
-        """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
+    def tangent_at(self, time: float) -> float:
+        """The tangent at iteration time `time`, in joules: a lower bound, but for the solver's tolerances."""
         return self.cost + self.slope * (time - self.time)
 
 

@@ -84,7 +84,7 @@ def trace_long_tradeoff(
     points: list[TradeoffPoint] = []
     for time, cost, choice in sorted(found, key=lambda one: one[:2]):
         if not points or cost < points[-1].cost:
-            points.append(TradeoffPoint(time, cost, min(float(lower_bound.at(time)), cost), tuple(choice)))
+            points.append(TradeoffPoint(time, cost, float(lower_bound.at(time)), tuple(choice)))
     return points
 
 

@@ -193,7 +193,7 @@ class _Search:
             if time != self._relaxed[0].time:
                 self._relax(time)
             self._report("relaxing", done, len(times))
-        self._bound.add_mixtures(self._relaxed)
+        self._bound.add_mixtures()
 
     def improve(self, effort: _Effort) -> bool:
         """Search and splice near all targets whose gap is too large; return whether there are any."""
@@ -258,9 +258,7 @@ class _Search:
             if not chosen or known.costs[found] < known.costs[chosen[-1]]:
                 chosen.append(found)
         chosen = known.fill_up(chosen, num_points)
-        # Solver tolerance may put the bound of a perfect choice a hair above the choice itself; and what takes longer
-        # than the relaxation of least cost is no bound for choices that take less.
-        bounds = np.minimum(self._bound.at(np.minimum(known.times, self.slowest)), known.costs)
+        bounds = self._bound.at(known.times)
         return [
             TradeoffPoint(
                 float(known.times[found]),
