@@ -12,17 +12,17 @@ is what the sum above would be without rounding, so phi_i differs from it by (d 
 being the number of precedences into an activity plus that out of one, wherever they are most: no term is negative.
 
 Example:
-    Of 6 J/s that leave at activity 2, a solver says that 2.001 come from activity 0 and 3.998 from activity 1, which
-    itself waits for 0.
+    A solver says that 6 J/s leave at activity 2, that 2.001 of them come from activity 0 and 4.001 from activity 1, and
+    that 3.9 come from 0 to 1. So a third of the 6 comes from 0 (2.001 / 6.002) and the rest from 1, all of it from 0.
 
     >>> import numpy as np
     >>> from lightning_pfo.planner.network.dag import make_network
     >>> network = make_network(3, [(0, 1), (0, 2), (1, 2)])
-    >>> flows = conserved_flows(network, np.array([[3.9, 2.001, 3.998]]), np.array([[6.0]]))
+    >>> flows = conserved_flows(network, np.array([[3.9, 2.001, 4.001]]), np.array([[6.0]]))
     >>> flows.through.round(4)
-    array([[6.   , 3.999, 6.   ]])
+    array([[6.    , 3.9997, 6.    ]])
     >>> flows.along(network, 0).round(4)
-    array([3.999, 2.001, 3.999])
+    array([3.9997, 2.0003, 3.9997])
 """
 
 from __future__ import annotations
