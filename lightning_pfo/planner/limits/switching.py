@@ -18,7 +18,7 @@ kept if time, energy and dwell prove right; the windows are only where to look.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -52,6 +52,7 @@ def limit_switching(
     blocking: Sequence[BlockingPower],
     options: Sequence[OptionSet],
     *,
+    least_energy_j: Callable[[float], float],
     starts: Sequence[FrequencyPlan] = (),
     deadlines_s: Sequence[float] = (),
     switch_latency_s: float = 0.0,
@@ -66,6 +67,7 @@ def limit_switching(
         profile: Times and energies.
         blocking: Blocking power of each rank.
         options: Options of each instruction.
+        least_energy_j: A lower bound on the energy of all plans that take at most so many seconds, limited or not.
         starts: Further plans to start from, such as all clocks at the top.
         deadlines_s: Times that are to be kept to where that is possible; other plans may take a little longer than the
             unlimited plan they come from, as late clocks do.
@@ -91,7 +93,7 @@ def limit_switching(
         if within:
             best = min(within, key=lambda one: one.iteration_energy_j)
             found.append(limits.improve(best, deadline, _price(plans, deadline)))
-    return _frontier(found, plans)
+    return _frontier(found, plans, least_energy_j)
 
 
 class _Limits:
@@ -302,16 +304,16 @@ def _price(plans: Sequence[FrequencyPlan], time_s: float) -> float:
     return 0.0
 
 
-def _frontier(found: Sequence[Timeline], plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
-    """Those that no other dominates, with bounds and costs from the unlimited plans."""
+def _frontier(
+    found: Sequence[Timeline], plans: Sequence[FrequencyPlan], least_energy_j: Callable[[float], float]
+) -> list[FrequencyPlan]:
+    """Those that no other dominates, with their bounds, and costs from the unlimited plans."""
     kept: list[FrequencyPlan] = []
     for timeline in sorted(found, key=lambda one: (one.iteration_time_s, _score(one))):
         if kept and timeline.iteration_energy_j >= kept[-1].iteration_energy_j:
             continue
         plan = _plan(timeline)
-        # A bound of a plan holds for everything that is at least as fast, with limits or without.
-        slower = [one for one in plans if one.iteration_time_s >= plan.iteration_time_s * (1 - _EQUAL_TIMES)]
-        bound_j = (slower or plans[-1:])[0].lower_bound_j
+        bound_j = least_energy_j(plan.iteration_time_s)
         unlimited_j = np.interp(
             plan.iteration_time_s,
             [one.iteration_time_s for one in plans],

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from lightning_pfo.core.errors import ConfigurationError
 
-
 _NARROW = 4
 """Levels whose nodes have at most so many neighbours are padded to columns, which is at most so much more work."""
 

@@ -1,44 +1,42 @@
 r"""Proven lower bounds on the cost of every assignment, as a function of its time.
 
-**The proof.** Let phi_i be a flow through the activities (`flow`), of value v. In any assignment whose longest path is T,
-let activity i start at S_i >= 0; it takes t_i and costs c_i. What flows along a precedence waits for the end of its tail,
-and what leaves at a sink ends by T; so the flow, weighted by the times on its way, is at most v T::
+**The proof.** Let phi_i be a flow through the activities (`flow`), of value v. In any assignment whose longest path is
+T, let activity i start at S_i >= 0; it takes t_i and costs c_i. What flows along a precedence waits for the end of its
+tail, and what leaves at a sink ends by T; so the flow, weighted by the times on its way, is at most v T::
 
     sum_i phi_i t_i <= v T        and therefore        sum_i c_i >= sum_i min over options (c + phi_i t) - v T
 
 The right-hand side is a line in T, whatever the flow: weak duality. `_lines` evaluates it, and is the only place that
 does, for every kind of flow: of a solution of the relaxation, aggregated or not, mixed, or none. The minimum is over
-all options, not over what the relaxation has made of them. A line that falls holds for everything as fast as T; one that
-rises (with the rate) is worth its value at 0 there.
+all options, not over what the relaxation has made of them. A line that falls holds for everything as fast as T; one
+that rises (with the rate) is worth there what it is at the fastest time of all.
 
-**Rounding.** Nothing is trusted to be exact; with u = 2^-53 and n activities:
+**Rounding.** Nothing is trusted to be exact. With u = 2^-53 and n activities:
 
-1. A sum of m terms, in any order, is off by (m - 1) u sum |terms| at the most (Higham 2002, section 4.2). An assignment's
-   cost may be summed activity by activity; or as its energy, instruction by instruction and wait by wait, each with the
-   times at which it begins and ends, some of them in pieces between clock changes. In every case it is at least::
+1. A sum of m terms, in any order, is off by (m - 1) u sum |terms| at the most (Higham 2002, section 4.2). The cost of
+   an assignment may be summed activity by activity; or as its energy, instruction by instruction and wait by wait,
+   where each wait is a difference of two moments that are sums themselves, some with a few terms for each change of
+   clocks. That is fewer than 4 n roundings on the way to any number, 16 n over all such sums together, and only costs
+   may be negative. So with eps = 16 (n + 8) u the proof is carried out for *lowered* options c - eps |c|, t (1 - eps)
+   and a rate lowered likewise, and holds for costs, energies and times as they are computed from the ones given.
+2. The flow is conserved but for d + 4 roundings in each phi_i (`flow`). What phi_i has too much is worth at most its
+   T x phi_i, once where it flows through and once where it starts; so v is raised by 4 (d + 4) u sum_i phi_i.
+3. A mixture of two flows is one, but for 3 roundings in each term; v is raised by eps v, which is more.
+4. The sum of the minima is lowered by 2 n u sum |minima|, and both numbers of a line by 4 u of themselves, which is
+   more than what evaluating it may add.
 
-       (1 - eps) x [what it would be with each cost c lowered by eps |c|, and with the rate times T lowered likewise]
-
-   for eps = 16 (n + 8) u, as no more than 4 n roundings are done on the way to any term, and all terms but the costs are
-   positive. The longest path is a sum, too. So the proof is carried out for *lowered* options c - eps |c|, t (1 - eps) and a
-   rate lowered by eps, and holds for costs, energies and times as they are computed from those given.
-2. The flow is conserved but for d + 4 roundings in each phi_i (`flow`). What is too much in phi_i is worth at most phi_i T x
-   (d + 4) u where it flows through and where it starts, so v is raised by 4 (d + 4) u sum_i phi_i.
-3. A mixture of two flows is one, but for 3 roundings in each term; v is raised by eps of it, which is more.
-4. The sum of the minima is lowered by 2 n u sum |minima|, and both numbers of a line by 4 u of themselves, which is more
-   than what evaluating it may add.
-
-At 8 x 12 all of this is less than 1e-12 of the energy. No bound is ever clipped to a cost: one above a cost is a bug.
+At 8 x 12 all of this is less than 1e-12 of the energy. No bound is ever clipped to a cost: one above it is an error.
 
 **Between and beyond.** The duals of the relaxation are the best flow at their own T. The bound is concave in the flow:
 between two neighbouring solutions mixtures of theirs are nearly as good as a solution there, for the price of an
-evaluation. Where that is not enough, what rounding to options loses at the least is added, which takes much longer to find
-(`reconvergence`).
+evaluation. Where that is not enough, what rounding to options loses at the least is added, which takes much longer to
+find (`reconvergence`).
 
 Example:
-    Two activities in a row, of 1 s or 2 s, the first for 10 J or 6 J, the second for 5 J or 4 J. Between 3 s and 4 s the
-    relaxation sells time at 1 J/s: 6 + 1 x 2 for the first and 5 + 1 x 1 = 4 + 1 x 2 for the second make 14 J, less
-    1 J/s x T. So at 3 s nothing costs less than 11 J, which (2 s, 1 s) does.
+    Two activities in a row, of 1 s or 2 s, the first for 10 J or 6 J, the second for 5 J or 4 J. Between 3 s and 4 s
+    the relaxation sells time at 1 J/s, which flows through both. The least of cost + 1 J/s x time is 6 + 2 for the
+    first and 5 + 1 = 4 + 2 for the second, together 14 J; less 1 J/s x 3 s, nothing that takes 3 s costs less than
+    11 J. The assignment (2 s, 1 s) costs just that.
 
     >>> from lightning_pfo.planner.network.assignments import OptionTable
     >>> from lightning_pfo.planner.network.dag import make_network
@@ -86,15 +84,19 @@ class LowerBound:
     Args:
         table: The options.
         rate: Cost of a second of the longest path in J/s, at least 0, to be added to the bounds.
+
+    Attributes:
+        table: The options.
     """
 
     def __init__(self, table: OptionTable, rate: float = 0.0) -> None:
-        self._table, n = table, table.dag.num_nodes
+        self.table, n = table, table.dag.num_nodes
         self._eps = 16 * (n + 8) * UNIT
         self._rate = rate * (1 - self._eps)
-        is_option = np.isfinite(table.times)
-        self._times = np.where(is_option, table.times, 0.0) * (1 - self._eps)
-        self._costs = np.where(is_option, table.costs - self._eps * np.abs(np.where(is_option, table.costs, 0.0)), np.inf)
+        self._times = np.where(np.isfinite(table.times), table.times, 0.0) * (1 - self._eps)
+        # Of the two, the lower one; infinity stays.
+        self._costs = np.minimum(table.costs * (1 - self._eps), table.costs * (1 + self._eps))
+        self._fastest = table.dag.longest_path(self._times[table.kind_of, 0].tolist()) * (1 - self._eps)
         self._members = [np.flatnonzero(table.kind_of == kind) for kind in range(len(table.kinds))]
         self._defect = 4 * (largest_number_of_terms(table.dag) + 4) * UNIT
         self._pending: list[RelaxedSolution] = []
@@ -126,10 +128,10 @@ class LowerBound:
             self._prove(pairs, _mixed(self._through, slow, fast, share), _mixed(self._values, slow, fast, share))
 
     def sharpen(self, times: Floats) -> None:
-        """Add what rounding to options loses at the least to the bounds that are the highest at some times in seconds."""
+        """Add what rounding to options loses at the least to the bounds that are the highest at some times (s)."""
         self._prove_pending()
         highest = self._lines_at(times, self._at_zero).argmax(axis=-1)
-        heads = self._table.dag.edges[:, 1]
+        heads = self.table.dag.edges[:, 1]
         for k in sorted(set(highest.tolist()) - self._is_sharp):
             slow, fast, share = self._mixtures[k]
             along = self._shares * self._through[:, heads]
@@ -140,8 +142,7 @@ class LowerBound:
     def at(self, times: Floats | float) -> Floats:
         """No assignment that takes at most `times` seconds costs less, in joules; the rate is included."""
         self._prove_pending()
-        sharp = self._at_zero + self._losses
-        return np.asarray(self._lines_at(times, sharp - 4 * UNIT * np.abs(sharp)).max(axis=-1))
+        return np.asarray(self._lines_at(times, _lowered(self._at_zero + self._losses)).max(axis=-1))
 
     def gaps(self, times: Floats, costs: Floats) -> Floats:
         """How far costs are above the bound, relative to it."""
@@ -154,7 +155,7 @@ class LowerBound:
 
     @cached_property
     def _diamonds(self) -> Diamonds:
-        return Diamonds(self._table.dag, self._table.kind_of, self._times, self._costs)
+        return Diamonds(self.table.dag, self.table.kind_of, self._times, self._costs)
 
     def _prove_pending(self) -> None:
         if not self._pending:
@@ -162,7 +163,7 @@ class LowerBound:
         solutions, self._pending = self._pending, []
         first = len(self._values)
         flows = conserved_flows(
-            self._table.dag,
+            self.table.dag,
             np.array([solution.edge_flow for solution in solutions]),
             np.array([solution.sink_flow for solution in solutions]),
         )
@@ -186,10 +187,10 @@ class LowerBound:
 
     def _raised(self, through: Floats, values: Floats) -> Floats:
         """The values of flows, rounded up by what they and their mixtures may lack."""
-        return (values + self._defect * through.sum(axis=1)) * (1 + self._eps) + _TINY
+        return np.asarray((values + self._defect * through.sum(axis=1)) * (1 + self._eps) + _TINY)
 
     def _lines(self, through: Floats, values: Floats) -> tuple[Floats, Floats]:
-        """What flows prove: value at 0 s in joules and slope in J/s, the rate included, shape (flows,) each.
+        """What flows prove, the rate included: value at 0 s (J) and slope (J/s, never rising), shape (flows,) each.
 
         Args:
             through: Flow through each activity in J/s, shape (flows, n).
@@ -197,7 +198,7 @@ class LowerBound:
         """
         at_zero, size = np.zeros((2, len(through)))
         for kind, members in enumerate(self._members):
-            num_options = len(self._table.kinds[kind].times)
+            num_options = len(self.table.kinds[kind].times)
             times, costs = self._times[kind, :num_options, None, None], self._costs[kind, :num_options, None, None]
             at_once = max(_VALUES_AT_ONCE // (num_options * len(members)), 1)
             for first in range(0, len(through), at_once):
@@ -206,8 +207,13 @@ class LowerBound:
                 at_zero[some] += least.sum(axis=1)
                 size[some] += np.abs(least).sum(axis=1)
         at_zero -= 2 * (through.shape[1] + 1) * UNIT * size + _TINY
-        slopes = np.minimum(self._rate - self._raised(through, values), 0.0)
-        return at_zero - 4 * UNIT * np.abs(at_zero), slopes - 4 * UNIT * np.abs(slopes)
+        slopes = _lowered(self._rate - self._raised(through, values))
+        at_zero = _lowered(at_zero) + np.maximum(slopes, 0.0) * self._fastest
+        return _lowered(at_zero), np.minimum(slopes, 0.0)
+
+
+def _lowered(values: Floats) -> Floats:
+    return np.asarray(values - 4 * UNIT * np.abs(values))
 
 
 def _mixed(values: Floats, first: Floats, second: Floats, share: Floats) -> Floats:

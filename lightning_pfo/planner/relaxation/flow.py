@@ -7,9 +7,9 @@ flow is pushed from the sinks to the sources, level by level::
 
     phi_i = y_i + sum over the activities j that wait for i of share_ij phi_j           the shares into each j sum to 1
 
-With shares that are normalised exactly, all of phi_j flows into j, whatever rounding has made of it. What flows out of i
-is what the sum above would be without rounding, so phi_i differs from it by (d + 4) units of rounding at the most, d
-being the number of precedences into an activity plus that out of one, wherever they are most: no term is negative.
+With shares that are normalised exactly, all of phi_j flows into j, whatever rounding has made of it. What flows out of
+i is what the sum above would be without rounding. As no term is negative, phi_i differs from it by d + 4 roundings at
+the most, d being the number of precedences into an activity plus that out of one, wherever they are most.
 
 Example:
     A solver says that 6 J/s leave at activity 2, that 2.001 of them come from activity 0 and 4.001 from activity 1, and

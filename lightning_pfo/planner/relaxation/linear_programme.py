@@ -158,6 +158,8 @@ class RelaxedTradeoff:
 
         The returned cost excludes that price, as for `solve`.
         """
+        # All segments together cost no more per second: beyond that the fastest time is the optimum.
+        rate = min(rate, (len(self._owner) + 1) * self._cost_unit / self._time_unit)
         self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
         self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
         return self._run(float("nan"), rate)

@@ -39,7 +39,7 @@ Example:
     >>> menus = [[0], [4], [4, 6], [2], [5, 7], [0]]
     >>> table = OptionTable(network, [make_option_set(times, [4, 0][-len(times):], times) for times in menus])
     >>> through, along = np.array([4.0, 2, 2, 2, 2, 4]), np.full(6, 2.0)
-    >>> Diamonds(network, table.kind_of, table.times, table.costs).least_loss(through, along).round(9).item()
+    >>> round(Diamonds(network, table.kind_of, table.times, table.costs).least_loss(through, along), 9)
     2.0
 
 References:
@@ -62,7 +62,7 @@ from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.relaxation.flow import UNIT
 
 _OPTIONS = 12
-"""Options of an activity that are told apart, the nearest to the supporting line; the others are taken to fit exactly."""
+"""Options of an activity that are told apart, the nearest to the supporting line; the others are taken to fit."""
 
 _PASSES, _STEP = 5, 0.5
 """How often messages are passed, and how far towards the mean."""
@@ -134,9 +134,7 @@ class Diamonds:
         sure = total * (1 - 4 * len(self) * UNIT) - roundings - self._shared_too_much(shares, losses, sorts)
         return max(sure, 0.0)
 
-    def _pass_messages(
-        self, diamonds: _Sums, losses: Floats, nodes: Integers, sorts: _Sorts
-    ) -> tuple[Floats, float]:
+    def _pass_messages(self, diamonds: _Sums, losses: Floats, nodes: Integers, sorts: _Sorts) -> tuple[Floats, float]:
         """The best shares found, for each sort of diamond, and the sum of what all diamonds lose with them."""
         num_diamonds = np.maximum(self._diamonds_of_node[sorts.activities], 1)
         # Where the activities that stand for theirs are in diamonds.
@@ -216,7 +214,7 @@ class Diamonds:
 
 
 def _diamonds(network: ActivityNetwork) -> Iterator[tuple[int, ...]]:
-    """The four activities of each diamond, two to a path, then its four waits; a path of one begins with n, for none."""
+    """The four activities of each diamond, two to a path (n and it, where it is a single one), then its four waits."""
     events, waits = network.waits.T.tolist()
     link = {(node, event): number for number, (event, node) in enumerate(zip(events, waits, strict=True))}
     nothing = network.num_nodes
