@@ -48,6 +48,7 @@ from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
@@ -74,6 +75,7 @@ class Solver(Protocol):
         num_points: int,
         times: Sequence[float],
         deadlines: Sequence[float],
+        bound: LowerBound,
         on_progress: Progress | None,
     ) -> list[TradeoffPoint]:
         """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
@@ -85,6 +87,7 @@ class Solver(Protocol):
             num_points: Number of times near which assignments are wanted.
             times: Times in seconds that must be kept to; brought into the range of the frontier.
             deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
+            bound: Where to collect what is proven; for these options and this rate.
             on_progress: Called with what is being done, how much of it is done, and how much there is.
         """
         ...
@@ -134,6 +137,7 @@ def plan_frontier(
 
     baseline = predict(problem, top_clocks)
     kept_times_s = [baseline.iteration_time_s]
+    bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
     points = solver_for(schedule)(
         problem.network,
         problem.options,
@@ -141,6 +145,7 @@ def plan_frontier(
         num_points=settings.num_plans,
         times=kept_times_s,
         deadlines=settings.deadlines_s,
+        bound=bound,
         on_progress=on_progress,
     )
     plans = _plans(problem, points)
@@ -150,6 +155,7 @@ def plan_frontier(
             profile,
             problem.blocking,
             problem.options,
+            least_energy_j=partial(_least_energy_j, bound),
             starts=[baseline],
             deadlines_s=[*kept_times_s, *settings.deadlines_s],
             switch_latency_s=settings.switch_latency_s,
@@ -157,6 +163,7 @@ def plan_frontier(
             change_cost_j=settings.change_cost_j,
             on_progress=on_progress,
         )
+    baseline = replace(baseline, lower_bound_j=_least_energy_j(bound, baseline.iteration_time_s))
     limits = settings.switch_latency_s, settings.least_dwell_s
     return Frontier(schedule, profile, problem.blocking, baseline, tuple(plans), *limits)
 
@@ -185,6 +192,7 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
         num_points=2,
         times=(),
         deadlines=[deadline_s],
+        bound=LowerBound(OptionTable(problem.network, problem.options), problem.power_w),
         on_progress=None,
     )
     within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
@@ -217,8 +225,13 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
     plans = []
     for point, clocks in zip(points, table.knobs(assignments).T.tolist(), strict=True):
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
-        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, point.bound))
+        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
+
+
+def _least_energy_j(bound: LowerBound, time_s: float) -> float:
+    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
+    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
 
 
 def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
