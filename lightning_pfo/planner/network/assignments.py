@@ -138,11 +138,7 @@ class OptionTable:
 
     def finish_times(self, durations: Floats) -> Floats:
         """Earliest finish of each node in seconds, shaped as `durations`."""
-        order = self.dag.levels
-        finish = durations[order.nodes]
-        for level in order.levels[1:]:
-            finish[level.positions] += _latest(finish, level)
-        return np.asarray(finish[order.position_of])
+        return finish_times(self.dag, durations)
 
 
 class OptionLine:
@@ -201,3 +197,12 @@ def _latest(finish: Floats, level: Level) -> Floats:
     for before in level.neighbours[1:]:
         latest = np.maximum(latest, finish[before])
     return latest
+
+
+def finish_times(network: ActivityNetwork, durations: Floats) -> Floats:
+    """Earliest finish of each node in seconds, for each column of `durations`."""
+    order = network.levels
+    finish = durations[order.nodes]
+    for level in order.levels[1:]:
+        finish[level.positions] += _latest(finish, level)
+    return np.asarray(finish[order.position_of])
