@@ -12,7 +12,9 @@ from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, check_a
 NO_NUMBERS = [None, True, False, "1", b"1", [1], (1,), {1: 1}, 1j, object(), np.bool_(True), np.array([1.0, 2.0])]
 
 
-@pytest.mark.parametrize("value", [*NO_NUMBERS, math.nan, math.inf, -math.inf, -1.0, 1e278, pytest.param(10**8000, id="long")])
+@pytest.mark.parametrize(
+    "value", [*NO_NUMBERS, math.nan, math.inf, -math.inf, -1.0, 1e278, pytest.param(10**8000, id="long")]
+)
 @pytest.mark.parametrize("quantity", [CLOCK, TIME, ENERGY, POWER])
 def test_what_is_no_number_of_the_range_is_not_allowed(quantity, value):
     assert not quantity.allows(value)
