@@ -41,6 +41,7 @@ MAY_KNOW = {
         "planner.profile",
         "planner.network",
         "planner.pipeline",
+        "planner.relaxation",
         "planner.search",
         "planner.policies",
         "planner.limits",

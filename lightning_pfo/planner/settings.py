@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.ranges import Quantity, is_number, items
+from lightning_pfo.core.ranges import NUM_PLANS, is_number, items
 from lightning_pfo.core.wording import cut, did_you_mean, shortened
-
-NUM_PLANS = Quantity("a number of plans", "", 2, 10_000, is_whole=True)
-"""More plans than one can tell apart take memory and time without end."""
 
 
 @dataclass

@@ -134,11 +134,7 @@ class OptionTable:
 
     def finish_times(self, durations: Floats) -> Floats:
         """Earliest finish of each node in seconds, shaped as `durations`."""
-        order = self.dag.levels
-        finish = durations[order.nodes]
-        for level in order.levels[1:]:
-            finish[level.positions] += level.reduce(np.maximum, finish)
-        return np.asarray(finish[order.position_of])
+        return finish_times(self.dag, durations)
 
 
 class OptionLine:
@@ -189,3 +185,12 @@ class OptionLine:
         within = np.maximum(np.minimum(rooms, self._longest), -self._longest)  # np.clip is slower
         keys = self._spacing * kinds + within
         return np.searchsorted(self._keys, keys, side="right") - 1
+
+
+def finish_times(network: ActivityNetwork, durations: Floats) -> Floats:
+    """Earliest finish of each node in seconds, for each column of `durations`."""
+    order = network.levels
+    finish = durations[order.nodes]
+    for level in order.levels[1:]:
+        finish[level.positions] += level.reduce(np.maximum, finish)
+    return np.asarray(finish[order.position_of])
