@@ -27,7 +27,7 @@ from lightning_pfo.core.schedules.registry import (
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
-from lightning_pfo.planner.limits.switching import limit_switching
+from lightning_pfo.planner.limits.switching import check_effort, limit_switching
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
@@ -88,6 +88,8 @@ def plan_frontier(
         profile = read_profile(profile)
     check_plan_numbers(num_plans, switch_latency_s, least_dwell_s, change_cost_j)
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
+    if switch_latency_s or least_dwell_s or change_cost_j:
+        check_effort(len(schedule.instructions), num_plans + len(deadlines_s))
     blocking = resolve_blocking(profile, schedule, p2p_blocking_power_w)
     simulator = Simulator(profile, schedule, blocking)
     baseline = _baseline(profile, schedule, simulator)
