@@ -34,6 +34,7 @@ from lightning_pfo.planner.network.options import OptionSet, make_option_set
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
 from lightning_pfo.planner.pipeline.timeline import Simulator
+from lightning_pfo.planner.policies.top_clocks import top_clocks
 from lightning_pfo.planner.profile.blocking_power import BlockingPowerOption, resolve_blocking
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
@@ -200,8 +201,7 @@ def _resolve_schedule(
 
 def _baseline(profile: Profile, schedule: PipelineSchedule, simulator: Simulator) -> FrequencyPlan:
     """Every instruction at its stage's top clock."""
-    top = [profile.top_clock_mhz(stage) for stage in range(schedule.num_stages)]
-    clocks = tuple(tuple(top[inst.stage] for inst in order) for order in schedule.orders)
+    clocks = top_clocks(profile, schedule)
     timeline = simulator.play(clocks)
     return FrequencyPlan(schedule, clocks, timeline.iteration_time_s, timeline.iteration_energy_j)
 
