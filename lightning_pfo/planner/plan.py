@@ -34,7 +34,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
-from lightning_pfo.planner.limits.switching import limit_switching
+from lightning_pfo.planner.limits.switching import check_effort, limit_switching
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
@@ -133,6 +133,8 @@ def plan_frontier(
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
+    if settings.limits_changes:
+        check_effort(len(schedule.instructions), settings.num_plans + len(settings.deadlines_s))
     problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
 
     baseline = predict(problem, top_clocks)
@@ -267,17 +269,3 @@ def _resolve_schedule(
             f"the profile {profile.num_stages}. Profile a pipeline of {schedule.num_stages} stages."
         )
     return schedule
-
-
-def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, stages_per_rank: int) -> PipelineSchedule:
-    if num_microbatches is None:
-        raise ConfigurationError(
-            f"Planning for schedule {name!r} needs the number of microbatches per iteration: "
-            "give num_microbatches, e.g. num_microbatches=12."
-        )
-    if profile.num_stages % stages_per_rank:
-        raise ConfigurationError(
-            f"Schedule {name!r} with {stages_per_rank} stages per rank needs a multiple of {stages_per_rank} stages; "
-            f"the profile has {profile.num_stages}. Give stages_per_rank, or profile another number of stages."
-        )
-    return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)

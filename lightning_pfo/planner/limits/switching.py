@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.errors import ConfigurationError, PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.planner.limits.limited_pipeline import EQUAL_TIMES, LimitedPipeline, make_limited_pipeline
@@ -25,6 +25,11 @@ from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.pipeline.timeline import Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
+
+_S_PER_INSTRUCTION = 7e-4
+"""CPU time per plan, measured: two thirds choose clocks rank by rank, one third plays what was chosen."""
+
+_MOST_S = 1200.0
 
 _SHARES_OF_SLACK = (0.5, 1.0, 0.0)
 """Where windows lie between the earliest and the latest schedule, round by round."""
@@ -73,13 +78,14 @@ def limit_switching(
         least_dwell_s=least_dwell_s,
         change_cost_j=change_cost_j,
     )
+    groups = independent_ranks(pipeline.schedule)
     found: list[Timeline] = []
     sources = [*starts, *plans]
     for done, plan in enumerate(sources, 1):
         begun = start_from(pipeline, plan.clocks_mhz, plan.iteration_time_s)
         if begun is not None:
             deadline_s = max(begun.iteration_time_s, plan.iteration_time_s)
-            found.append(_improve(pipeline, begun, deadline_s, _price_w(plans, plan.iteration_time_s)))
+            found.append(_improve(pipeline, groups, begun, deadline_s, _price_w(plans, plan.iteration_time_s)))
         if on_progress is not None:
             on_progress("limiting clock changes", done, len(sources))
     if not found:
@@ -92,15 +98,37 @@ def limit_switching(
         within = [one for one in found if one.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
         if within:
             best = min(within, key=lambda one: one.iteration_energy_j)
-            found.append(_improve(pipeline, best, deadline_s, _price_w(plans, deadline_s)))
+            found.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
     return _frontier(pipeline, found, plans, least_energy_j)
 
 
-def _improve(pipeline: LimitedPipeline, timeline: Timeline, deadline_s: float, price_w: float) -> Timeline:
+def check_effort(num_instructions: int, num_plans: int) -> None:
+    """Refuse what would take too long, before anything is planned.
+
+    Args:
+        num_instructions: Instructions of an iteration, all ranks together.
+        num_plans: Number of plans that are limited.
+
+    Raises:
+        ConfigurationError: If it would; the message says what would not.
+    """
+    plan_s = num_instructions * _S_PER_INSTRUCTION
+    if num_plans * plan_s > _MOST_S:
+        raise ConfigurationError(
+            f"Planning for few clock changes may take {_MOST_S / 60:.0f} minutes of CPU time; {num_plans} plans of "
+            f"{num_instructions} instructions would take about {num_plans * plan_s / 60:.0f}. Plan for "
+            f"{max(int(_MOST_S / plan_s), 2)} iteration times or fewer (num_plans and deadlines_s together) or fewer "
+            "microbatches, or leave out switch_latency_s, least_dwell_s and change_cost_j."
+        )
+
+
+def _improve(
+    pipeline: LimitedPipeline, groups: Sequence[Sequence[int]], timeline: Timeline, deadline_s: float, price_w: float
+) -> Timeline:
     """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second is worth `price_w`."""
     schedule, dag, num_ranks = pipeline.schedule, pipeline.simulator.dag, len(pipeline.programmes)
     for share in _SHARES_OF_SLACK:
-        for group in independent_ranks(schedule):
+        for group in groups:
             starts_s = schedule_between(dag, timeline, deadline_s, share)
             change_cost, present = pipeline.change_cost(timeline), timeline.clocks_by_rank
             rows = {}
@@ -154,8 +182,8 @@ def _frontier(
     kept: list[FrequencyPlan] = []
     for timeline in sorted(found, key=lambda one: (one.iteration_time_s, pipeline.score(one))):
         time_s, energy_j = timeline.iteration_time_s, timeline.iteration_energy_j
-        if kept and energy_j >= kept[-1].iteration_energy_j:
-            continue
+        if kept and (energy_j >= kept[-1].iteration_energy_j or time_s == kept[-1].iteration_time_s):
+            continue  # of equal times the one of the best score stays, though one with more changes may need less
         unlimited_j = float(np.interp(time_s, times_s, [one.iteration_energy_j for one in plans]))
         kept.append(
             FrequencyPlan(
