@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 
 from lightning_pfo.core.errors import PlanError, PlanMismatchError
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted, pipeline_size
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.report import Report
+from lightning_pfo.pictures.frontier import draw_frontier
+from lightning_pfo.pictures.profile import draw_energy_valleys
+from lightning_pfo.pictures.style import CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
+from lightning_pfo.pictures.timeline import draw_timelines
 from lightning_pfo.planner import Frontier
-from lightning_pfo.planner.frontier_picture import draw_frontier
-from lightning_pfo.planner.picture import CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
-from lightning_pfo.planner.profile_picture import draw_energy_valleys
-from lightning_pfo.planner.timeline_picture import draw_timelines
 
 
 def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, output_dir: Path) -> None:

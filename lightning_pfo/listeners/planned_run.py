@@ -18,9 +18,9 @@ from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
 from lightning_pfo.listeners.plan_cursor import PlanCursor
-from lightning_pfo.planner.frontier import Frontier
-from lightning_pfo.planner.frontier_io import load_frontier
-from lightning_pfo.planner.select import select_plan
+from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.frontier_files import load_frontier
+from lightning_pfo.planner.frontier.select import select_plan
 
 log = logging.getLogger(__name__)
 

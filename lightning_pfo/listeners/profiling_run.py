@@ -22,7 +22,7 @@ from lightning_pfo.listeners.agreement import check_together
 from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
 from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
-from lightning_pfo.planner.profile_csv import write_profile
+from lightning_pfo.planner.profile.profile_csv import write_profile
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@ import pytest
 from lightning_pfo.core.errors import PlanError, PlanMismatchError
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.pipeline_schedule import PipelineSchedule, one_f_one_b
+from lightning_pfo.core.schedules.schedule import PipelineSchedule, one_f_one_b
 
 
 def test_each_instruction_has_its_clock():

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from lightning_pfo.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
 from lightning_pfo.experiment.checks import check_experiment, check_settings
+from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.experiment.run import gpu_for
 from lightning_pfo.experiment.training import accelerator_of, check_trainer_options
 from lightning_pfo.listeners.profiling_run import ScanSettings

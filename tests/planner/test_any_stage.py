@@ -3,9 +3,9 @@
 import pytest
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.core.pipeline_schedule import make_schedule
+from lightning_pfo.core.schedules.schedule import make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
-from lightning_pfo.planner.blocking import BlockingPower
+from lightning_pfo.planner.profile.blocking_power import BlockingPower
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 I, W = InstructionType.INPUT_GRADIENT, InstructionType.WEIGHT_GRADIENT  # noqa: E741 (the field's letters)

@@ -1,5 +1,7 @@
-"""Orders of instructions by rank, generated from integers; one family of schedules per module.
+"""The order of instructions on each rank: schedules by name, what they must satisfy, and the transfers they imply.
 
-Each function maps (ranks, microbatches, ...) to `Orders` and knows nothing else; `core.pipeline_schedule` gives them
-names, wraps them into a `PipelineSchedule` and checks them.
+Read `schedule` (the data and its rules), then `registry` (from a name to a schedule). `one_stage_per_rank`,
+`interleaved`, `v_shaped` and `envpipe` are families of orders, functions from integers to `Orders`; `order_file` reads
+an order of the user's own. `p2p` and `in_flight` say what an order means for channels and memory, and `validation` is
+everything that is checked before a training uses one.
 """

@@ -1,0 +1,4 @@
+"""Pictures of profiles, frontiers and timelines; matplotlib is loaded when one is drawn.
+
+Read `style` (what they share), then `frontier`, `timeline` and `profile`.
+"""

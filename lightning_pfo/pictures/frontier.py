@@ -1,0 +1,109 @@
+"""The picture of a frontier: energy over iteration time, with what is possible and what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import counted, pipeline_size
+from lightning_pfo.pictures.style import (
+    BOUND,
+    CHOSEN,
+    GRID,
+    INK,
+    MUTED,
+    PLAN,
+    TOP_CLOCKS,
+    difference,
+    new_figure,
+    save_figure,
+    tidy,
+)
+from lightning_pfo.planner.frontier.data import Frontier
+
+
+def draw_frontier(
+    frontier: Frontier,
+    path: str | os.PathLike[str],
+    *,
+    chosen: FrequencyPlan | None = None,
+    measured: Sequence[tuple[float, float]] = (),
+) -> None:
+    """Draw the frontier, the proven bound, the top clocks' point and the chosen plan.
+
+    Args:
+        frontier: What to draw.
+        path: Picture file to write.
+        chosen: Plan to mark; the cheapest without slowdown is the usual choice.
+        measured: Iteration times (s) and energies (J) measured in training, to compare with the predictions.
+    """
+    figure = new_figure(8.0, 5.0)
+    axes = figure.add_subplot()
+    times = [plan.iteration_time_s for plan in frontier.plans]
+    energies = [plan.iteration_energy_j for plan in frontier.plans]
+    bounds = [plan.lower_bound_j for plan in frontier.plans]
+    top = frontier.baseline
+
+    axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound: no plan is below")
+    highest = max(top.iteration_energy_j, *energies, *(energy_j for _, energy_j in measured))
+    floor = min(bounds) - 0.06 * (highest - min(bounds))
+    # What the chosen plan saves is written above it.
+    is_high = chosen is not None and chosen.iteration_energy_j > highest - 0.12 * (highest - floor)
+    ceiling = highest + (0.2 if is_high else 0.05) * (highest - floor)
+    axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
+    number = counted(len(times), "plan")
+    axes.plot(times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=number)
+    axes.plot(
+        [top.iteration_time_s], [top.iteration_energy_j],
+        color=TOP_CLOCKS, marker="X", markersize=10, linestyle="none", zorder=4, label="top clocks",
+    )  # fmt: skip
+    if chosen is not None:
+        axes.plot(
+            [chosen.iteration_time_s], [chosen.iteration_energy_j],
+            color=CHOSEN, marker="*", markersize=16, markeredgecolor=INK, markeredgewidth=0.6, linestyle="none",
+            zorder=5, label="chosen plan",
+        )  # fmt: skip
+        _annotate_saving(axes, top, chosen, to_the_left=chosen.iteration_time_s > (times[0] + times[-1]) / 2)
+
+    if measured:
+        axes.plot(
+            *zip(*measured, strict=True),
+            color=INK, marker="o", markersize=9, markerfacecolor="none", markeredgewidth=1.5, linestyle="none",
+            zorder=6, label="measured",
+        )  # fmt: skip
+    if ceiling > floor:
+        axes.set_ylim(floor, ceiling)
+    axes.set_xlabel("iteration time (s)", color=INK)
+    axes.set_ylabel("iteration energy (J)", color=INK)
+    schedule, device = frontier.schedule, frontier.profile.device
+    size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
+    axes.set_title(f"{device}{', ' if device else ''}{schedule.name}, {size}", loc="left", color=INK, fontsize=11)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    tidy(axes)
+    slowdown = axes.secondary_xaxis(
+        "top",
+        functions=(
+            lambda time_s: 100 * (np.asarray(time_s) / top.iteration_time_s - 1),
+            lambda percent: top.iteration_time_s * (1 + np.asarray(percent) / 100),
+        ),
+    )
+    slowdown.set_xlabel("against the top clocks", color=MUTED, fontsize=9)
+    slowdown.xaxis.set_major_formatter(FuncFormatter(lambda percent, _: f"{percent:+g} %" if percent else "0 %"))
+    slowdown.tick_params(colors=MUTED, labelsize=8)
+    slowdown.spines["top"].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+    save_figure(figure, path)
+
+
+def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan, to_the_left: bool) -> None:
+    axes.annotate(
+        "\n".join(difference(top, chosen)),
+        xy=(chosen.iteration_time_s, chosen.iteration_energy_j), xytext=(8 if to_the_left else 16, 24),
+        textcoords="offset points", ha="right" if to_the_left else "left", fontsize=9, color=INK, zorder=6,
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Choosing a plan of a frontier by a short expression.
+
+===============  =========================================================================
+`3`              plan number 3 (as in frontier.csv: 0 is the slowest, larger is faster)
+`fastest`        the plan of least iteration time
+`no_slowdown`    the least energy at the top clocks' iteration time; the same as `1.0x`
+`1.02x`          the least energy at up to 1.02 times the top clocks' iteration time
+`2.84s`          the least energy at an iteration time of up to 2.84 s
+`least_energy`   the plan of least iteration energy
+`least_edp`      the plan of least energy-delay product (iteration energy x iteration time)
+`350W`           the fastest plan whose GPUs take at most 350 W each on average
+`T'=2.9s`        the least energy beside a straggler: a replica whose iteration takes 2.9 s
+===============  =========================================================================
+
+All replicas of a data-parallel job wait for the slowest. Beside a straggler with iteration time T' the cheapest plan is
+therefore the one of least energy that is not slower than T'; `T'=1.1x` is meant relative to the top clocks, and
+`straggler=2.9s` is the same as `T'=2.9s` where a quote is awkward to type.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import rounded_up
+from lightning_pfo.planner.frontier.data import Frontier
+
+_INDEX = re.compile(r"[0-9]+")
+_MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])")
+_STRAGGLER = re.compile(r"(?:T['\u2019]|straggler)\s*=\s*(?=.*[xs]$)")
+_NAMES = ("fastest", "no_slowdown", "least_energy", "least_edp")
+_EQUAL_TIMES = 1e-9
+
+FORMS = f"3, 1.02x, 2.84s, 350W, T'=2.9s, {', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
+"""The forms of a selection, for help texts."""
+
+
+def check_selection(expression: str | int) -> None:
+    """Check that `select_plan` understands an expression, before there is a frontier.
+
+    Raises:
+        PlanError: If it does not.
+    """
+    text = _without_straggler(expression)
+    if text not in _NAMES and not _INDEX.fullmatch(text) and not _MEASURE.fullmatch(text):
+        raise PlanError(
+            f"Cannot select a plan by {text!r}. Use a plan number (3), a slowdown (1.02x), an iteration time (2.84s), "
+            f"an average power per GPU (350W), a straggler's iteration time (T'=2.9s), {', '.join(_NAMES[:-1])} or "
+            f"{_NAMES[-1]}."
+        )
+
+
+def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
+    """Choose a plan.
+
+    Args:
+        frontier: Where to choose from.
+        expression: One of the forms in the module docstring.
+
+    Raises:
+        PlanError: If the expression is not understood, or no plan of the frontier meets it.
+    """
+    check_selection(expression)
+    text = _without_straggler(expression)
+    if text == "fastest":
+        return frontier.fastest
+    if text == "least_energy":
+        return frontier.least_energy
+    if text == "least_edp":
+        return min(frontier.plans, key=lambda plan: plan.iteration_energy_j * plan.iteration_time_s)
+    if text == "no_slowdown":
+        text = "1.0x"
+    if _INDEX.fullmatch(text):
+        return _by_number(frontier, int(text))
+    match = _MEASURE.fullmatch(text)
+    assert match is not None  # the selection was checked
+    amount = float(match[1])
+    if match[2] == "W":
+        return _within_power(frontier, amount)
+    return _within(frontier, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+
+
+def _without_straggler(expression: str | int) -> str:
+    """What a straggler asks for is a deadline: whoever waits for it anyway may be as slow."""
+    return _STRAGGLER.sub("", str(expression).strip(), count=1)
+
+
+def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:
+    if number >= len(frontier.plans):
+        raise PlanError(f"There is no plan {number}; plans are numbered 0 (slowest) to {len(frontier.plans) - 1}.")
+    return frontier.plans[len(frontier.plans) - 1 - number]
+
+
+def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
+    """The cheapest plan of at most `deadline_s`: the slowest, as none is dominated."""
+    fitting = [plan for plan in frontier.plans if plan.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)]
+    if not fitting:
+        fastest_s, slowest_s = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
+        top_s = frontier.baseline.iteration_time_s
+        raise PlanError(
+            f"No plan meets {text}: iteration times range from {rounded_up(fastest_s, 6)} s "
+            f"({rounded_up(fastest_s / top_s, 4)}x) to {slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' "
+            f"{top_s:.6f} s)."
+        )
+    return fitting[-1]
+
+
+def _within_power(frontier: Frontier, power_w: float) -> FrequencyPlan:
+    """The fastest plan of at most `power_w` per GPU; power falls along the frontier, as energy falls and time rises."""
+    num_gpus = frontier.schedule.num_ranks * frontier.profile.gpus_per_stage
+    powers_w = [plan.iteration_energy_j / plan.iteration_time_s / num_gpus for plan in frontier.plans]
+    for plan, plan_power_w in zip(frontier.plans, powers_w, strict=True):
+        if plan_power_w <= power_w * (1 + _EQUAL_TIMES):
+            return plan
+    least = rounded_up(powers_w[-1], 2)
+    raise PlanError(
+        f"No plan takes at most {power_w:g} W per GPU: average powers range from {least} W to {powers_w[0]:.2f} W. Ask "
+        f"for {least} W or more."
+    )

@@ -1,0 +1,72 @@
+"""Plan files of Zeus, `freqs_pipeline_%05d.py`: a Python literal with a row per stage, in execution order.
+
+Two forms are known: `("forward", 1410)` pairs (Zeus, Kareus), which are also written, and bare clocks (the Perseus
+artifact). Files are parsed as literals and never executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+
+
+def zeus_text(plan: FrequencyPlan, number: int) -> str:
+    """The file of a plan; `number` is its number in the frontier."""
+    time_s, energy_j = plan.iteration_time_s, plan.iteration_energy_j
+    lines = [f"# Plan {number}: iteration time {time_s:.6f} s, iteration energy {energy_j:.3f} J", "["]
+    for order, clocks in zip(plan.schedule.orders, plan.clocks_mhz, strict=True):
+        pairs = (f'("{inst.type.profile_name}", {mhz})' for inst, mhz in zip(order, clocks, strict=True))
+        lines.append(f"    [{', '.join(pairs)}],")
+    return "\n".join([*lines, "]"]) + "\n"
+
+
+def read_zeus_plan(path: str | os.PathLike[str], schedule: PipelineSchedule) -> FrequencyPlan:
+    """Read a plan file of either form.
+
+    Args:
+        path: File to read.
+        schedule: The order the file was written for; Zeus and Perseus know 1F1B only.
+
+    Returns:
+        The plan; its time and energy are not in the file (nan), see `simulate`.
+
+    Raises:
+        PlanError: If the file cannot be read, is no such literal, or does not fit the schedule.
+    """
+    where = Path(path)
+    try:
+        rows = ast.literal_eval(where.read_text(encoding="utf-8-sig").strip())
+    except (OSError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise PlanError(f"{where} cannot be read as a plan, a Python list with a row per stage: {error}.") from error
+    if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
+        raise PlanError(f"{where} must be a list with a list per stage, got {str(rows)[:60]!r}.")
+    expected = [len(order) for order in schedule.orders]
+    if [len(row) for row in rows] != expected:
+        raise PlanError(
+            f"{where} has {[len(row) for row in rows]} clocks by row, but schedule {schedule.name!r} with "
+            f"{schedule.num_stages} stages x {schedule.num_microbatches} microbatches runs {expected} instructions."
+        )
+    clocks = tuple(
+        tuple(_clock(where, entry, inst) for entry, inst in zip(row, order, strict=True))
+        for row, order in zip(rows, schedule.orders, strict=True)
+    )
+    return FrequencyPlan(schedule, clocks, float("nan"), float("nan"))
+
+
+def _clock(where: Path, entry: Any, instruction: Instruction) -> int:
+    name, mhz = entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else (None, entry)
+    if name not in (None, instruction.type.profile_name):
+        raise PlanError(
+            f"{where} has {name!r} where the schedule runs {instruction} ({instruction.type.profile_name}). Read it "
+            "with the schedule it was written for."
+        )
+    if isinstance(mhz, bool) or not isinstance(mhz, int) or mhz <= 0:
+        raise PlanError(f"{where}: the entry of {instruction} must be a clock in whole MHz, got {entry!r}.")
+    return mhz

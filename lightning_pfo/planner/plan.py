@@ -1,0 +1,257 @@
+"""From a profile to the Pareto frontier of iteration time and iteration energy: the method, step by step.
+
+::
+
+    profile, schedule, blocking power   -> Problem          what each instruction costs at each clock
+    Problem                             -> TradeoffPoints   relax (lower bounds), search (assignments near them)
+    TradeoffPoints                      -> FrequencyPlans   clocks by rank, and clocks for long waits
+    FrequencyPlans                      -> FrequencyPlans   fewer changes, for GPUs that change clocks slowly
+    FrequencyPlans                      -> Frontier
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.progress import Progress
+from lightning_pfo.core.schedules.schedule import (
+    SCHEDULES,
+    PipelineSchedule,
+    check_schedule_name,
+    load_schedule,
+    make_schedule,
+)
+from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
+from lightning_pfo.planner.limits.switching import limit_switching
+from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
+from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork
+from lightning_pfo.planner.network.options import OptionSet
+from lightning_pfo.planner.pipeline.problem import Problem, Rows
+from lightning_pfo.planner.pipeline.steady_state import steady_middles
+from lightning_pfo.planner.pipeline.timeline import Simulator
+from lightning_pfo.planner.policies.policy import Policy
+from lightning_pfo.planner.policies.top_clocks import top_clocks
+from lightning_pfo.planner.profile.blocking_power import resolve_blocking
+from lightning_pfo.planner.profile.denoise import regularise
+from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
+from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
+from lightning_pfo.planner.settings import PlanSettings, changed
+
+_MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
+"""From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
+the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
+
+
+class Solver(Protocol):
+    """Traces the time-cost tradeoff of an activity network."""
+
+    def __call__(
+        self,
+        network: ActivityNetwork,
+        options: Sequence[OptionSet],
+        *,
+        rate: float,
+        num_points: int,
+        times: Sequence[float],
+        deadlines: Sequence[float],
+        on_progress: Progress | None,
+    ) -> list[TradeoffPoint]:
+        """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
+
+        Args:
+            network: The precedences.
+            options: Options of each activity.
+            rate: Cost of a second of the longest path in J/s.
+            num_points: Number of times near which assignments are wanted.
+            times: Times in seconds that must be kept to; brought into the range of the frontier.
+            deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
+            on_progress: Called with what is being done, how much of it is done, and how much there is.
+        """
+        ...
+
+
+def plan_frontier(
+    profile: Profile | str | os.PathLike[str],
+    settings: PlanSettings | None = None,
+    *,
+    num_microbatches: int | None = None,
+    schedule: str | PipelineSchedule = "1f1b",
+    stages_per_rank: int | None = None,
+    on_progress: Progress | None = None,
+    **changes: Any,
+) -> Frontier:
+    """Find the cheapest clocks for every instruction, for iteration times from the fastest to the least energy.
+
+    The top clocks' iteration time is always among those planned for, so that "no slowdown" is on the frontier.
+
+    Args:
+        profile: Measurements, or the path of their CSV file.
+        settings: How to plan; None for the defaults.
+        num_microbatches: Microbatches per iteration; not needed where `schedule` is a `PipelineSchedule`.
+        schedule: Name of a schedule, `file:PATH` of an order of your own, or the order itself.
+        stages_per_rank: Stages that share a GPU, for schedules that leave it open; None takes what is usual.
+        on_progress: Called with what is being done, how much of it is done, and how much there is.
+        **changes: Fields of `PlanSettings`, such as num_plans=20 or p2p_blocking_power_w=85.
+
+    Raises:
+        ProfileError: If the profile cannot be used, or has no blocking power and none is given.
+        ConfigurationError: If an argument is out of range or the schedule cannot be executed.
+        PlanError: If a deadline is shorter than the fastest plan's time.
+    """
+    settings = changed(settings or PlanSettings(), changes)
+    settings.check()
+    if not isinstance(profile, Profile):
+        profile = read_profile(profile)
+    if settings.regularise:
+        profile = regularise(profile).profile
+    schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
+    problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
+
+    baseline = predict(problem, top_clocks)
+    kept_times_s = [baseline.iteration_time_s]
+    points = solver_for(schedule)(
+        problem.network,
+        problem.options,
+        rate=problem.power_w,
+        num_points=settings.num_plans,
+        times=kept_times_s,
+        deadlines=settings.deadlines_s,
+        on_progress=on_progress,
+    )
+    plans = _plans(problem, points)
+    if settings.limits_changes:
+        plans = limit_switching(
+            plans,
+            profile,
+            problem.blocking,
+            problem.options,
+            starts=[baseline],
+            deadlines_s=[*kept_times_s, *settings.deadlines_s],
+            switch_latency_s=settings.switch_latency_s,
+            least_dwell_s=settings.least_dwell_s,
+            change_cost_j=settings.change_cost_j,
+            on_progress=on_progress,
+        )
+    limits = settings.switch_latency_s, settings.least_dwell_s
+    return Frontier(schedule, profile, problem.blocking, baseline, tuple(plans), *limits)
+
+
+def predict(problem: Problem, policy: Policy, deadline_s: float | None = None) -> FrequencyPlan:
+    """A policy's plan, with the time and energy that the profile predicts.
+
+    Args:
+        problem: The pipeline.
+        policy: Chooses the clocks.
+        deadline_s: Iteration time in seconds for the policy to keep to.
+    """
+    rows = policy(problem, deadline_s)
+    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).run(rows)
+    return FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
+
+
+def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
+    """The planner's own policy: the least energy that was found, at the top clocks' time unless told otherwise."""
+    if deadline_s is None:
+        deadline_s = predict(problem, top_clocks).iteration_time_s
+    points = solver_for(problem.schedule)(
+        problem.network,
+        problem.options,
+        rate=problem.power_w,
+        num_points=2,
+        times=(),
+        deadlines=[deadline_s],
+        on_progress=None,
+    )
+    within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
+    return within[-1].clocks_mhz
+
+
+POLICIES: dict[str, Policy] = {"top_clocks": top_clocks, "least_energy": least_energy}
+"""Policies by name."""
+
+
+def solver_for(schedule: PipelineSchedule) -> Solver:
+    """The solver for a pipeline of this length; it is told which steady states to merge in the relaxation."""
+    size = len(schedule.instructions)
+    if size >= LONG_PIPELINE:
+        middles = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES)
+        if middles:
+            return partial(trace_long_tradeoff, runs=middles)
+    middles = steady_middles(schedule, margin=_MERGED_MARGIN) if size >= _MERGED_PIPELINE else []
+    return partial(trace_tradeoff, runs=middles)
+
+
+def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyPlan]:
+    """Clocks for the assignments that were found; where waits may have clocks, for long waits too."""
+    table = OptionTable(problem.network, problem.options)
+    assignments, equal = np.array([point.choice for point in points]).T, {}
+    if not problem.has_wait_clocks:  # else equal instructions may leave unequal waits
+        times = np.array([point.time for point in points])
+        assignments = exchange_clocks(problem.schedule, table, assignments, times)
+        equal = equal_clocks(problem.profile)
+    plans = []
+    for point, clocks in zip(points, table.knobs(assignments).T.tolist(), strict=True):
+        rows = share_clocks(problem.schedule, equal, problem.rows(clocks))
+        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, point.bound))
+    return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
+
+
+def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
+    """The plans with clocks for their long waits, and what their waits really cost; none dominated, fast to slow."""
+    simulator = Simulator(problem.profile, problem.schedule, problem.blocking)
+    kept: list[FrequencyPlan] = []
+    for plan in plans:
+        timeline = simulator.run(plan.clocks_mhz)
+        wait_clocks = choose_wait_clocks(timeline, problem.blocking)
+        energy_j = simulator.run(plan.clocks_mhz, wait_clocks).iteration_energy_j
+        if not kept or energy_j < kept[-1].iteration_energy_j:
+            kept.append(replace(plan, iteration_energy_j=energy_j, wait_clocks=wait_clocks))
+    return kept
+
+
+def _resolve_schedule(
+    schedule: str | PipelineSchedule, profile: Profile, num_microbatches: int | None, stages_per_rank: int | None
+) -> PipelineSchedule:
+    if isinstance(schedule, str):
+        check_schedule_name(schedule)
+        family = SCHEDULES.get(schedule.partition(":")[0])
+        if family is not None:
+            return _make_schedule(schedule, profile, num_microbatches, stages_per_rank or family.stages_per_rank)
+        schedule = load_schedule(schedule.removeprefix("file:"))
+    if num_microbatches not in (None, schedule.num_microbatches):
+        raise ConfigurationError(
+            f"num_microbatches={num_microbatches} contradicts the given schedule {schedule.name!r} of "
+            f"{schedule.num_microbatches} microbatches. Leave it out or make them equal."
+        )
+    if schedule.num_stages != profile.num_stages:
+        raise ConfigurationError(
+            f"The profile must have the stages of the schedule: {schedule.name!r} has {schedule.num_stages} stages, "
+            f"the profile {profile.num_stages}. Profile a pipeline of {schedule.num_stages} stages."
+        )
+    return schedule
+
+
+def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, stages_per_rank: int) -> PipelineSchedule:
+    if num_microbatches is None:
+        raise ConfigurationError(
+            f"Planning for schedule {name!r} needs the number of microbatches per iteration: "
+            "give num_microbatches, e.g. num_microbatches=12."
+        )
+    if profile.num_stages % stages_per_rank:
+        raise ConfigurationError(
+            f"Schedule {name!r} with {stages_per_rank} stages per rank needs a multiple of {stages_per_rank} stages; "
+            f"the profile has {profile.num_stages}. Give stages_per_rank, or profile another number of stages."
+        )
+    return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)

@@ -1,0 +1,254 @@
+r"""The relaxed time-cost tradeoff as a linear programme with the iteration time as parameter.
+
+Every node i of the DAG may take any duration on the lower convex hull of its options. Nodes with the same predecessors
+may as well start together, at one *event*; so with the time s_e of each event, the iteration time T, and one segment
+variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
+
+    minimise    constant + sum_ik g_ik x_ik
+    subject to  s_f - s_e - sum_k x_ik >= t_i     for each node i from its event e to an event f that waits for it
+                T   - s_e - sum_k x_ik >= t_i     for each sink i                (t_i: the fastest option of i)
+                0 <= x_ik <= w_ik,  s >= 0
+
+Hull slopes increase, so segments fill in order without being told to (Kelley 1961; Fulkerson 1961). The optimum
+LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every real choice of options
+is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every plan of iteration time T'. The duals
+of the rows form a flow of value -slope from the sources to the sinks (Phillips and Dessouky 1977). In the steady state
+of 1F1B events halve the number of rows: `F` of a stage and `B` of the next both wait for the same two nodes.
+
+Only a column bound changes from one T to the next, so the previous basis stays dual feasible and the dual simplex
+continues from it.
+
+References:
+    J. E. Kelley, Critical-path planning and scheduling: mathematical basis, Operations Research 9(3), 1961.
+    D. R. Fulkerson, A network flow computation for project cost curves, Management Science 7(2), 1961.
+    S. Phillips and M. I. Dessouky, Solving the project time/cost tradeoff problem using the minimal cut concept,
+    Management Science 24(4), 1977.
+    Q. Huangfu and J. A. J. Hall, Parallelizing the dual revised simplex method, Math. Prog. Comp. 10, 2018 (HiGHS).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import numpy as np
+
+from lightning_pfo.core.errors import PlanError
+from lightning_pfo.planner.network.arrays import Floats
+from lightning_pfo.planner.network.dag import ActivityNetwork
+from lightning_pfo.planner.network.options import OptionSet
+
+_SHORTEST_SEGMENT = 1e-6
+"""Hull segments shorter than this part of a typical time are not told apart from a step."""
+
+
+@dataclass(frozen=True, eq=False)
+class RelaxedSolution:
+    """An optimum of the relaxation.
+
+    Attributes:
+        time: Iteration time T in seconds.
+        cost: LP(T) in joules.
+        slope: Derivative of LP at T in J/s (a subgradient at a corner), at most 0.
+        starts: Start time of each node in seconds, shape (n,).
+        durations: Duration of each node in seconds, shape (n,).
+        edge_flow: Duals of the precedences in J/s, aligned with `dag.edges`: what a second of slack there is worth.
+        sink_flow: Duals of the ends in J/s, aligned with `dag.sinks`.
+        flow: Flow through each node in J/s, shape (n,): what a second of its duration is worth.
+    """
+
+    time: float
+    cost: float
+    slope: float
+    starts: Floats
+    durations: Floats
+    edge_flow: Floats
+    sink_flow: Floats
+    flow: Floats
+
+    def bound_at(self, time: float) -> float:
+        """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
+        return self.cost + self.slope * (time - self.time)
+
+
+class RelaxedTradeoff:
+    """The parametric linear programme of one DAG; keeps its basis from one solve to the next.
+
+    Args:
+        dag: The precedences.
+        options: Options of each node; nodes of one kind should share one object.
+    """
+
+    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet]) -> None:
+        n, kinds = dag.num_nodes, tuple(dict.fromkeys(options))
+        number = {opts: i for i, opts in enumerate(kinds)}
+        kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
+        fastest_of, slowest_of = np.array([(opts.times[0], opts.times[-1]) for opts in kinds]).reshape(-1, 2).T
+        self._fastest = fastest_of[kind_of]
+        # Solver tolerances are absolute (1e-7), so instruction times and costs are brought to the order of one.
+        self._time_unit = float(slowest_of[kind_of].mean()) or 1.0
+        hulls = [_relaxed_hull(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in kinds]
+        self._constant = float(np.array([costs[0] for _, costs in hulls])[kind_of].sum())
+        num_segments = np.array([len(times) - 1 for times, _ in hulls])
+        is_segment = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
+        padded = np.zeros((2, *is_segment.shape))
+        if is_segment.any():
+            lengths, falls = (np.concatenate([np.diff(line[i]) for line in hulls]) for i in (0, 1))
+            padded[:, is_segment] = lengths, falls / lengths
+        lengths, slopes = padded[:, kind_of][:, is_segment[kind_of]]
+        self._cost_unit = float(np.abs(slopes).max(initial=0.0) or 1.0) * self._time_unit
+        self._num_nodes = n
+        self._start_of = np.array(dag.start_of, dtype=np.int64)
+        self._time_column = num_events = len(dag.events)
+        segments_of = num_segments[kind_of]
+        self._owner = np.repeat(np.arange(n), segments_of)
+        first_segment = num_events + 1 + np.cumsum(segments_of) - segments_of
+
+        # A row per event and node that it waits for, and one per sink, whose head is the column of T: head, event at
+        # which the tail starts, segments of the tail.
+        self._tails = np.array([*dag.waits[:, 1], *dag.sinks], dtype=np.int64)
+        heads = np.append(dag.waits[:, 0], [num_events] * len(dag.sinks))
+        self._num_waits, self._row_of_edge, self._after = len(dag.waits), dag.wait_of_edge, dag.edges[:, 1]
+        sizes = 2 + segments_of[self._tails]
+        begins = np.concatenate([[0], np.cumsum(sizes)])
+        columns = np.arange(begins[-1]) + np.repeat(first_segment[self._tails] - 2 - begins[:-1], sizes)
+        columns[begins[:-1]], columns[begins[:-1] + 1] = heads, self._start_of[self._tails]
+        values = np.full(len(columns), -1.0)
+        values[begins[:-1]] = 1.0
+
+        programme = highspy.HighsLp()
+        programme.num_col_, programme.num_row_ = num_events + 1 + len(lengths), len(heads)
+        programme.col_cost_ = np.concatenate([np.zeros(num_events + 1), slopes * self._time_unit / self._cost_unit])
+        programme.col_lower_ = np.zeros(programme.num_col_)
+        programme.col_upper_ = np.concatenate([np.full(num_events + 1, highspy.kHighsInf), lengths / self._time_unit])
+        programme.row_lower_ = self._fastest[self._tails] / self._time_unit
+        programme.row_upper_ = np.full(len(heads), highspy.kHighsInf)
+        programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        programme.a_matrix_.start_ = begins
+        programme.a_matrix_.index_ = columns
+        programme.a_matrix_.value_ = values
+
+        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        self._highs.setOptionValue("output_flag", False)
+        self._highs.setOptionValue("presolve", "off")  # it would throw the basis away
+        self._highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
+        self._highs.setOptionValue("simplex_scale_strategy", 0)  # the matrix is of ones
+        self._highs.setOptionValue("simplex_price_strategy", 1)  # by rows, which are short
+        self._highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
+        self._highs.passModel(programme)
+        self._highs.setBasis(_slowest_basis(dag, slowest_of[kind_of].tolist(), len(lengths)))
+
+    def solve(self, time: float) -> RelaxedSolution:
+        """Optimum for iteration time `time` in seconds, at least the longest path of the fastest options.
+
+        Raises:
+            PlanError: If the time is shorter than that.
+        """
+        # The fastest time itself, computed by another summation order, must not come out infeasible.
+        scaled = time / self._time_unit * (1 + 1e-12)
+        self._highs.changeColCost(self._time_column, 0.0)
+        self._highs.changeColBounds(self._time_column, scaled, scaled)
+        return self._run(time)
+
+    def solve_with_rate(self, rate: float) -> RelaxedSolution:
+        """Optimum over all iteration times when every second costs `rate` joules more.
+
+        The returned cost excludes that price, as for `solve`.
+        """
+        self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
+        self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
+        return self._run(float("nan"), rate)
+
+    def require(self, starts: Mapping[int, float], durations: Mapping[int, float]) -> None:
+        """Add a constraint: a weighted sum of starts and durations of nodes must be at least 0.
+
+        From then on the optimum bounds only what satisfies it as well, and the duals of the precedences no longer
+        make a flow.
+
+        Args:
+            starts: Weights of start times by node.
+            durations: Weights of durations by node.
+        """
+        at_event: dict[int, float] = defaultdict(float)
+        for node, weight in starts.items():
+            at_event[int(self._start_of[node])] += weight
+        columns, values, constant = list(at_event), list(at_event.values()), 0.0
+        for node, weight in durations.items():
+            first, end = np.searchsorted(self._owner, [node, node + 1]) + self._time_column + 1
+            columns += range(first, end)
+            values += [weight] * (end - first)
+            constant += weight * float(self._fastest[node])
+        lowest = -constant / self._time_unit
+        self._highs.addRow(lowest, highspy.kHighsInf, len(columns), np.array(columns, np.int32), np.array(values))
+
+    def _run(self, time: float, rate: float = 0.0) -> RelaxedSolution:
+        self._highs.run()
+        status = self._highs.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise PlanError(
+                f"No plan takes {time:.6g} s ({self._highs.modelStatusToString(status)}). "
+                "Ask for an iteration time not shorter than that of the fastest options."
+            )
+        solution = self._highs.getSolution()
+        values = np.fromiter(solution.col_value, np.float64)  # faster than np.array from a list
+        n = self._num_nodes
+        segments = values[self._time_column + 1 :] * self._time_unit
+        if time != time:  # the programme chose it
+            time = float(values[self._time_column]) * self._time_unit
+        duals_per_second = self._cost_unit / self._time_unit
+        row_flow = np.maximum(np.array(solution.row_dual[: len(self._tails)]), 0.0) * duals_per_second
+        flow = np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64)
+        # What flows into an event is divided as it flows on through the nodes that start there.
+        out_of_event = np.bincount(self._start_of, flow, minlength=self._time_column)
+        share = flow / np.maximum(out_of_event[self._start_of], np.finfo(float).tiny)
+        return RelaxedSolution(
+            time=time,
+            cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit - rate * time,
+            slope=-float(row_flow[self._num_waits :].sum()),
+            starts=values[self._start_of] * self._time_unit,
+            durations=self._fastest + np.bincount(self._owner, segments, minlength=n),
+            edge_flow=row_flow[self._row_of_edge] * share[self._after],
+            sink_flow=row_flow[self._num_waits :],
+            flow=flow,
+        )
+
+
+def _slowest_basis(dag: ActivityNetwork, slowest: Sequence[float], num_segments: int) -> Any:
+    """The basis of the slowest options, every event as early as possible: where the simplex method starts.
+
+    Of the rows into an event the one on its longest path is tight and determines when it is.
+    """
+    status = highspy.HighsBasisStatus
+    basic, lower = status.kBasic, status.kLower
+    finish = dag.finish_times(slowest)
+    starts, rows = [], []
+    for waiting_for in (*dag.events, dag.sinks):
+        starts.append(basic if waiting_for else lower)
+        tight = max(waiting_for, key=finish.__getitem__, default=None)
+        rows += [lower if node == tight else basic for node in waiting_for]
+    basis = highspy.HighsBasis()
+    basis.col_status = [*starts, *[status.kUpper] * num_segments]
+    basis.row_status = rows
+    basis.valid = True
+    return basis
+
+
+def _relaxed_hull(options: OptionSet, shortest: float) -> tuple[Floats, Floats]:
+    """Times and costs of the corners of the hull, fast to slow, none nearer than `shortest` to the one before.
+
+    Where two are, the slower one takes the time of the faster one: the relaxation gets a little looser, and the bound
+    stays a bound, while slopes stay within what a solver can compute with.
+    """
+    times, costs, _ = options.hull_line
+    if (np.diff(times) >= shortest).all():
+        return times, costs
+    corners: list[tuple[float, float]] = []
+    for time, cost in options.hull_points:
+        if corners and time - corners[-1][0] < shortest:
+            corners[-1] = (corners[-1][0], cost)
+        else:
+            corners.append((time, cost))
+    return np.array(corners)[:, 0], np.array(corners)[:, 1]

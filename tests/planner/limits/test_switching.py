@@ -1,0 +1,142 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.planner import plan_frontier
+from lightning_pfo.planner.limits.rank_programme import RankProgramme
+from tests.planner.ticks import play_in_ticks
+
+WORK = [0.03, 0.05, 0.04]
+LATENCY_S, DWELL_S = 0.008, 0.12
+
+
+def limited(make_profile, **options):
+    return plan_frontier(make_profile(WORK), num_microbatches=5, num_plans=6, **options)
+
+
+@pytest.fixture(scope="module")
+def free(make_profile):
+    return limited(make_profile)
+
+
+def requests_of(timeline, rank):
+    """When a rank's clock is asked for, what is asked for at the end of its last instruction left out."""
+    last_s = timeline.waits_of(rank)[-1][0]
+    return [(time, clock) for time, clock in timeline.requests[rank] if time < last_s]
+
+
+@pytest.mark.parametrize("options", [{"switch_latency_s": LATENCY_S}, {"least_dwell_s": DWELL_S},
+                                     {"switch_latency_s": LATENCY_S, "least_dwell_s": DWELL_S,
+                                      "p2p_blocking_power_w": {1400: 90.0, 800: 60.0}}])  # fmt: skip
+def test_plans_keep_to_the_limits_and_cost_what_a_pipeline_played_in_ticks_says(make_profile, free, options):
+    frontier = limited(make_profile, **options)
+    assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    assert len(frontier.plans) > 2
+    for plan in frontier.plans:
+        timeline = frontier.timeline(plan)
+        assert (timeline.iteration_time_s, timeline.iteration_energy_j) == pytest.approx(
+            (plan.iteration_time_s, plan.iteration_energy_j), rel=1e-12
+        )
+        assert plan.lower_bound_j <= plan.iteration_energy_j
+        for rank in range(3):
+            requests = requests_of(timeline, rank)
+            assert requests[0][1] == plan.clocks_mhz[rank][0]
+            for (before, _), (after, _) in itertools.pairwise(requests):
+                assert after - before >= options.get("least_dwell_s", 0) - 1e-9
+    for plan in (frontier.fastest, frontier.least_energy):
+        time, energy = play_in_ticks(
+            frontier.profile, plan, frontier.blocking[0].at, options.get("switch_latency_s", 0.0)
+        )
+        assert plan.iteration_time_s == pytest.approx(time, rel=2e-3)
+        assert plan.iteration_energy_j == pytest.approx(energy, rel=2e-3)
+    if "p2p_blocking_power_w" not in options:
+        best = [min(p.iteration_energy_j for p in f.plans) for f in (free, frontier)]
+        assert best[0] <= best[1] < 1.03 * best[0]
+        assert all(plan.switching_cost_j > -0.003 * plan.iteration_energy_j for plan in frontier.plans)
+
+
+def test_a_dwell_makes_changes_fewer_and_says_what_that_costs(make_profile, free):
+    frontier = limited(make_profile, least_dwell_s=DWELL_S)
+    few, many = (sum(p.num_clock_changes for p in f.plans) / len(f.plans) for f in (frontier, free))
+    assert few < 0.7 * many
+    assert frontier.fastest.switching_cost_j > 0
+    same_time = [p for p in free.plans if p.iteration_time_s <= frontier.fastest.iteration_time_s * (1 + 1e-9)]
+    cost = frontier.fastest.iteration_energy_j - same_time[-1].iteration_energy_j
+    assert frontier.fastest.switching_cost_j == pytest.approx(cost, abs=0.5)
+
+
+def test_what_a_change_is_worth_is_saved_where_changes_cost_less(make_profile, free):
+    worth_j = 1.0
+    frontier = limited(make_profile, change_cost_j=worth_j)
+    few, many = (sum(p.num_clock_changes for p in f.plans) / len(f.plans) for f in (frontier, free))
+    assert few < 0.9 * many
+    for plan in frontier.plans:
+        assert frontier.timeline(plan).iteration_energy_j == pytest.approx(plan.iteration_energy_j, rel=1e-12)
+        like = min(free.plans, key=lambda p: abs(p.iteration_time_s - plan.iteration_time_s))
+        if like.iteration_time_s == pytest.approx(plan.iteration_time_s, rel=1e-4):
+            saved = like.num_clock_changes - plan.num_clock_changes
+            assert plan.iteration_energy_j - like.iteration_energy_j <= worth_j * saved + 0.1
+
+
+def test_a_dwell_as_long_as_the_iteration_leaves_one_clock_per_rank(make_profile):
+    frontier = limited(make_profile, least_dwell_s=100.0)
+    for plan in frontier.plans:
+        assert all(len(set(row)) == 1 for row in plan.clocks_mhz)
+        assert plan.num_clock_changes == 0
+    assert frontier.least_energy.iteration_energy_j < 0.9 * frontier.baseline.iteration_energy_j
+
+
+@pytest.mark.parametrize(
+    "options", [{"switch_latency_s": -0.1}, {"least_dwell_s": float("nan")}, {"change_cost_j": -1}]
+)
+def test_limits_are_times(profile, options):
+    with pytest.raises(ConfigurationError, match=r"switch_latency_s=0\.01"):
+        plan_frontier(profile, num_microbatches=4, **options)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("latency", "dwell"), [(0.0, 0.0), (0.3, 0.0), (0.0, 2.0)])
+def test_the_rank_programme_finds_what_trying_everything_finds(seed, latency, dwell):
+    draw = np.random.default_rng(seed)
+    n, clocks = 5, (3, 2, 1)
+    times = np.sort(draw.uniform(0.5, 1.5, (2, 3)))
+    energies = -np.sort(-draw.uniform(1, 3, (2, 3)))
+    programme = RankProgramme(
+        clocks,
+        tuple(draw.integers(0, 2, n)),
+        times,
+        energies,
+        np.ones((2, 3), bool),
+        np.full(3, 0.5),
+        0.5,
+        latency,
+        dwell,
+    )
+    release = np.cumsum(draw.uniform(0.2, 1.2, n)) - 0.2
+    due = release + draw.uniform(1.2, 2.4, n)
+    due[-1] = end = max(due[-1], 9.0)
+
+    def cost(choice):
+        finish, asked, energy, old = 0.0, 0.0, 0.0, choice[0]
+        for position, new in enumerate(choice):
+            kind = programme.kinds[position]
+            start = max(finish, release[position])
+            if new != old and finish - asked < dwell:
+                return np.inf
+            late = min(max(latency - (start - finish), 0.0) / times[kind, old], 1.0) if new != old else 0.0
+            asked = finish if new != old else asked
+            energy += 0.5 * (start - finish) + late * energies[kind, old] + (1 - late) * energies[kind, new]
+            finish = start + late * times[kind, old] + (1 - late) * times[kind, new]
+            old = new
+            if finish > due[position]:
+                return np.inf
+        return energy + 0.5 * (end - finish)
+
+    best = min(itertools.product(range(3), repeat=n), key=cost)
+    found = programme.cheapest(release, due, end, change_cost=0.0, price=1.0)
+    if found is None:
+        assert cost(best) == np.inf
+    else:
+        assert cost([clocks.index(clock) for clock in found]) == pytest.approx(cost(best), rel=2e-2)

@@ -1,0 +1,224 @@
+import dataclasses
+import itertools
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from lightning_pfo.core.errors import ConfigurationError, PlanError, ProfileError
+from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.core.schedules.schedule import SCHEDULES, make_schedule
+from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier
+
+F, B = InstructionType.FORWARD, InstructionType.BACKWARD
+
+
+def play(schedule, profile, clocks, power_w):
+    """Time and energy by playing the pipeline: each rank runs its order, waiting for the messages it needs."""
+    last = schedule.num_stages - 1
+    finished, busy_until, energy = {}, [0.0] * len(schedule.orders), 0.0
+    queues = [list(zip(order, row, strict=True)) for order, row in zip(schedule.orders, clocks, strict=True)]
+    busy = 0.0
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                inst, mhz = queue[0]
+                needs = []
+                if inst.type is F and inst.stage > 0:
+                    needs = [Instruction(inst.stage - 1, F, inst.microbatch)]
+                if inst.type is B:
+                    needs = [Instruction(inst.stage + 1, B, inst.microbatch)] if inst.stage < last else []
+                if any(need not in finished for need in needs):
+                    break
+                measured = profile.instructions[inst.stage, inst.type]
+                row = measured.clocks_mhz.index(mhz)
+                start = max([busy_until[rank], *(finished[need] for need in needs)])
+                busy_until[rank] = finished[inst] = start + measured.times_s[row]
+                energy += measured.energies_j[row]
+                busy += measured.times_s[row]
+                queue.pop(0)
+    time = max(busy_until)
+    return time, energy + power_w * (len(queues) * time - busy)
+
+
+def test_time_and_energy_of_every_plan_are_those_of_an_independent_simulation(frontier, profile):
+    for plan in (frontier.baseline, *frontier.plans):
+        time, energy = play(plan.schedule, profile, plan.clocks_mhz, 70.0)
+        assert plan.iteration_time_s == pytest.approx(time, rel=1e-12)
+        assert plan.iteration_energy_j == pytest.approx(energy, rel=1e-12)
+        timeline = frontier.timeline(plan)
+        assert timeline.iteration_time_s == pytest.approx(time, rel=1e-12)
+        assert timeline.iteration_energy_j == pytest.approx(energy, rel=1e-12)
+
+
+def test_plans_go_from_fast_to_slow_and_none_is_dominated(frontier):
+    assert len(frontier.plans) > 5
+    for fast, slow in itertools.pairwise(frontier.plans):
+        assert fast.iteration_time_s < slow.iteration_time_s
+        assert fast.iteration_energy_j > slow.iteration_energy_j
+
+
+def test_no_plan_is_below_its_bound_and_all_are_near(frontier):
+    for plan in frontier.plans:
+        assert plan.lower_bound_j <= plan.iteration_energy_j
+        assert plan.gap < 0.01
+
+
+def test_there_is_a_plan_as_fast_as_the_top_clocks_that_saves_energy(frontier):
+    assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    assert frontier.fastest.iteration_energy_j < 0.95 * frontier.baseline.iteration_energy_j
+
+
+def test_no_choice_of_clocks_is_below_the_bounds(make_profile):
+    profile = make_profile([0.02, 0.03], clocks=(1400, 1100, 800))
+    schedule = make_schedule("1f1b", 2, 2)
+    frontier = plan_frontier(profile, schedule=schedule, num_plans=6)
+    total = 0
+    for clocks in itertools.product((1400, 1100, 800), repeat=8):
+        time, energy = play(schedule, profile, [clocks[:4], clocks[4:]], 70.0)
+        # The bound holds for everything as fast as a plan: bounds fall with time.
+        slower = [plan for plan in frontier.plans if time <= plan.iteration_time_s * (1 + 1e-12)]
+        assert all(energy >= plan.lower_bound_j * (1 - 1e-9) for plan in slower)
+        total += bool(slower)
+    assert total > 1000
+
+
+def test_deadlines_are_met_by_the_plans_added_for_them(profile, frontier):
+    fastest, slowest = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
+    deadline = fastest + 0.37 * (slowest - fastest)
+    coarse = plan_frontier(profile, num_microbatches=6, num_plans=2, deadlines_s=[deadline, 10 * slowest])
+    meeting = [plan for plan in coarse.plans if plan.iteration_time_s <= deadline]
+    assert meeting[-1].iteration_energy_j < coarse.fastest.iteration_energy_j
+    assert coarse.least_energy.iteration_time_s < 2 * slowest
+
+
+def test_a_deadline_before_the_fastest_plan_names_the_range(profile, frontier):
+    too_fast = 0.9 * frontier.fastest.iteration_time_s
+    with pytest.raises(PlanError, match="not be shorter than") as error:
+        plan_frontier(profile, num_microbatches=6, deadlines_s=[too_fast])
+    least_s = float(re.search(r"shorter than ([0-9.]+) s", str(error.value))[1])
+    assert least_s == pytest.approx(frontier.fastest.iteration_time_s, abs=1e-6)
+    plan_frontier(profile, num_microbatches=6, num_plans=2, deadlines_s=[least_s])
+    with pytest.raises(PlanError, match="nan"):
+        plan_frontier(profile, num_microbatches=6, deadlines_s=[float("nan")])
+
+
+def test_blocking_power_comes_from_the_profile_or_is_asked_for(profile):
+    assert plan_frontier(profile, num_microbatches=4, num_plans=2).p2p_blocking_power_w == 70.0
+    bare = Profile({key: InstructionProfile(m.clocks_mhz, m.times_s, m.energies_j) for key, m in
+                    profile.instructions.items()})  # fmt: skip
+    with pytest.raises(ProfileError, match="p2p_blocking_power_w=85"):
+        plan_frontier(bare, num_microbatches=4)
+    by_stage = plan_frontier(bare, num_microbatches=4, num_plans=2, p2p_blocking_power_w=[60, 70, 80, 90])
+    assert by_stage.p2p_blocking_powers_w == (60, 70, 80, 90)
+    assert by_stage.p2p_blocking_power_w == 75
+    with pytest.raises(ConfigurationError, match="got 2 for 4 stages"):
+        plan_frontier(bare, num_microbatches=4, p2p_blocking_power_w=[60, 70])
+    with pytest.raises(ConfigurationError, match="finite power"):
+        plan_frontier(bare, num_microbatches=4, p2p_blocking_power_w=-1)
+
+
+def test_a_stage_with_one_clock_keeps_it(profile):
+    instructions = dict(profile.instructions)
+    for kind in (F, B):
+        m = instructions[1, kind]
+        instructions[1, kind] = InstructionProfile(m.clocks_mhz[:1], m.times_s[:1], m.energies_j[:1], (70.0,))
+    frontier = plan_frontier(Profile(instructions), num_microbatches=5, num_plans=5)
+    assert all(set(plan.clocks_mhz[1]) == {1400} for plan in frontier.plans)
+
+
+def test_a_single_stage_and_a_single_clock_have_one_plan(make_profile):
+    frontier = plan_frontier(make_profile([0.02], clocks=(1400,)), num_microbatches=3)
+    (plan,) = frontier.plans
+    assert plan.clocks_mhz == frontier.baseline.clocks_mhz
+    assert plan.gap == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give num_microbatches"),
+        ({"num_microbatches": 3}, "num_microbatches >= num_stages"),
+        ({"num_microbatches": 0}, "at least 1"),
+        ({"num_microbatches": 8, "schedule": "2f2b"}, "Unknown schedule '2f2b'"),
+        ({"num_microbatches": 8, "num_plans": 1}, "at least 2"),
+        ({"num_microbatches": 8, "schedule": "looped_bfs", "stages_per_rank": 3}, "a multiple of 3 stages"),
+        ({"num_microbatches": 9, "schedule": make_schedule("1f1b", 4, 8)}, "contradicts"),
+        ({"schedule": make_schedule("1f1b", 3, 8)}, "has 3 stages, the profile 4"),
+    ],
+)
+def test_settings_that_cannot_work_are_errors(profile, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan_frontier(profile, **options)
+
+
+def test_a_schedule_that_needs_what_was_not_profiled_is_an_error(profile):
+    orders = tuple(
+        tuple(Instruction(i.stage, k, i.microbatch) for i in order for k in
+              ((F,) if i.type is F else (InstructionType.INPUT_GRADIENT, InstructionType.WEIGHT_GRADIENT)))
+        for order in make_schedule("1f1b", 4, 4).orders
+    )  # fmt: skip
+    split = type(make_schedule("1f1b", 4, 4))("split", 4, 4, orders)
+    with pytest.raises(ProfileError, match="input_gradient on stage 0"):
+        plan_frontier(profile, schedule=split)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pipelines_of_unequal_stages_are_planned_down_to_the_last_digit(make_profile, seed):
+    works = random.Random(seed).choices([0.011, 0.017, 0.0203, 0.023, 0.0291, 0.0307], k=3 + seed % 4)
+    frontier = plan_frontier(make_profile(works), num_microbatches=10, num_plans=6)
+    assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    assert frontier.fastest.iteration_time_s >= frontier.baseline.iteration_time_s * (1 - 1e-9)
+    assert max(plan.gap for plan in frontier.plans) < 0.01
+
+
+def with_split_backwards(profile):
+    """The same with rows for input and weight gradients, 60 % and 40 % of a backward."""
+    instructions = dict(profile.instructions)
+    for (stage, kind), m in profile.instructions.items():
+        if kind is B:
+            for part, share in ((InstructionType.INPUT_GRADIENT, 0.6), (InstructionType.WEIGHT_GRADIENT, 0.4)):
+                instructions[stage, part] = InstructionProfile(
+                    m.clocks_mhz,
+                    tuple(share * t for t in m.times_s),
+                    tuple(share * e for e in m.energies_j),
+                    m.p2p_blocking_powers_w,
+                )
+    return Profile(instructions)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_can_be_planned_for(profile, name):
+    frontier = plan_frontier(with_split_backwards(profile), schedule=name, num_microbatches=8, num_plans=4)
+    assert frontier.schedule.num_stages == 4
+    assert len(frontier.p2p_blocking_powers_w) == frontier.schedule.num_ranks
+    assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    for plan in frontier.plans:
+        timeline = frontier.timeline(plan)
+        assert plan.iteration_energy_j == pytest.approx(timeline.iteration_energy_j)
+        assert plan.iteration_time_s == pytest.approx(timeline.iteration_time_s, rel=1e-11)
+        assert plan.lower_bound_j <= plan.iteration_energy_j
+        assert plan.gap < 0.02
+
+
+def test_an_order_from_a_file_is_planned_for(profile, tmp_path):
+    path = tmp_path / "mine.txt"
+    orders = make_schedule("gpipe", 4, 4).orders
+    path.write_text("\n".join(" ".join(map(str, order)) for order in orders) + "\n")
+    frontier = plan_frontier(profile, schedule=f"file:{path}", num_plans=3)
+    assert frontier.schedule.orders == orders
+    assert frontier.plans == tuple(
+        dataclasses.replace(plan, schedule=frontier.schedule)
+        for plan in plan_frontier(profile, schedule="gpipe", num_microbatches=4, num_plans=3).plans
+    )
+
+
+def test_importing_the_planner_imports_neither_torch_nor_devices_nor_matplotlib():
+    check = (
+        "import lightning_pfo.planner, sys; "
+        "print([m for m in ('torch', 'lightning', 'pynvml', 'hydra', 'matplotlib', 'pandas') if m in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"
