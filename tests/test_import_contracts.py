@@ -10,9 +10,20 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lightning_pfo"
 
+WORDS = {"core.errors", "core.instruction", "core.wording"}
+SCHEDULE = {"core.schedules.schedule"}
+FAMILIES = {f"core.schedules.{name}" for name in ("one_stage_per_rank", "interleaved", "v_shaped", "envpipe")}
+
 MAY_KNOW = {
     "core": set(),
-    "core.schedules": {"core.errors", "core.instruction", "core.wording"},
+    "core.schedules": WORDS,
+    "core.schedules.schedule": WORDS,
+    "core.schedules.order_file": WORDS,
+    **{family: WORDS for family in FAMILIES},
+    "core.schedules.envpipe": {*WORDS, "core.schedules.one_stage_per_rank"},
+    "core.schedules.registry": {*WORDS, "core.schedules.order_file", *SCHEDULE, *FAMILIES},
+    "core.schedules.p2p": {*WORDS, *SCHEDULE},
+    "core.schedules.in_flight": {*WORDS, *SCHEDULE},
     "pictures": {"core", "planner"},
     "planner": {"core"},
     "planner.profile": {"core"},
@@ -30,6 +41,7 @@ MAY_KNOW = {
         "planner.profile",
         "planner.network",
         "planner.pipeline",
+        "planner.relaxation",
         "planner.search",
         "planner.policies",
         "planner.limits",

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.core.ranges import NUM_PLANS, is_number, items
+from lightning_pfo.core.wording import cut, did_you_mean, shortened
 
 
 @dataclass
@@ -64,14 +65,25 @@ class PlanSettings:
         Raises:
             ConfigurationError: If a value is out of range.
         """
-        if self.num_plans < 2:
-            raise ConfigurationError(f"num_plans must be at least 2 (fastest and least energy), got {self.num_plans}.")
+        if not NUM_PLANS.allows(self.num_plans):
+            raise ConfigurationError(
+                f"num_plans must be at least {NUM_PLANS.least} (fastest and least energy) and at most "
+                f"{NUM_PLANS.most:,}; got {shortened(self.num_plans)}."
+            )
         limits = self.switch_latency_s, self.least_dwell_s, self.change_cost_j
-        if not all(0 <= limit < math.inf for limit in limits):
+        if not all(is_number(limit) and 0 <= limit < math.inf for limit in limits):
             raise ConfigurationError(
                 "switch_latency_s, least_dwell_s (seconds) and change_cost_j (joules) must be finite and at least 0; "
-                f"got {', '.join(map(str, limits[:2]))} and {limits[2]}. Changing a clock takes some milliseconds, "
-                "e.g. switch_latency_s=0.01."
+                f"got {', '.join(map(shortened, limits[:2]))} and {shortened(limits[2])}. Changing a clock takes some "
+                "milliseconds, e.g. switch_latency_s=0.01."
+            )
+        deadlines_s = items("deadlines_s", self.deadlines_s)
+        if len(deadlines_s) > NUM_PLANS.most or not all(
+            is_number(time) and 0 < time < math.inf for time in deadlines_s
+        ):
+            raise ConfigurationError(
+                f"deadlines_s are at most {NUM_PLANS.most:,} iteration times in seconds, such as [2.84, 2.87]; got "
+                f"{shortened(deadlines_s)}."
             )
 
 
@@ -85,6 +97,6 @@ def changed(settings: PlanSettings, changes: Mapping[str, Any]) -> PlanSettings:
     for name in changes:
         if name not in known:
             raise ConfigurationError(
-                f"There is no setting {name!r} of a plan.{did_you_mean(name, known)} Known: {', '.join(known)}."
+                f"There is no setting {cut(name)!r} of a plan.{did_you_mean(name, known)} Known: {', '.join(known)}."
             )
     return replace(settings, **changes)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_pfo.cli import main, without_dashes
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, write_profile
 
 

@@ -1,7 +1,7 @@
 """A pipeline rank and a GPU that do what a test tells them."""
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 
 
 class FakeSource:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import uniform_plan
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import plan_frontier, save_frontier
 from tests.ranks import run_ranks
