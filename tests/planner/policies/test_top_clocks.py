@@ -16,4 +16,6 @@ def test_each_instruction_gets_the_highest_clock_that_its_stage_was_measured_at(
                        (1, F): measured(1410, 900), (1, B): measured(1410)})  # fmt: skip
     assert top_clocks(Problem(profile, make_schedule("gpipe", 2, 2), ())) == ((1200,) * 4, (1410,) * 4)
     interleaved = make_schedule("looped_bfs", 1, 2)
-    assert top_clocks(Problem(profile, interleaved, ())) == (tuple([1200, 1410][i.stage] for i in interleaved.orders[0]),)
+    assert top_clocks(Problem(profile, interleaved, ())) == (
+        tuple([1200, 1410][i.stage] for i in interleaved.orders[0]),
+    )
