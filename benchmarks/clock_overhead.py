@@ -41,7 +41,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedul
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
 from lightning_pfo.device.clock_transition import ClockStatistics
 from lightning_pfo.device.nvml import nvml_available
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 
 WIDTH = 4096
 LIMIT_PERCENT = 0.5

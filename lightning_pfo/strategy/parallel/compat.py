@@ -7,13 +7,12 @@ version, and finds none elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
@@ -21,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_pfo.strategy.parallel.patches import Patches
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "IncompatibleKeys",
@@ -124,6 +126,8 @@ def local_tensor(tensor: DTensor) -> torch.Tensor:
 
 def finish_backward(layer: FSDPModule) -> None:
     """Do what FSDP2 does in the hooks of the last backward: average gradients, let go of gathered parameters."""
+    from torch.distributed.fsdp import fully_shard  # here, for those who divide nothing
+
     state = fully_shard.state(layer)  # type: ignore[attr-defined]
     for group in state._fsdp_param_groups:
         group.post_backward()

@@ -74,7 +74,8 @@ PRIVATE = {
         "partition='profile' would have no batch before training."
     ),
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": (
-        "Ranks would wait for each other after every batch to compare signals, the devices too."
+        "Ranks would wait for each other after every batch to compare signals, the devices too. Lightning 2.5.0 "
+        "has no such method, and needs none."
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
