@@ -36,11 +36,12 @@ from lowtime.operation import CandidateExecutionOptions, ExecutionOption, Operat
 from lowtime.solver import PhillipsDessouky
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner import Frontier, Profile, plan_frontier, read_profile, simulate
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import schedule_dag
+from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import make_option_set
+from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.pipeline.timeline import Timeline
 
 UNIT_TIME_S = 0.001
@@ -78,7 +79,7 @@ def operation_dag(schedule: PipelineSchedule, specs: Mapping[tuple[int, Instruct
     graph = nx.DiGraph()
     for number, inst in enumerate(schedule.instructions):
         graph.add_node(number, op=Operation(specs[inst.stage, inst.type]))
-    graph.add_edges_from(schedule_dag(schedule).edges.tolist())
+    graph.add_edges_from(schedule_network(schedule).edges.tolist())
     add_source_node(graph, "source")
     add_sink_node(graph, "sink")
     graph.graph.update(source_node="source", sink_node="sink")
@@ -103,7 +104,7 @@ def run_ours(profile: Profile, num_microbatches: int, power_w: float) -> tuple[F
     plan(num_microbatches=profile.num_stages, num_plans=2)
     used_s = []
     for _ in range(REPEATS):
-        schedule_dag.cache_clear()
+        schedule_network.cache_clear()
         begin = time.process_time()
         frontier = plan(num_microbatches=num_microbatches)
         used_s.append(time.process_time() - begin)
@@ -157,7 +158,7 @@ def left_over_percent(profile: Profile, theirs: Sequence[Timeline], power_w: flo
         for key, m in profile.instructions.items()
     }
     options = [kinds[inst.stage, inst.type] for inst in theirs[0].schedule.instructions]
-    table = ChoiceTable(theirs[0].dag, options)
+    table = OptionTable(theirs[0].dag, options)
     percent = []
     for timeline in theirs:
         # Dominated clocks have no place in the table: the slowest option that is no slower is at least as cheap.

@@ -1,6 +1,7 @@
 """Private names of other libraries: used in `compat` modules only, listed there, and present in what is installed."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -101,14 +102,17 @@ def inherited_names(tree, module):
                 yield name
 
 
+@functools.cache
+def source_of(cls):
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):  # written in C
+        return ""
+
+
 def defines(cls, name):
     """Whether a class has an attribute, or its source gives one to its objects or reads one that others give."""
-    if name in vars(cls):
-        return True
-    try:
-        return re.search(rf"\.{name}\b|[\"']{name}[\"']", inspect.getsource(cls)) is not None
-    except (OSError, TypeError):  # written in C
-        return False
+    return name in vars(cls) or re.search(rf"\.{name}\b|[\"']{name}[\"']", source_of(cls)) is not None
 
 
 def private_names(path):

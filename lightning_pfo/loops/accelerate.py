@@ -92,7 +92,7 @@ def prepare_pipeline(
         loss_fn: `loss_fn(output, target)`; the call of the model then takes the target as its last argument.
         num_microbatches: Microbatches per batch; None chooses up to four per rank.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
-        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.schedule.make_schedule`.
+        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.schedules.schedule import check_schedule_name
+from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.find import calls_its_layers
@@ -65,7 +65,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
         pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
-        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.schedule.make_schedule`.
+        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.

@@ -24,7 +24,7 @@ from lightning_pfo.pictures.style import (
     save_figure,
     tidy,
 )
-from lightning_pfo.planner.plan import Frontier
+from lightning_pfo.planner.frontier.data import Frontier
 
 
 def draw_frontier(

@@ -4,7 +4,7 @@ import itertools
 
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 
 
@@ -26,4 +26,6 @@ def edge_sets(num_nodes, min_size=0):
 
 def problems(num_nodes, **kinds):
     """A DAG and the options of its nodes."""
-    return st.tuples(edge_sets(num_nodes).map(lambda edges: make_dag(num_nodes, edges)), options_of(num_nodes, **kinds))
+    return st.tuples(
+        edge_sets(num_nodes).map(lambda edges: make_network(num_nodes, edges)), options_of(num_nodes, **kinds)
+    )

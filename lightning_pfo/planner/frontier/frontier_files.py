@@ -26,8 +26,8 @@ from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.zeus_files import zeus_text
-from lightning_pfo.planner.plan import Frontier
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import InstructionProfile, Profile
 

@@ -24,7 +24,7 @@ import re
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import rounded_up
-from lightning_pfo.planner.plan import Frontier
+from lightning_pfo.planner.frontier.data import Frontier
 
 _INDEX = re.compile(r"[0-9]+")
 _MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])")

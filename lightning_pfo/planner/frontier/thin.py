@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.planner.plan import Frontier
+from lightning_pfo.planner.frontier.data import Frontier
 
 
 def thin_frontier(

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import Choices, ChoiceTable
+from lightning_pfo.planner.network.assignments import Assignments, OptionTable
 from lightning_pfo.planner.profile.profile import Profile
 
 _ROUNDS = 8
@@ -29,7 +29,7 @@ _EQUAL_TIMES = 1e-12
 Rows = tuple[tuple[int, ...], ...]
 
 
-def exchange_clocks(schedule: PipelineSchedule, table: ChoiceTable, choices: Choices, times: Floats) -> Choices:
+def exchange_clocks(schedule: PipelineSchedule, table: OptionTable, choices: Assignments, times: Floats) -> Assignments:
     """Exchange options within kinds of instructions where clocks then change less often in the same time.
 
     Args:
@@ -62,11 +62,12 @@ def equal_clocks(profile: Profile) -> EqualClocks:
     """Find the clocks at which an instruction was measured to take the same time and the same energy."""
     equal: EqualClocks = {}
     for (stage, kind), measured in profile.instructions.items():
-        points = list(zip(measured.times_s, measured.energies_j, strict=True))
-        if len(set(points)) < len(points):
-            for clock, point in zip(measured.clocks_mhz, points, strict=True):
-                same = frozenset(c for c, p in zip(measured.clocks_mhz, points, strict=True) if p == point)
-                equal[stage, kind, clock] = same
+        clocks_of: dict[tuple[float, float], list[int]] = {}
+        for clock, *point in zip(measured.clocks_mhz, measured.times_s, measured.energies_j, strict=True):
+            clocks_of.setdefault((point[0], point[1]), []).append(clock)
+        if len(clocks_of) < len(measured.clocks_mhz):
+            for clocks in clocks_of.values():
+                equal.update(dict.fromkeys(((stage, kind, clock) for clock in clocks), frozenset(clocks)))
     return equal
 
 

@@ -13,16 +13,16 @@ from functools import cached_property
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.dag import InstructionDag, Level
+from lightning_pfo.planner.network.dag import ActivityNetwork, Level
 from lightning_pfo.planner.network.options import OptionSet
 
-Choices = Integers
+Assignments = Integers
 
 TOLERANCE = 1e-9
 """Relative to the longest path: what counts as equal times, above rounding noise and below any clock step."""
 
 
-class ChoiceTable:
+class OptionTable:
     """The options of all nodes as arrays.
 
     Args:
@@ -37,7 +37,7 @@ class ChoiceTable:
         costs: Their costs in joules, padded likewise.
     """
 
-    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet]) -> None:
+    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet]) -> None:
         self.dag = dag
         self.kinds = tuple(dict.fromkeys(options))
         number = {opts: i for i, opts in enumerate(self.kinds)}
@@ -53,27 +53,27 @@ class ChoiceTable:
         """All options in one ascending line."""
         return OptionLine(self.kinds)
 
-    def places(self, choices: Choices) -> Integers:
+    def places(self, choices: Assignments) -> Integers:
         """Where in the line the options of each node are, shape (n, choices)."""
         return np.asarray(choices + self.line.first[self.kind_of][:, None])
 
-    def options(self, places: Integers) -> Choices:
+    def options(self, places: Integers) -> Assignments:
         """Option of each node at a place in the line, shape (n, choices)."""
         return np.asarray(places - self.line.first[self.kind_of][:, None])
 
-    def durations(self, choices: Choices) -> Floats:
+    def durations(self, choices: Assignments) -> Floats:
         """Duration of each node in seconds, shape (n, choices)."""
         return np.asarray(self.line.times[self.places(choices)])
 
-    def knobs(self, choices: Choices) -> Integers:
+    def knobs(self, choices: Assignments) -> Integers:
         """Knob of each node, shape (n, choices)."""
         return np.asarray(self.line.knobs[self.places(choices)])
 
-    def total_costs(self, choices: Choices) -> Floats:
+    def total_costs(self, choices: Assignments) -> Floats:
         """Sum of the costs of all nodes in joules, shape (choices,)."""
         return np.asarray(self.line.costs[self.places(choices)].sum(axis=0))
 
-    def longest_paths(self, choices: Choices) -> Floats:
+    def longest_paths(self, choices: Assignments) -> Floats:
         """Longest path of each choice in seconds, shape (choices,)."""
         return np.asarray(self.finish_times(self.durations(choices)).max(axis=0, initial=0.0))
 
@@ -92,7 +92,7 @@ class ChoiceTable:
             latest_starts[level.positions] = end - durations[level.positions]
         return np.asarray(ends[order.position_of])
 
-    def spend_slack(self, choices: Choices, deadlines: Floats) -> tuple[Choices, Floats]:
+    def spend_slack(self, choices: Assignments, deadlines: Floats) -> tuple[Assignments, Floats]:
         """Slow nodes down into the slack before their successors, first nodes first, keeping to the deadlines.
 
         Args:
@@ -109,7 +109,7 @@ class ChoiceTable:
         until = np.where(np.isfinite(deadlines), np.maximum(deadlines, longest), longest)
         return self.fill(choices, before_the_end + until * (1 + TOLERANCE / 2))
 
-    def fill(self, choices: Choices, latest_ends: Floats, *, on_hull: bool = False) -> tuple[Choices, Floats]:
+    def fill(self, choices: Assignments, latest_ends: Floats, *, on_hull: bool = False) -> tuple[Assignments, Floats]:
         """Slow every node down to the slowest option that ends by its latest end; no node becomes faster.
 
         A node starts when its predecessors really end, so what an option leaves over is passed on to the next node.

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +49,7 @@ class Levels:
 
 
 @dataclass(frozen=True, eq=False)
-class InstructionDag:
+class ActivityNetwork:
     """A directed acyclic graph of numbered nodes.
 
     Attributes:
@@ -160,7 +159,7 @@ class InstructionDag:
         return path[::-1]
 
 
-def make_dag(num_nodes: int, edges: Iterable[tuple[int, int]]) -> InstructionDag:
+def make_network(num_nodes: int, edges: Iterable[tuple[int, int]]) -> ActivityNetwork:
     """Build the tables from an edge list; doubled edges are merged.
 
     Raises:
@@ -178,19 +177,7 @@ def make_dag(num_nodes: int, edges: Iterable[tuple[int, int]]) -> InstructionDag
     if len(order) < num_nodes:
         stuck = next(node for node in range(num_nodes) if waiting[node] > 0)
         raise ConfigurationError(f"Precedences must not form a cycle; node {stuck} (and others) waits for itself.")
-    return InstructionDag(num_nodes, pairs, tuple(order))
-
-
-@lru_cache(maxsize=4)
-def schedule_dag(schedule: PipelineSchedule) -> InstructionDag:
-    """The DAG of a pipeline schedule; node i is `schedule.instructions[i]`.
-
-    Raises:
-        ConfigurationError: If the schedule cannot be executed.
-    """
-    schedule.validate()
-    number = {instruction: i for i, instruction in enumerate(schedule.instructions)}
-    return make_dag(len(number), ((number[before], number[after]) for before, after in schedule.dependencies()))
+    return ActivityNetwork(num_nodes, pairs, tuple(order))
 
 
 def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> Levels:

@@ -17,24 +17,10 @@ import numpy.typing as npt
 
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
 
 _CLEARLY_LONGER = 1.05
 _LEAST_PERIODS = 4
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive instructions of one rank, as node numbers of the instruction DAG.
-
-    Attributes:
-        begin: First node.
-        end: Node after the last.
-        period: Every instruction recurs so many nodes later; divides the length.
-    """
-
-    begin: int
-    end: int
-    period: int
 
 
 @dataclass(frozen=True)
@@ -51,7 +37,7 @@ class _Repetition:
         return (self.end - self.begin) // self.period
 
 
-def steady_middles(schedule: PipelineSchedule, *, margin: int, pieces: int = 1) -> list[Run]:
+def steady_middles(schedule: PipelineSchedule, *, margin: int, pieces: int = 1) -> list[PeriodicPath]:
     """The middle of each periodic part of each rank's order, in whole periods.
 
     Parts whose middle is shorter than two margins are left out, so a pipeline of few microbatches has none.
@@ -59,19 +45,18 @@ def steady_middles(schedule: PipelineSchedule, *, margin: int, pieces: int = 1) 
     Args:
         schedule: The order.
         margin: Microbatches at either end of a periodic part that are taken for its beginning or its end.
-        pieces: A middle is cut into so many runs of about equal length, so that the pace may change along it.
+        pieces: A middle is cut into so many paths of about equal length, so that the pace may change along it.
     """
-    runs, first = [], 0
-    for order in schedule.orders:
+    middles = []
+    for rank, order in enumerate(schedule.orders):
         for part in _repetitions(order):
             skipped = -(-margin // abs(part.shift))
             periods = part.num_periods - 2 * skipped
             if periods * abs(part.shift) >= 2 * margin:
-                begin = first + part.begin + skipped * part.period
+                begin = schedule.span(rank).start + part.begin + skipped * part.period
                 bounds = [begin + part.period * (periods * i // pieces) for i in range(pieces + 1)]
-                runs += [Run(*piece, part.period) for piece in pairwise(bounds) if piece[0] < piece[1]]
-        first += len(order)
-    return sorted(runs, key=lambda run: run.begin)
+                middles += [PeriodicPath(*piece, part.period) for piece in pairwise(bounds) if piece[0] < piece[1]]
+    return sorted(middles, key=lambda path: path.begin)
 
 
 def _repetitions(order: Sequence[Instruction]) -> Iterator[_Repetition]:

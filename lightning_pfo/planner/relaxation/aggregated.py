@@ -32,10 +32,10 @@ import numpy.typing as npt
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.network.arrays import Floats
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import InstructionDag, make_dag
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork, make_network
 from lightning_pfo.planner.network.options import OptionSet
-from lightning_pfo.planner.pipeline.steady_state import Run
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.bound import least_costs
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution, RelaxedTradeoff
 
@@ -59,11 +59,11 @@ class MergedTradeoff:
             recur in every period.
     """
 
-    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet], runs: Sequence[Run]) -> None:
+    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet], runs: Sequence[PeriodicPath]) -> None:
         self._dag = dag
         self._map = _Map(dag, options, runs)
         self._below = RelaxedTradeoff(self._map.dag, self._map.options)
-        self._table = ChoiceTable(dag, options)
+        self._table = OptionTable(dag, options)
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
@@ -148,7 +148,7 @@ class _Map:
         family: A number for each of them: what recurs in every period of the same two runs is of one family.
     """
 
-    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet], runs: Sequence[Run]) -> None:
+    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet], runs: Sequence[PeriodicPath]) -> None:
         n = dag.num_nodes
         self._runs = runs
         self._run_of = np.full(n, -1)
@@ -179,7 +179,7 @@ class _Map:
         self.dropped = dag.edges[~chained & ~kept]
         self.family = self._families()
         pairs = np.stack([self._leave[tails[kept]], self._enter[heads[kept]]], axis=1)
-        self.dag = make_dag(len(self.options), [*map(tuple, pairs.tolist()), *chains])
+        self.dag = make_network(len(self.options), [*map(tuple, pairs.tolist()), *chains])
         self._kept, self._chained = np.flatnonzero(kept), np.flatnonzero(chained)
         self._run_end_of_chained = self._leave[tails[chained]]
         keys = self.dag.edges @ [self.dag.num_nodes, 1]
@@ -196,7 +196,7 @@ class _Map:
             place[run.begin : run.end] = run.begin + (place[run.begin : run.end] - run.begin) % run.period
         return np.unique(place[self.dropped], axis=0, return_inverse=True)[1].ravel()
 
-    def spread_flow(self, dag: InstructionDag, merged: RelaxedSolution) -> tuple[Floats, Floats]:
+    def spread_flow(self, dag: ActivityNetwork, merged: RelaxedSolution) -> tuple[Floats, Floats]:
         """Flow along each edge and out of each sink of the whole DAG."""
         edge_flow = np.zeros(len(dag.edges))
         edge_flow[self._kept] = merged.edge_flow[self._merged_edge]

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats
-from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.relaxation.reconvergence import Diamonds
 
@@ -38,7 +38,7 @@ class LowerBound:
         rate: Cost of a second of the longest path in J/s, to be added to the bounds.
     """
 
-    def __init__(self, table: ChoiceTable, rate: float) -> None:
+    def __init__(self, table: OptionTable, rate: float) -> None:
         self._table, self._rate = table, rate
         self._at_zero, self._slopes, self._losses = np.zeros(0), np.zeros(0), np.zeros(0)
         self._mixtures: list[tuple[RelaxedSolution, RelaxedSolution, float]] = []
@@ -92,7 +92,7 @@ class LowerBound:
         self._losses = np.concatenate([self._losses, np.zeros(len(at_zero))])
 
 
-def least_costs(table: ChoiceTable, flows: Floats) -> Floats:
+def least_costs(table: OptionTable, flows: Floats) -> Floats:
     """Sum over the nodes of the least cost of an option plus flow times its time; the last axis are the nodes."""
     total = np.zeros(flows.shape[:-1])
     for kind, opts in enumerate(table.kinds):

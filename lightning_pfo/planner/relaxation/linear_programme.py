@@ -38,7 +38,7 @@ import numpy as np
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.network.arrays import Floats
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
 
 _SHORTEST_SEGMENT = 1e-6
@@ -82,7 +82,7 @@ class RelaxedTradeoff:
         options: Options of each node; nodes of one kind should share one object.
     """
 
-    def __init__(self, dag: InstructionDag, options: Sequence[OptionSet]) -> None:
+    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet]) -> None:
         n, kinds = dag.num_nodes, tuple(dict.fromkeys(options))
         number = {opts: i for i, opts in enumerate(kinds)}
         kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
@@ -216,7 +216,7 @@ class RelaxedTradeoff:
         )
 
 
-def _slowest_basis(dag: InstructionDag, slowest: Sequence[float], num_segments: int) -> Any:
+def _slowest_basis(dag: ActivityNetwork, slowest: Sequence[float], num_segments: int) -> Any:
     """The basis of the slowest options, every event as early as possible: where the simplex method starts.
 
     Of the rows into an event the one on its longest path is tight and determines when it is.

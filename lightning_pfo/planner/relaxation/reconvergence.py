@@ -32,7 +32,7 @@ from itertools import combinations
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.assignments import OptionTable
 
 _OPTIONS = 12
 """Options of a node that are told apart, the nearest to the supporting line; the others are taken to fit exactly."""
@@ -51,7 +51,7 @@ class Diamonds:
         table: The options.
     """
 
-    def __init__(self, table: ChoiceTable) -> None:
+    def __init__(self, table: OptionTable) -> None:
         self._table, dag = table, table.dag
         links: dict[tuple[int, int], int] = {}
         self._link_of_edge = [links.setdefault((i, dag.start_of[j]), len(links)) for i, j in dag.edges.tolist()]

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import TOLERANCE, Choices, ChoiceTable
+from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.guide import Guide, take_guidance
 from lightning_pfo.planner.search.open_lags import plan_steps
@@ -42,14 +42,14 @@ _PER_CORNER, _STEEPEST = 4, -1e100
 
 
 def search_beam(
-    table: ChoiceTable,
+    table: OptionTable,
     solutions: Sequence[RelaxedSolution],
     guides: Sequence[Guide],
     order: Sequence[int],
     width: int,
     options_per_node: int,
     num_best: int = 1,
-) -> Choices:
+) -> Assignments:
     """Choose an option for every node, once or more for each guide.
 
     Args:
@@ -152,7 +152,7 @@ def search_beam(
     return np.asarray(np.minimum(choices, np.isfinite(table.times).sum(axis=1)[table.kind_of, None] - 1))
 
 
-def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
+def _menus(table: OptionTable, flow: Floats, options_per_node: int) -> Integers:
     """The options of about the least cost plus flow times time, shape (n, options_per_node at most, guides).
 
     Not for each flow but for some: those along the edges of the hull, where solutions of the relaxation lie, and a few
@@ -173,7 +173,7 @@ def _menus(table: ChoiceTable, flow: Floats, options_per_node: int) -> Integers:
     return np.ascontiguousarray(np.concatenate(menus)[menu_of].transpose(0, 2, 1))
 
 
-def _latest_lags(table: ChoiceTable, guides: Sequence[Guide], ends: Floats) -> Floats:
+def _latest_lags(table: OptionTable, guides: Sequence[Guide], ends: Floats) -> Floats:
     """The lag at which even the fastest options just keep to the deadline, a column per guide."""
     fastest = table.times[table.kind_of, 0]
     to_the_end = -np.array(table.dag.latest_starts(fastest.tolist(), 0.0)) - fastest
@@ -181,7 +181,7 @@ def _latest_lags(table: ChoiceTable, guides: Sequence[Guide], ends: Floats) -> F
     return np.asarray(deadlines - to_the_end[:, None] - ends)
 
 
-def order_of_time(table: ChoiceTable, relaxed: RelaxedSolution) -> list[int]:
+def order_of_time(table: OptionTable, relaxed: RelaxedSolution) -> list[int]:
     """All nodes by their end in a relaxation, predecessors first."""
     dag = table.dag
     position = np.empty(dag.num_nodes, dtype=np.int64)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import Choices, ChoiceTable
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.planner.network.assignments import Assignments, OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork
 
 _REACH = 3
 """A node tries options up to so many places from its present one."""
@@ -54,14 +54,14 @@ class EventMoves:
         table: The options.
     """
 
-    def __init__(self, table: ChoiceTable) -> None:
+    def __init__(self, table: OptionTable) -> None:
         self._table, self._line = table, table.line
         # The node behind the last is the padding.
         self._kind_of = np.append(table.kind_of, len(table.kinds))
         self._first, self._last = self._line.first[self._kind_of], self._line.last[self._kind_of]
         self._start_of, self._num_events, self._batches = _events(table.dag)
 
-    def improve(self, choice: Choices, deadline: float, sweeps: int) -> Choices:
+    def improve(self, choice: Assignments, deadline: float, sweeps: int) -> Assignments:
         """Move every event `sweeps` times.
 
         Args:
@@ -112,7 +112,7 @@ class EventMoves:
         return np.asarray(self._line.times[np.clip(nearby, first, last)])
 
 
-def _events(dag: InstructionDag) -> tuple[Integers, int, list[_Batch]]:
+def _events(dag: ActivityNetwork) -> tuple[Integers, int, list[_Batch]]:
     """The event at which each node starts (and "never" for padding), their number, and batches of those to move."""
     start_of, ending, num_events = dag.start_of, dag.events, len(dag.events)
     starting: list[list[int]] = [[] for _ in ending]

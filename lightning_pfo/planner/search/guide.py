@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats
-from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 
 
@@ -53,7 +53,7 @@ class Guidance:
     moments: Floats
 
 
-def take_guidance(table: ChoiceTable, solutions: Sequence[RelaxedSolution], guides: Sequence[Guide]) -> Guidance:
+def take_guidance(table: OptionTable, solutions: Sequence[RelaxedSolution], guides: Sequence[Guide]) -> Guidance:
     """Mix the solutions next to the time of each guide.
 
     The mixture of two schedules, and of two flows, is one again, and nearly optimal in between.

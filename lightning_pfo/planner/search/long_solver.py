@@ -11,15 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_pfo.planner.network.assignments import TOLERANCE, Choices, ChoiceTable
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.core.progress import Progress
+from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
-from lightning_pfo.planner.pipeline.steady_state import Run
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.event_moves import EventMoves
-from lightning_pfo.planner.search.solver import Progress, TradeoffPoint, fastest_time
+from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time
 
 LONG_PIPELINE = 4000
 """Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
@@ -32,10 +33,10 @@ _SWEEPS = (8, 4)
 
 
 def trace_long_tradeoff(
-    dag: InstructionDag,
+    dag: ActivityNetwork,
     options: Sequence[OptionSet],
     *,
-    runs: Sequence[Run],
+    runs: Sequence[PeriodicPath],
     rate: float = 0.0,
     num_points: int = 50,
     times: Sequence[float] = (),
@@ -60,7 +61,7 @@ def trace_long_tradeoff(
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    table, programme = ChoiceTable(dag, options), MergedTradeoff(dag, options, runs)
+    table, programme = OptionTable(dag, options), MergedTradeoff(dag, options, runs)
     moves = EventMoves(table)
     slowest = max(programme.solve_with_rate(rate).time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
@@ -87,7 +88,7 @@ def trace_long_tradeoff(
     return points
 
 
-def _rounded(table: ChoiceTable, relaxed: RelaxedSolution) -> Choices:
+def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
     """Options no slower than the relaxation grants, what one leaves over passed on to the next; shape (n, 1).
 
     Every node may end when the first of its successors starts in the relaxation.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.planner.network.dag import ActivityNetwork
 
 
 class Arrival(NamedTuple):
@@ -48,7 +48,7 @@ class Step(NamedTuple):
     stays_open: bool
 
 
-def plan_steps(dag: InstructionDag, order: Sequence[int]) -> tuple[list[Step], int]:
+def plan_steps(dag: ActivityNetwork, order: Sequence[int]) -> tuple[list[Step], int]:
     """Plan the steps of a search.
 
     Args:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import Choices, ChoiceTable
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.planner.network.assignments import Assignments, OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork
 
 _REACH, _MOMENTS = 2, 12
 """A node suggests the options up to so many places from its present one; so many moments of an event are tried."""
@@ -35,7 +35,7 @@ class PathMoves:
         table: The options.
     """
 
-    def __init__(self, table: ChoiceTable) -> None:
+    def __init__(self, table: OptionTable) -> None:
         self._table, self._line, dag = table, table.line, table.dag
         self._start_of = np.array(dag.start_of, dtype=np.int64)
         self._never = len(dag.events)
@@ -48,7 +48,7 @@ class PathMoves:
                 self._ending[event].append(node)
         self._paths = _cover(dag)
 
-    def improve(self, choices: Choices, deadlines: Floats, sweeps: int = 1) -> Choices:
+    def improve(self, choices: Assignments, deadlines: Floats, sweeps: int = 1) -> Assignments:
         """Move the events of every path `sweeps` times.
 
         Args:
@@ -150,7 +150,7 @@ class PathMoves:
         return total
 
 
-def _cover(dag: InstructionDag) -> list[list[int]]:
+def _cover(dag: ActivityNetwork) -> list[list[int]]:
     """Disjoint paths that cover all nodes; of several successors the one nearest in number follows."""
     paths: list[list[int]] = []
     covered = [False] * dag.num_nodes

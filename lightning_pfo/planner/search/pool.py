@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import TOLERANCE, Choices, ChoiceTable
+from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.relaxation.bound import LowerBound
 
 LARGEST_GAP, _MEDIAN_GAP = 0.0022, 0.001
@@ -59,7 +59,7 @@ def make_targets(slowest: float, fastest: float, num_free: int, kept: Set[float]
     return Targets(times, is_kept, np.where(is_kept, 0.0, (slowest - fastest) / (num_free + 1) / 2))
 
 
-class KnownChoices:
+class SolutionPool:
     """Choices side by side, and the lower bound on all there are.
 
     Args:
@@ -74,7 +74,7 @@ class KnownChoices:
         are_all: Whether there are no others.
     """
 
-    def __init__(self, table: ChoiceTable, bound: LowerBound, rate: float) -> None:
+    def __init__(self, table: OptionTable, bound: LowerBound, rate: float) -> None:
         self._table, self._bound, self._rate = table, bound, rate
         sizes = [len(table.kinds[kind].times) for kind in table.kind_of]
         self.are_all = math.prod(sizes) <= _FEW_CHOICES
@@ -84,7 +84,7 @@ class KnownChoices:
         self.times = table.longest_paths(self.choices)
         self.costs = table.total_costs(self.choices) + rate * self.times
 
-    def add(self, choices: Choices, deadlines: Sequence[float] | Floats) -> None:
+    def add(self, choices: Assignments, deadlines: Sequence[float] | Floats) -> None:
         """Take in choices, their slack spent: up to the deadline where they keep to one.
 
         Args:

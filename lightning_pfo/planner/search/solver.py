@@ -10,25 +10,26 @@ relaxation is a merged one, which bounds from below as well, until the last roun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.wording import rounded_up
-from lightning_pfo.planner.network.assignments import TOLERANCE, ChoiceTable
-from lightning_pfo.planner.network.dag import InstructionDag
+from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
+from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
-from lightning_pfo.planner.pipeline.steady_state import Run
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.guide import Guide
 from lightning_pfo.planner.search.path_moves import PathMoves
-from lightning_pfo.planner.search.pool import LARGEST_GAP, SMALL_PROBLEM, KnownChoices, make_targets
+from lightning_pfo.planner.search.pool import LARGEST_GAP, SMALL_PROBLEM, SolutionPool, make_targets
 from lightning_pfo.planner.search.splice import splice
 
 _POINTS_PER_RELAXATION, _DENSER = 5.2, 0.65
@@ -78,9 +79,6 @@ _ROWS_AT_ONCE = 2_000_000
 _POLISHED = 3
 """So many choices for a time to keep to are polished."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
-
 
 @dataclass(frozen=True)
 class TradeoffPoint:
@@ -100,14 +98,14 @@ class TradeoffPoint:
 
 
 def trace_tradeoff(
-    dag: InstructionDag,
+    dag: ActivityNetwork,
     options: Sequence[OptionSet],
     *,
     rate: float = 0.0,
     num_points: int = 50,
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
-    runs: Sequence[Run] = (),
+    runs: Sequence[PeriodicPath] = (),
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
@@ -139,7 +137,7 @@ def trace_tradeoff(
     return search.frontier(num_points, deadlines)
 
 
-def fastest_time(dag: InstructionDag, options: Sequence[OptionSet], deadlines: Sequence[float] = ()) -> float:
+def fastest_time(dag: ActivityNetwork, options: Sequence[OptionSet], deadlines: Sequence[float] = ()) -> float:
     """Longest path of the fastest options in seconds.
 
     Raises:
@@ -160,14 +158,14 @@ class _Search:
 
     def __init__(
         self,
-        dag: InstructionDag,
+        dag: ActivityNetwork,
         options: Sequence[OptionSet],
         rate: float,
         fastest: float,
-        runs: Sequence[Run],
+        runs: Sequence[PeriodicPath],
         on_progress: Progress | None,
     ) -> None:
-        self._table, self._rate, self._on_progress = ChoiceTable(dag, options), rate, on_progress
+        self._table, self._rate, self._on_progress = OptionTable(dag, options), rate, on_progress
         self._problem, self._is_merged = (dag, options), bool(runs)
         self._programme = MergedTradeoff(dag, options, runs) if runs else RelaxedTradeoff(dag, options)
         self._bound = LowerBound(self._table, rate)
@@ -176,7 +174,7 @@ class _Search:
         self._least = self._relaxed[0]
         self._bound.add(self._least)
         self._order = order_of_time(self._table, self._least)
-        self._known = KnownChoices(self._table, self._bound, rate)
+        self._known = SolutionPool(self._table, self._bound, rate)
 
     def relax(self, num_free: int, kept: Set[float]) -> None:
         """Set the targets and solve the relaxation at and between them.

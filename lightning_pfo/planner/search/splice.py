@@ -13,15 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.assignments import Choices
+from lightning_pfo.planner.network.assignments import Assignments
 
 _NEIGHBOURS = 8
 """Choices looked at on either side of a time."""
 
 
 def splice(
-    choices: Choices, times: Floats, costs: Floats, targets: Floats, order: Sequence[int], pairs_per_target: int
-) -> tuple[Choices, Integers]:
+    choices: Assignments, times: Floats, costs: Floats, targets: Floats, order: Sequence[int], pairs_per_target: int
+) -> tuple[Assignments, Integers]:
     """Join pairs of choices such that the result takes about as long as wanted.
 
     For each target those pairs are joined, one on either side of it, whose connecting line is lowest there; each pair

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
 from lightning_pfo.planner.search.solver import trace_tradeoff
 
@@ -85,7 +85,7 @@ def solve_time_cost_tradeoff(
         )
     _check_precedences(graph)
     number = {node: i for i, node in enumerate(nodes)}
-    dag = make_dag(len(nodes), ((number[before], number[after]) for before, after in graph.edges()))
+    dag = make_network(len(nodes), ((number[before], number[after]) for before, after in graph.edges()))
     given: list[Any] = [graph.nodes[node].get(options) for node in nodes]
     kinds: dict[int, OptionSet] = {}
     for node, menu in zip(nodes, given, strict=True):

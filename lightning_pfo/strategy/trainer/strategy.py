@@ -15,12 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.registry import file_of
-from lightning_pfo.core.schedules.schedule import (
-    PipelineSchedule,
-    check_schedule_name,
-    load_schedule,
-)
+from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, load_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
 from lightning_pfo.strategy.model.find import PipelinedModule
@@ -57,7 +53,7 @@ class PfoPipelineStrategy(StepStrategy):
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`, or
             what the schedule's file has.
         schedule: `1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv`, `dualpipev`,
-            `envpipe`, or a file with an order of your own; see `lightning_pfo.core.schedules.schedule.make_schedule`.
+            `envpipe`, or a file with an order of your own; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each device; None is what the schedule is usually run with (2 or 1).
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a device.
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, gradients are averaged.

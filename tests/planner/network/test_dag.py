@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.schedule import make_schedule
-from lightning_pfo.planner.network.dag import make_dag, schedule_dag
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.planner.network.dag import make_network
+from lightning_pfo.planner.pipeline.problem import schedule_network
 
 durations = st.lists(st.floats(0.1, 9.0), min_size=7, max_size=7)
 edges = st.sets(st.sampled_from(list(itertools.combinations(range(7), 2))))
@@ -24,7 +25,7 @@ def networkx_longest_path(pairs, weights):
 @given(edges, durations, st.permutations(range(7)))
 def test_longest_path_equals_that_of_networkx(pairs, weights, names):
     renamed = {(names[a], names[b]) for a, b in pairs}
-    dag = make_dag(7, renamed)
+    dag = make_network(7, renamed)
     assert dag.longest_path(weights) == pytest.approx(networkx_longest_path(renamed, weights))
     path = dag.critical_path(weights)
     assert sum(weights[node] for node in path) == pytest.approx(dag.longest_path(weights))
@@ -33,7 +34,7 @@ def test_longest_path_equals_that_of_networkx(pairs, weights, names):
 
 @given(edges, durations)
 def test_latest_starts_leave_no_slack_on_a_critical_path(pairs, weights):
-    dag = make_dag(7, pairs)
+    dag = make_network(7, pairs)
     finish = dag.finish_times(weights)
     latest = dag.latest_starts(weights, max(finish))
     slack = [start - (end - weight) for start, end, weight in zip(latest, finish, weights, strict=True)]
@@ -43,12 +44,12 @@ def test_latest_starts_leave_no_slack_on_a_critical_path(pairs, weights):
 
 def test_a_cycle_is_an_error():
     with pytest.raises(ConfigurationError, match="cycle"):
-        make_dag(3, [(0, 1), (1, 2), (2, 1)])
+        make_network(3, [(0, 1), (1, 2), (2, 1)])
 
 
 def test_a_schedule_has_a_node_per_instruction_and_an_edge_per_dependency():
     schedule = make_schedule("1f1b", 3, 5)
-    dag = schedule_dag(schedule)
+    dag = schedule_network(schedule)
     named = {(schedule.instructions[a], schedule.instructions[b]) for a, b in dag.edges.tolist()}
     assert dag.num_nodes == 2 * 3 * 5
     assert named == set(schedule.dependencies())
@@ -56,7 +57,7 @@ def test_a_schedule_has_a_node_per_instruction_and_an_edge_per_dependency():
 
 @given(edges)
 def test_nodes_that_wait_for_the_same_start_at_one_event(pairs):
-    dag = make_dag(7, pairs)
+    dag = make_network(7, pairs)
     assert len(set(dag.events)) == len(dag.events)
     for node in range(7):
         assert set(dag.events[dag.start_of[node]]) == {a for a, b in pairs if b == node}

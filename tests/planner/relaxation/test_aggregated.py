@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import make_schedule
-from lightning_pfo.planner.network.dag import make_dag, schedule_dag
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
-from lightning_pfo.planner.pipeline.steady_state import Run, steady_middles
+from lightning_pfo.planner.network.periodic_path import PeriodicPath
+from lightning_pfo.planner.pipeline.problem import schedule_network
+from lightning_pfo.planner.pipeline.steady_state import steady_middles
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
@@ -36,7 +38,7 @@ def unequal_stages(schedule):
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "looped_bfs"])
 def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
     schedule = make_schedule(name, 4, 80)
-    dag, options = schedule_dag(schedule), unequal_stages(schedule)
+    dag, options = schedule_network(schedule), unequal_stages(schedule)
     runs = steady_middles(schedule, margin=16, pieces=6)
     exact, merged = RelaxedTradeoff(dag, options), MergedTradeoff(dag, options, runs)
     slowest, fastest = exact.solve_with_rate(12.0).time, dag.longest_path([opts.times[0] for opts in options])
@@ -68,7 +70,7 @@ def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
 def test_plans_found_with_a_merged_relaxation_have_bounds_just_below_the_exact_ones(monkeypatch):
     monkeypatch.setattr(LowerBound, "sharpen", lambda self, times: None)  # it proves more than any relaxation does
     schedule = make_schedule("1f1b", 4, 40)
-    dag, options = schedule_dag(schedule), unequal_stages(schedule)
+    dag, options = schedule_network(schedule), unequal_stages(schedule)
     runs = steady_middles(schedule, margin=8)
     assert sum(run.end - run.begin for run in runs) > dag.num_nodes / 2
     exact = RelaxedTradeoff(dag, options)
@@ -84,12 +86,21 @@ NODES = 6
 @given(
     edge_sets(NODES),
     options_of(NODES, most=3),
-    st.sampled_from([Run(1, 5, 2), Run(0, 3, 1), Run(2, 5, 3), Run(0, 6, 2), Run(0, 6, 3), Run(3, 5, 1)]),
+    st.sampled_from(
+        [
+            PeriodicPath(1, 5, 2),
+            PeriodicPath(0, 3, 1),
+            PeriodicPath(2, 5, 3),
+            PeriodicPath(0, 6, 2),
+            PeriodicPath(0, 6, 3),
+            PeriodicPath(3, 5, 1),
+        ]
+    ),
     st.floats(0, 1),
 )
 def test_no_choice_beats_the_bound_whatever_is_merged(edges, options, run, fraction):
     # Precedences need not be periodic for the bound to hold: here a run is any path of recurring options.
-    dag = make_dag(NODES, edges | set(itertools.pairwise(range(run.begin, run.end))))
+    dag = make_network(NODES, edges | set(itertools.pairwise(range(run.begin, run.end))))
     for node in range(run.begin, run.end):
         options[node] = options[run.begin + (node - run.begin) % run.period]
     merged = MergedTradeoff(dag, options, [run])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from tests.planner.problems import problems
@@ -50,7 +50,7 @@ def test_solutions_are_feasible_and_convex_in_the_time(problem):
 
 def test_a_chain_of_two_has_the_cost_worked_out_by_hand():
     # Two nodes in a row; node 0 saves 4 J in its second second, node 1 saves 1 J. Three seconds: node 0 takes both.
-    dag = make_dag(2, [(0, 1)])
+    dag = make_network(2, [(0, 1)])
     options = [make_option_set([1, 2], [10, 6], [2, 1]), make_option_set([1, 2], [5, 4], [2, 1])]
     relaxed = RelaxedTradeoff(dag, options)
     assert relaxed.solve(3.0).cost == pytest.approx(6 + 5)
@@ -64,7 +64,7 @@ def test_a_chain_of_two_has_the_cost_worked_out_by_hand():
 
 def test_the_flow_of_the_duals_is_conserved_and_worth_the_slope():
     # Node 1 and 2 in parallel between 0 and 3: what flows through them is what a second of the whole is worth.
-    dag = make_dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    dag = make_network(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     options = [make_option_set([1, 2, 3], [9, 5, 3], [3, 2, 1])] * 4
     solution = RelaxedTradeoff(dag, options).solve(5.0)
     assert solution.flow[0] == pytest.approx(-solution.slope)
@@ -72,7 +72,7 @@ def test_the_flow_of_the_duals_is_conserved_and_worth_the_slope():
 
 
 def test_faster_than_the_fastest_options_is_an_error():
-    dag = make_dag(2, [(0, 1)])
+    dag = make_network(2, [(0, 1)])
     relaxed = RelaxedTradeoff(dag, [make_option_set([1, 2], [10, 6], [2, 1])] * 2)
     with pytest.raises(PlanError, match=r"No plan takes 1\.9 s"):
         relaxed.solve(1.9)

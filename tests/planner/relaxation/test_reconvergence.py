@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.core.schedules.schedule import make_schedule
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import make_dag, schedule_dag
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
+from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
 from lightning_pfo.planner.relaxation import reconvergence as diamonds
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
@@ -36,7 +37,7 @@ def test_no_choice_loses_less(named, monkeypatch):
         st.floats(0, 1),
     )
     def holds(edges, options, fraction):
-        table = ChoiceTable(make_dag(NODES, edges), options)
+        table = OptionTable(make_network(NODES, edges), options)
         times, costs = times_and_costs_of_all_choices(table)
         relaxed = RelaxedTradeoff(table.dag, options).solve(times.min() + fraction * (times.max() - times.min()))
         proven = least_costs(table, relaxed.flow) - relaxed.sink_flow.sum() * times
@@ -48,11 +49,11 @@ def test_no_choice_loses_less(named, monkeypatch):
 
 def test_what_two_neighbours_lose_is_found_exactly():
     # From the end of node 0 to the start of node 5 it is 4 + (4 or 6) s on one side, 2 + (5 or 7) s on the other.
-    dag = make_dag(6, [(0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5)])
+    dag = make_network(6, [(0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5)])
     a_second = make_option_set([1], [0], [1])
     slower = {t: make_option_set([t, t + 2], [4, 0], [2, 1]) for t in (4, 5)}
     fixed = {t: make_option_set([t], [0], [1]) for t in (2, 4)}
-    table = ChoiceTable(dag, [a_second, fixed[4], slower[4], fixed[2], slower[5], a_second])
+    table = OptionTable(dag, [a_second, fixed[4], slower[4], fixed[2], slower[5], a_second])
     relaxed = RelaxedTradeoff(dag, [table.kinds[kind] for kind in table.kind_of]).solve(10.5)
     # The relaxation mixes options on both sides, to 3 and 1 J; in fact, a side worth 2 J/s waits for a second.
     assert relaxed.cost == pytest.approx(4)
@@ -75,10 +76,10 @@ def test_handling_alike_diamonds_once_changes_nothing(monkeypatch):
         for stage, speed in enumerate((1.0, 1.07, 1.03))
         for kind, work in (("F", speed), ("B", 2 * speed))
     }
-    dag, options = schedule_dag(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+    dag, options = schedule_network(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
     merged = MergedTradeoff(dag, options, steady_middles(schedule, margin=4))
     relaxed = merged.solve(1.1 * dag.longest_path([opts.times[0] for opts in options]))
-    found = Diamonds(ChoiceTable(dag, options))
+    found = Diamonds(OptionTable(dag, options))
     at_once = found.least_loss(relaxed.flow, relaxed.edge_flow)
     monkeypatch.setattr(Diamonds, "_sorts", lambda self, flow, waits: (np.arange(len(flow) + 1), np.arange(len(waits))))
     assert at_once == pytest.approx(found.least_loss(relaxed.flow, relaxed.edge_flow), rel=1e-9)

@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 from lightning_pfo.planner.search.event_moves import EventMoves
 from tests.planner.problems import edge_sets, options_of
@@ -27,10 +27,10 @@ def total_cost(options, choice):
     st.floats(1, 1.5),
 )
 def test_choices_never_get_dearer_and_keep_to_the_deadline(edges, options, random, room):
-    dag = make_dag(NODES, edges)
+    dag = make_network(NODES, edges)
     choice = [random.randrange(len(opts.times)) for opts in options]
     deadline = room * dag.longest_path(chosen_times(options, choice))
-    moves = EventMoves(ChoiceTable(dag, options))
+    moves = EventMoves(OptionTable(dag, options))
     cost = total_cost(options, choice)
     for _ in range(3):
         choice = moves.improve(np.array(choice)[:, None], deadline, 1)[:, 0].tolist()
@@ -42,19 +42,19 @@ def test_choices_never_get_dearer_and_keep_to_the_deadline(edges, options, rando
 
 def test_time_goes_to_where_it_is_worth_most():
     # Node 0, then 1 and 2 side by side, then 3. Slowing 1 and 2 down saves 2 x 5 J; slowing 0 or 3 down saves 6 J.
-    dag = make_dag(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
+    dag = make_network(4, [(0, 1), (0, 2), (1, 3), (2, 3)])
     inner = make_option_set([1, 2], [9, 4], [2, 1])
     outer = make_option_set([1, 2], [9, 3], [2, 1])
     options = [outer, inner, inner, outer]
-    moves, choice = EventMoves(ChoiceTable(dag, options)), np.array([[1], [0], [0], [0]])
+    moves, choice = EventMoves(OptionTable(dag, options)), np.array([[1], [0], [0], [0]])
     assert moves.improve(choice, 4.0, 2)[:, 0].tolist() == [0, 1, 1, 0]
     assert moves.improve(choice, 5.0, 2)[:, 0].tolist() in ([1, 1, 1, 0], [0, 1, 1, 1])
 
 
 def test_an_event_of_many_nodes_is_moved_beside_one_of_few():
     # Two nodes in a row, and beside them three side by side before one; events are batched with padding.
-    dag = make_dag(6, [(0, 1), (2, 5), (3, 5), (4, 5)])
+    dag = make_network(6, [(0, 1), (2, 5), (3, 5), (4, 5)])
     early, late = make_option_set([1, 2], [3, 2], [2, 1]), make_option_set([1, 2], [9, 1], [2, 1])
     options = [early, late, early, early, early, late]
-    moved = EventMoves(ChoiceTable(dag, options)).improve(np.array([1, 0, 1, 1, 1, 0])[:, None], 3.0, 2)
+    moved = EventMoves(OptionTable(dag, options)).improve(np.array([1, 0, 1, 1, 1, 0])[:, None], 3.0, 2)
     assert moved[:, 0].tolist() == [0, 1, 0, 0, 0, 1]

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.network.assignments import ChoiceTable
+from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.relaxation.bound import least_costs
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.guide import Guide, take_guidance
@@ -14,7 +14,7 @@ from tests.planner.problems import problems
 @given(problems(5), st.lists(st.floats(-0.1, 1.1), min_size=1, max_size=4), st.floats(0.98, 1.02))
 def test_mixtures_are_schedules_flows_and_bounds(problem, fractions, stretch):
     dag, options = problem
-    table, programme = ChoiceTable(dag, options), RelaxedTradeoff(dag, options)
+    table, programme = OptionTable(dag, options), RelaxedTradeoff(dag, options)
     fastest = dag.longest_path([opts.times[0] for opts in options])
     slowest = dag.longest_path([opts.times[-1] for opts in options])
     solutions = [programme.solve(time) for time in np.linspace(slowest, fastest, 4)]

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.search.open_lags import plan_steps
 
 edges = st.sets(st.sampled_from(list(itertools.combinations(range(8), 2))))
@@ -11,7 +11,7 @@ edges = st.sets(st.sampled_from(list(itertools.combinations(range(8), 2))))
 
 @given(edges, st.permutations(range(8)))
 def test_rows_hold_what_later_steps_ask_for_and_nothing_else(pairs, names):
-    dag = make_dag(8, {(names[a], names[b]) for a, b in pairs})
+    dag = make_network(8, {(names[a], names[b]) for a, b in pairs})
     steps, num_rows = plan_steps(dag, dag.order)
     rows: list[object] = [("event", event) for event in dag.sources] + [None] * (num_rows - len(dag.sources))
     begun, ended = set(), set()

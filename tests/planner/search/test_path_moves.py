@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import make_dag
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 from lightning_pfo.planner.search.path_moves import PathMoves
 from tests.planner.problems import edge_sets, option_sets, options_of
@@ -29,8 +29,8 @@ def total_cost(options, choice):
     st.floats(1, 1.5),
 )
 def test_choices_never_get_dearer_and_keep_to_their_deadlines(edges, options, random, room):
-    dag = make_dag(NODES, edges)
-    moves = PathMoves(ChoiceTable(dag, options))
+    dag = make_network(NODES, edges)
+    moves = PathMoves(OptionTable(dag, options))
     choices = np.array([[random.randrange(len(opts.times)) for opts in options] for _ in range(3)]).T
     deadlines = np.array([dag.longest_path(chosen_times(options, row)) for row in choices.T])
     deadlines *= [1, room, 1.2]
@@ -46,11 +46,11 @@ def test_choices_never_get_dearer_and_keep_to_their_deadlines(edges, options, ra
 @settings(deadline=None, max_examples=50)
 @given(option_sets(5, 0), option_sets(5, 0), st.randoms(use_true_random=False), st.floats(1, 1.5))
 def test_of_two_nodes_in_a_row_the_best_of_all_choices_near_the_present_one_is_found(first, second, random, room):
-    dag = make_dag(2, [(0, 1)])
+    dag = make_network(2, [(0, 1)])
     options = [first, second]
     choice = [random.randrange(len(opts.times)) for opts in options]
     deadline = room * sum(chosen_times(options, choice))
-    moved = PathMoves(ChoiceTable(dag, options)).improve(np.array(choice)[:, None], np.array([deadline]))
+    moved = PathMoves(OptionTable(dag, options)).improve(np.array(choice)[:, None], np.array([deadline]))
     near = [range(max(k - 2, 0), min(k + 3, len(opts.times))) for opts, k in zip(options, choice, strict=True)]
     best = min(
         total_cost(options, pair)
@@ -62,8 +62,8 @@ def test_of_two_nodes_in_a_row_the_best_of_all_choices_near_the_present_one_is_f
 
 def test_several_events_are_moved_at_once():
     # A chain. Node 0 saves 8 J in one second more; node 2 loses least by one second less. What is between them moves.
-    dag = make_dag(4, [(0, 1), (1, 2), (2, 3)])
+    dag = make_network(4, [(0, 1), (1, 2), (2, 3)])
     menus = [([1, 2], [9, 1]), ([2, 3], [9, 4]), ([2, 3], [5, 4]), ([1, 2], [3, 1])]
-    table = ChoiceTable(dag, [make_option_set(times, costs, [0, 1]) for times, costs in menus])
+    table = OptionTable(dag, [make_option_set(times, costs, [0, 1]) for times, costs in menus])
     moved = PathMoves(table).improve(np.array([[0], [1], [1], [1]]), np.array([9.0]))
     assert moved[:, 0].tolist() == [1, 1, 0, 1]

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.core.schedules.schedule import make_schedule
-from lightning_pfo.planner.network.assignments import ChoiceTable
-from lightning_pfo.planner.network.dag import make_dag, schedule_dag
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
+from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.guide import Guide
@@ -55,7 +56,7 @@ def test_against_all_choices_of_small_problems(problem, rate, fraction):
 
 def test_a_chain_is_solved_exactly():
     # A knapsack: of five equal steps in a row, each may be slow (2 s, 1 J) or fast (1 s, 3 J).
-    dag = make_dag(5, itertools.pairwise(range(5)))
+    dag = make_network(5, itertools.pairwise(range(5)))
     options = [make_option_set([1, 2], [3, 1], [2, 1])] * 5
     points = trace_tradeoff(dag, options, num_points=6)
     assert [(point.time, point.cost) for point in points] == [(t, 15 - 2 * (t - 5)) for t in range(5, 11)]
@@ -63,7 +64,7 @@ def test_a_chain_is_solved_exactly():
 
 
 def test_a_deadline_nobody_can_meet_is_an_error():
-    dag = make_dag(1, [])
+    dag = make_network(1, [])
     with pytest.raises(PlanError, match=r"must not be shorter than 1\.000000 s"):
         trace_tradeoff(dag, [make_option_set([1, 2], [3, 1], [2, 1])], deadlines=[0.5])
 
@@ -78,12 +79,12 @@ def pipeline():
         for stage, speed in enumerate((1.0, 1.3, 1.1))
         for kind, work in (("F", speed), ("B", 2 * speed))
     }
-    return schedule_dag(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+    return schedule_network(schedule), [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
 
 
 def test_beam_search_loses_little_and_its_deadline_holds(pipeline):
     dag, options = pipeline
-    table, relaxed_problem = ChoiceTable(dag, options), RelaxedTradeoff(dag, options)
+    table, relaxed_problem = OptionTable(dag, options), RelaxedTradeoff(dag, options)
     fastest = dag.longest_path([opts.times[0] for opts in options])
     relaxed = [relaxed_problem.solve(fastest * factor) for factor in (1.02, 1.05, 1.1)]
     guides = [Guide(r.time, r.time, 0.2, 0.3, 0.3) for r in relaxed]
@@ -118,7 +119,7 @@ def test_splicing_joins_choices_on_either_side_of_the_time(pipeline):
 @given(problems(6, most=3, least_cost=1), st.floats(0, 1))
 def test_spending_slack_keeps_the_deadline_and_makes_no_node_faster(problem, fraction):
     dag, options = problem
-    table = ChoiceTable(dag, options)
+    table = OptionTable(dag, options)
     fast = np.array([[0, len(opts.times) // 2] for opts in options])
     longest = np.array([dag.longest_path(chosen_times(options, choice)) for choice in fast.T])
     assert table.longest_paths(fast).tolist() == longest.tolist()
@@ -141,7 +142,7 @@ def test_spending_slack_keeps_the_deadline_and_makes_no_node_faster(problem, fra
 
 def test_spent_slack_saves(pipeline):
     dag, options = pipeline
-    table = ChoiceTable(dag, options)
+    table = OptionTable(dag, options)
     fast = np.zeros((dag.num_nodes, 1), dtype=int)
     spent, _ = table.spend_slack(fast, table.longest_paths(fast))
     assert table.total_costs(spent) < table.total_costs(fast)
@@ -164,5 +165,5 @@ def test_as_many_points_as_wanted_where_there_are_so_many(pipeline):
         for fast, slow in itertools.pairwise(points):
             assert fast.time < slow.time
             assert fast.cost > slow.cost
-    chain = make_dag(3, [(0, 1), (1, 2)])
+    chain = make_network(3, [(0, 1), (1, 2)])
     assert len(trace_tradeoff(chain, [make_option_set([1, 2], [3, 1], [2, 1])] * 3, num_points=50)) == 4

@@ -1,0 +1,62 @@
+"""The result of planning: plans from the fastest to the one of least energy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.planner.pipeline.timeline import Timeline, simulate_plan
+from lightning_pfo.planner.profile.blocking_power import BlockingPower
+from lightning_pfo.planner.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Plans between the fastest and the one of least energy, none dominated.
+
+    Attributes:
+        schedule: The order that all plans belong to.
+        profile: The measurements they were made from.
+        blocking: Power of each rank's GPUs while they wait for a neighbour, by clock.
+        baseline: Every stage at its top clock.
+        plans: From the fastest to the one of least energy.
+        switch_latency_s: Time from a request until a clock changes, which the plans reckon with.
+        least_dwell_s: Time for which the plans keep every clock at least.
+    """
+
+    schedule: PipelineSchedule
+    profile: Profile
+    blocking: tuple[BlockingPower, ...]
+    baseline: FrequencyPlan
+    plans: tuple[FrequencyPlan, ...]
+    switch_latency_s: float = 0.0
+    least_dwell_s: float = 0.0
+
+    @property
+    def p2p_blocking_powers_w(self) -> tuple[float, ...]:
+        """Blocking power of each rank at its highest clock in watts."""
+        return tuple(power.powers_w[0] for power in self.blocking)
+
+    @property
+    def p2p_blocking_power_w(self) -> float:
+        """Mean blocking power over the ranks in watts."""
+        return sum(self.p2p_blocking_powers_w) / len(self.p2p_blocking_powers_w)
+
+    @property
+    def fastest(self) -> FrequencyPlan:
+        """The plan of least iteration time."""
+        return self.plans[0]
+
+    @property
+    def least_energy(self) -> FrequencyPlan:
+        """The plan of least iteration energy."""
+        return self.plans[-1]
+
+    def number_of(self, plan: FrequencyPlan) -> int:
+        """The plan's number in files and in `select_plan`: 0 is the slowest, larger is faster (as Zeus counts)."""
+        return len(self.plans) - 1 - self.plans.index(plan)
+
+    def timeline(self, plan: FrequencyPlan) -> Timeline:
+        """One iteration of `plan` as the profile predicts it."""
+        return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency_s)
