@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
@@ -36,8 +36,8 @@ _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 class Settings:
     """What `lightning-pfo plan` can be told."""
 
-    profile: str = field(metadata={"help": "profile CSV to plan from"})
-    output_dir: str = field(metadata={"help": "directory to write to"})
+    profile: str = field(metadata={"help": "profile CSV to plan from", "is_path": True})
+    output_dir: str = field(metadata={"help": "directory to write to", "is_path": True})
     num_microbatches: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "microbatches per iteration; an order of your own says it itself"}
     )
@@ -45,7 +45,8 @@ class Settings:
         default=None,
         metadata={
             "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
-            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
+            "these by stage, or the file of p2p-power json=true; none takes the profile's own",
+            "is_path": True,
         },
     )
     schedule: str = field(
@@ -85,7 +86,7 @@ def run(settings: Settings) -> None:
     check_can_write("output_dir", settings.output_dir, is_folder=True)
     profile = read_profile(settings.profile)
     findings = regularise(profile)
-    with Status("planning", console=Console(stderr=True)) as status:
+    with Status("planning", console=plain_console(stderr=True)) as status:
         frontier = plan_frontier(
             findings.profile if settings.regularise else profile,
             num_microbatches=settings.num_microbatches,
@@ -107,25 +108,35 @@ def run(settings: Settings) -> None:
     save_frontier(frontier, folder)
 
     _draw(frontier, chosen, settings, folder)
+    _write_noise(findings.notes, settings, folder)
     _report(frontier, chosen, settings)
     _report_noise(findings.notes, settings, folder)
 
 
-def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
-    """All findings go into a file, the first ones to the terminal."""
+def _write_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """All findings go into a file."""
     path = folder / _NOISE_NAME
     path.unlink(missing_ok=True)  # of an earlier plan
+    if notes:
+        heading = f"{settings.profile}: {_noise_heading(notes, settings)}"
+        write_text_atomically(path, "\n".join([heading, *notes]) + "\n")
+
+
+def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """The first findings go to the terminal."""
     if not notes:
         return
-    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
-    heading = f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
-    write_text_atomically(path, "\n".join([f"{settings.profile}: {heading}", *notes]) + "\n")
-    print_line = Console(highlight=False, markup=False, soft_wrap=True).print
-    print_line(f"{heading}:")
+    print_line = plain_console().print
+    print_line(f"{_noise_heading(notes, settings)}:")
     for note in notes[:_NOTES_SHOWN]:
         print_line(f"  {note}")
     if len(notes) > _NOTES_SHOWN:
-        print_line(f"  all of them are in {path}")
+        print_line(f"  all of them are in {folder / _NOISE_NAME}")
+
+
+def _noise_heading(notes: Sequence[str], settings: Settings) -> str:
+    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
+    return f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
 
 
 def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:
@@ -171,11 +182,11 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
             f"{100 * (1 - plan.iteration_energy_j / base.iteration_energy_j):.2f} %",
             f"{100 * (1 - plan.lower_bound_j / base.iteration_energy_j):.2f} %",
         )
-    console = Console()
-    console.print(table)
+    show_table(table)
+    console = plain_console()
     changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
     if settings.switch_latency_s or settings.least_dwell_s or settings.change_cost_j:
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
-    console.print(f"{changes}.", highlight=False, soft_wrap=True)
-    console.print(f"written to {settings.output_dir}", highlight=False, soft_wrap=True)
+    console.print(f"{changes}.")
+    console.print(f"written to {settings.output_dir}")

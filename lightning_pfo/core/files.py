@@ -65,6 +65,8 @@ def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bo
         reason = "it is a folder" if target.is_dir() and not is_folder else None
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
+    except ValueError as error:  # a NUL in the path
+        reason = str(error)
     finally:
         for one in missing:
             with suppress(OSError):

@@ -6,6 +6,17 @@ import difflib
 import math
 from collections.abc import Iterable
 
+_LONGEST = 3000
+"""Characters of a message: a screenful."""
+
+
+def shortened(text: str, longest: int = _LONGEST) -> str:
+    """Leave the middle of a long text out: a message repeats what it was given, which may be a whole file."""
+    if len(text) <= longest:
+        return text
+    head, tail = longest * 2 // 3, longest // 3  # the rule comes first, what would work last
+    return f"{text[:head]} ... ({len(text) - head - tail} characters left out) ... {text[-tail:]}"
+
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """Such as `1 plan` and `2 plans`; `plural` where an s does not make it."""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_pfo.cli import main, without_dashes
+from lightning_pfo.cli import main
 from lightning_pfo.core.schedules.schedule import make_schedule
 from lightning_pfo.planner import load_frontier, write_profile
 
@@ -155,17 +155,3 @@ def test_ctrl_c_ends_a_command_without_a_traceback(profile_csv, tmp_path, capsys
     assert main(["plan", *arguments]) == 130
     assert capsys.readouterr().err.strip().endswith("Interrupted.")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        (["--write", "conf/gpu/x.yaml"], ["write=conf/gpu/x.yaml"]),
-        (["--write=a=b", "json=true"], ["write=a=b", "json=true"]),
-        (["--json"], ["json=true"]),
-        (["--json", "--num-clocks", "3", "gpu=nvml"], ["json=true", "num_clocks=3", "gpu=nvml"]),
-        (["--json", "gpu=nvml"], ["json=true", "gpu=nvml"]),
-    ],
-)
-def test_settings_may_be_spelled_with_dashes(given, read):
-    assert without_dashes(given) == read

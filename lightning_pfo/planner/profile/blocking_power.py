@@ -134,7 +134,7 @@ def read_blocking_power(path: str | os.PathLike[str]) -> dict[int, float]:
     try:
         rows = json.loads(where.read_text(encoding="utf-8"))["blocked"]
         powers = {int(row["clock_mhz"]): float(row["power_w"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigurationError(
             f"p2p_blocking_power_w={str(path)!r} is neither a number nor a file that holds blocking powers "
             f"({type(error).__name__}: {error}). Write one with `lightning-pfo p2p-power json=true > {where.name}`."
