@@ -7,11 +7,22 @@ from rich.measure import Measurement
 from rich.table import Table
 
 _UNBOUNDED = 10_000  # columns
+READER_LEFT = 141
+"""Exit status that shells report for a program whose output nobody reads any more."""
+
+
+class _PlainConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """End as other programs do; rich ends with 1, as after an error."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(READER_LEFT) from None
 
 
 def plain_console(*, quiet: bool = False, stderr: bool = False) -> Console:
     """A console for which brackets and colons mean nothing: a GPU may be named `GPU [/x]`, and so may a folder."""
-    return Console(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
+    return _PlainConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
 
 
 def show_table(table: Table, console: Console | None = None) -> None:

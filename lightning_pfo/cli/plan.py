@@ -30,6 +30,10 @@ from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile_csv import read_profile
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
+_WRITTEN = (
+    "frontier.csv", "frontier.json", "frontier.png", "timeline_fastest.png", "timeline_chosen.png", "timelines.png",
+    "energy_valleys.png", _NOISE_NAME,
+)  # fmt: skip
 
 
 @dataclass
@@ -83,7 +87,7 @@ def run(settings: Settings) -> None:
         PfoError: If the profile or a setting cannot be used; nothing is written then.
     """
     check_selection(settings.select)
-    check_can_write("output_dir", settings.output_dir, is_folder=True)
+    check_can_write("output_dir", settings.output_dir, is_folder=True, names=_WRITTEN)
     profile = read_profile(settings.profile)
     findings = regularise(profile)
     with Status("planning", console=plain_console(stderr=True)) as status:

@@ -1,4 +1,5 @@
-from lightning_pfo.core.wording import counted, did_you_mean, pipeline_size
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.core.wording import counted, did_you_mean, pipeline_size, shortened
 
 
 def test_one_has_no_plural():
@@ -13,3 +14,13 @@ def test_one_has_no_plural():
 def test_only_close_names_are_suggested():
     assert did_you_mean("pln", {"plan": 1, "gpu": 2}) == " Did you mean plan?"
     assert did_you_mean("restore", ["plan", "gpu"]) == ""
+
+
+def test_a_long_text_keeps_its_begin_and_its_end():
+    assert shortened("a" * 3000) == "a" * 3000
+    text = shortened("The rule; got " + "x" * 100_000 + ". Use y.")
+    assert text.startswith("The rule; got xxx")
+    assert text.endswith("xxx. Use y.")
+    assert len(text) < 3100
+    assert int(text.partition("(")[2].split()[0]) + text.count("x") == 100_000
+    assert len(str(PfoError("x" * 100_000))) < 3100
