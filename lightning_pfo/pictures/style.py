@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.path import Path
+from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
@@ -69,5 +70,7 @@ def difference(before: FrequencyPlan | Timeline, after: FrequencyPlan | Timeline
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write the figure, whole or not at all; the suffix of `path` chooses the format."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of GPUs and models stand as they are, dollars too
     with atomic_path(path) as temporary:
         figure.savefig(temporary, facecolor="white")

@@ -40,7 +40,8 @@ class PlanSettings:
         default=None,
         metadata={
             "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
-            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
+            "these by stage, or the file of p2p-power json=true; none takes the profile's own",
+            "is_path": True,
         },
     )
     regularise: bool = field(

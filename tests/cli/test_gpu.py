@@ -117,7 +117,7 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("watch_s=0", "above 0"),
+        ("watch_s=0", "between 0.001 and 3600"),
         ("index=3", "from 0 to 0; got 3"),
         ("write=copy.json", "end in .yaml; got 'copy.json'. Use write=copy.yaml"),
         (

@@ -89,6 +89,8 @@ def test_trying_whether_a_folder_can_be_written_leaves_nothing(tmp_path, name):
         ("file/profile.csv", False, r"is a file in a folder that you may write to; got '.*\.csv' \(.*File exists\)"),
         ("folder", False, r"\(it is a folder\)"),
         ("/proc/new", True, r"\(/proc/new: "),
+        ("a\0b", True, r"\(it holds a NUL character\)"),
+        ("a\0b", False, r"\(it holds a NUL character\)"),
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
@@ -98,6 +100,12 @@ def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
         files.check_can_write("output_dir", tmp_path / path, is_folder=is_folder)
     assert (tmp_path / "file").read_text() == "kept"
     assert {found.name for found in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_folder_where_a_file_is_to_be_is_named(tmp_path):
+    (tmp_path / "frontier.json").mkdir()
+    with pytest.raises(ConfigurationError, match=r"output_dir is a folder .*/frontier\.json is a folder\)"):
+        files.check_can_write("output_dir", tmp_path, is_folder=True, names=["frontier.csv", "frontier.json"])
 
 
 def test_a_folder_that_others_keep_closed_is_named(tmp_path):

@@ -3,6 +3,7 @@ import functools
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.wording import counted, cut, did_you_mean, listed, pipeline_size, shortened
 
 
@@ -54,3 +55,12 @@ def test_short_values_are_written_as_python_does():
     assert len(cut("0123456789" * 100, 40)) == 40
     assert listed([1, 2, 3]) == "1, 2, 3"
     assert listed(range(100_000), 2) == "0, 1, ... (100,000 in all)"
+
+
+def test_a_long_text_keeps_its_begin_and_its_end():
+    assert cut("a" * 3000, 3000) == "a" * 3000
+    text = cut("The rule; got " + "x" * 100_000 + ". Use y.", 3000)
+    assert text.startswith("The rule; got xxx")
+    assert text.endswith("xxx. Use y.")
+    assert len(text) < 3100
+    assert len(str(PfoError("x" * 100_000))) < 3100
