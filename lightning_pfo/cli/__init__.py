@@ -94,11 +94,12 @@ def _overview() -> str:
 def _summary(module: str) -> str:
     """The first line of a module's docstring, read from its source: importing all commands takes seconds."""
     import ast
+    from importlib.abc import InspectLoader
     from importlib.util import find_spec
 
-    loader: Any = getattr(find_spec(module), "loader", None)
-    source = loader.get_source(module) if hasattr(loader, "get_source") else ""
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    loader = getattr(find_spec(module), "loader", None)
+    source = loader.get_source(module) if isinstance(loader, InspectLoader) else None
+    return (ast.get_docstring(ast.parse(source or "")) or "").partition("\n")[0]
 
 
 def _explain(problem: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import did_you_mean
