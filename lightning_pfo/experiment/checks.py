@@ -6,14 +6,14 @@ import math
 import os
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
-from lightning_pfo.callbacks.profiling_run import ScanSettings, clocks_to_scan
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
+from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
 from lightning_pfo.planner import check_selection
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
 from lightning_pfo.strategy.model.partition import check_partition

@@ -24,16 +24,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import GpuConfig, open_gpu
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
+from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.hydra_main import is_first_process
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.report import Report, TrainingResult
 from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
-from lightning_pfo.hydra_app import is_first_process
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,

@@ -118,7 +118,7 @@ def _draw(axes: Axes, timeline: Timeline, colour: str, norm: Normalize, width_in
     schedule, end = timeline.schedule, timeline.iteration_time_s
     for rank in range(len(schedule.orders)):
         axes.add_patch(Rectangle((0, rank - _BAR / 2), end, _BAR, color=_BLOCKED, linewidth=0, zorder=1))
-    rank_of = [rank for rank, order in enumerate(schedule.orders) for _ in order]
+    rank_of = [rank for rank, _ in schedule.places]
     starts, ends = np.array(timeline.starts_s), np.array(timeline.starts_s) + timeline.durations_s
     top = np.array(rank_of) - _BAR / 2
     corners = [(starts, top), (ends, top), (ends, top + _BAR), (starts, top + _BAR)]

@@ -23,18 +23,19 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.ranges import check_whole
-from lightning_pfo.core.schedules.schedule import (
-    SCHEDULES,
-    PipelineSchedule,
+from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
+    file_of,
     load_schedule,
     make_schedule,
+    num_ranks_for,
 )
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
-from lightning_pfo.planner.limits.switching import limit_switching
-from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
+from lightning_pfo.planner.limits.switching import check_effort, limit_switching
+from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
@@ -47,6 +48,7 @@ from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
@@ -73,6 +75,7 @@ class Solver(Protocol):
         num_points: int,
         times: Sequence[float],
         deadlines: Sequence[float],
+        bound: LowerBound,
         on_progress: Progress | None,
     ) -> list[TradeoffPoint]:
         """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
@@ -84,6 +87,7 @@ class Solver(Protocol):
             num_points: Number of times near which assignments are wanted.
             times: Times in seconds that must be kept to; brought into the range of the frontier.
             deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
+            bound: Where to collect what is proven; for these options and this rate.
             on_progress: Called with what is being done, how much of it is done, and how much there is.
         """
         ...
@@ -129,10 +133,13 @@ def plan_frontier(
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
+    if settings.limits_changes:
+        check_effort(len(schedule.instructions), settings.num_plans + len(settings.deadlines_s))
     problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
 
     baseline = predict(problem, top_clocks)
     kept_times_s = [baseline.iteration_time_s]
+    bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
     points = solver_for(schedule)(
         problem.network,
         problem.options,
@@ -140,6 +147,7 @@ def plan_frontier(
         num_points=settings.num_plans,
         times=kept_times_s,
         deadlines=settings.deadlines_s,
+        bound=bound,
         on_progress=on_progress,
     )
     plans = _plans(problem, points)
@@ -149,6 +157,7 @@ def plan_frontier(
             profile,
             problem.blocking,
             problem.options,
+            least_energy_j=partial(_least_energy_j, bound),
             starts=[baseline],
             deadlines_s=[*kept_times_s, *settings.deadlines_s],
             switch_latency_s=settings.switch_latency_s,
@@ -156,6 +165,7 @@ def plan_frontier(
             change_cost_j=settings.change_cost_j,
             on_progress=on_progress,
         )
+    baseline = replace(baseline, lower_bound_j=_least_energy_j(bound, baseline.iteration_time_s))
     limits = settings.switch_latency_s, settings.least_dwell_s
     return Frontier(schedule, profile, problem.blocking, baseline, tuple(plans), *limits)
 
@@ -169,7 +179,7 @@ def predict(problem: Problem, policy: Policy, deadline_s: float | None = None) -
         deadline_s: Iteration time in seconds for the policy to keep to.
     """
     rows = policy(problem, deadline_s)
-    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).run(rows)
+    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).play(rows)
     return FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
 
 
@@ -184,6 +194,7 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
         num_points=2,
         times=(),
         deadlines=[deadline_s],
+        bound=LowerBound(OptionTable(problem.network, problem.options), problem.power_w),
         on_progress=None,
     )
     within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
@@ -215,9 +226,14 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
         equal = equal_clocks(problem.profile)
     plans = []
     for point, clocks in zip(points, table.knobs(assignments).T.tolist(), strict=True):
-        rows = share_clocks(problem.schedule, equal, problem.rows(clocks))
-        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, point.bound))
+        rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
+        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
+
+
+def _least_energy_j(bound: LowerBound, time_s: float) -> float:
+    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
+    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
 
 
 def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
@@ -225,11 +241,9 @@ def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[
     simulator = Simulator(problem.profile, problem.schedule, problem.blocking)
     kept: list[FrequencyPlan] = []
     for plan in plans:
-        timeline = simulator.run(plan.clocks_mhz)
-        wait_clocks = choose_wait_clocks(timeline, problem.blocking)
-        energy_j = simulator.run(plan.clocks_mhz, wait_clocks).iteration_energy_j
-        if not kept or energy_j < kept[-1].iteration_energy_j:
-            kept.append(replace(plan, iteration_energy_j=energy_j, wait_clocks=wait_clocks))
+        played = play_with_wait_clocks(simulator, plan.clocks_mhz)
+        if not kept or played.iteration_energy_j < kept[-1].iteration_energy_j:
+            kept.append(replace(plan, iteration_energy_j=played.iteration_energy_j, wait_clocks=played.wait_clocks))
     return kept
 
 
@@ -238,32 +252,20 @@ def _resolve_schedule(
 ) -> PipelineSchedule:
     if isinstance(schedule, str):
         check_schedule_name(schedule)
-        family = SCHEDULES.get(schedule.partition(":")[0])
-        if family is not None:
-            return _make_schedule(schedule, profile, num_microbatches, stages_per_rank or family.stages_per_rank)
-        schedule = load_schedule(schedule.removeprefix("file:"))
-    if num_microbatches not in (None, schedule.num_microbatches):
-        raise ConfigurationError(
-            f"num_microbatches={num_microbatches} contradicts the given schedule {schedule.name!r} of "
-            f"{schedule.num_microbatches} microbatches. Leave it out or make them equal."
-        )
+        path = file_of(schedule)
+        if path is None:
+            num_ranks = num_ranks_for(schedule, profile.num_stages, stages_per_rank)
+            if num_microbatches is None:
+                raise ConfigurationError(
+                    f"Planning for schedule {schedule!r} needs the number of microbatches per iteration: "
+                    "give num_microbatches, e.g. num_microbatches=12."
+                )
+            return make_schedule(schedule, num_ranks, num_microbatches, stages_per_rank)
+        schedule = load_schedule(path)
+    schedule.check_numbers(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
     if schedule.num_stages != profile.num_stages:
         raise ConfigurationError(
             f"The profile must have the stages of the schedule: {schedule.name!r} has {schedule.num_stages} stages, "
             f"the profile {profile.num_stages}. Profile a pipeline of {schedule.num_stages} stages."
         )
     return schedule
-
-
-def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, stages_per_rank: int) -> PipelineSchedule:
-    if num_microbatches is None:
-        raise ConfigurationError(
-            f"Planning for schedule {name!r} needs the number of microbatches per iteration: "
-            "give num_microbatches, e.g. num_microbatches=12."
-        )
-    if profile.num_stages % stages_per_rank:
-        raise ConfigurationError(
-            f"Schedule {name!r} with {stages_per_rank} stages per rank needs a multiple of {stages_per_rank} stages; "
-            f"the profile has {profile.num_stages}. Give stages_per_rank, or profile another number of stages."
-        )
-    return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)

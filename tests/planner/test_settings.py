@@ -4,10 +4,10 @@ import inspect
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_pfo.config import PlanConfig
+from lightning_pfo.cli.plan import Settings
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.experiment.config import PlanConfig
 from lightning_pfo.planner import PlanSettings, plan_frontier
-from lightning_pfo.planner.command import Settings
 
 NAMES = {entry.name for entry in dataclasses.fields(PlanSettings)}
 

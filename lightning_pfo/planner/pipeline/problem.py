@@ -7,10 +7,8 @@ time-cost tradeoff: for each instruction an option, for each iteration time the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.dag import ActivityNetwork, make_network
@@ -72,11 +70,6 @@ class Problem:
                     kinds[key] = make_option_set(measured.times_s, costs, measured.clocks_mhz)
                 options.append(kinds[key])
         return tuple(options)
-
-    def rows(self, clocks_mhz: Sequence[int]) -> Rows:
-        """Clocks of all instructions, rank by rank as in `schedule.instructions`, as one row per rank."""
-        remaining = iter(clocks_mhz)
-        return tuple(tuple(islice(remaining, len(order))) for order in self.schedule.orders)
 
 
 @lru_cache(maxsize=4)

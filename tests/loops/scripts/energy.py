@@ -12,12 +12,11 @@ from accelerate.utils import set_seed
 from net import NetWithLoss, make_loaders
 
 from lightning_pfo.accelerate import prepare_pipeline
-from lightning_pfo.callbacks.planned_run import PlannedRun
-from lightning_pfo.callbacks.profiling_run import ProfilingRun, ScanSettings
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import uniform_plan
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device import load_gpu_config
+from lightning_pfo.listeners import PlannedRun, ProfilingRun, ScanSettings
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from tests.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, simulate
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
 from lightning_pfo.planner.network.assignments import OptionTable

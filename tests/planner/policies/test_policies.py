@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.planner import plan_frontier, select_plan, simulate
 from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.plan import POLICIES, predict

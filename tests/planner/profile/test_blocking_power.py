@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner.profile.blocking_power import BlockingPower, read_blocking_power, resolve_blocking
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pfo.core.schedules.in_flight import peak_in_flight
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from tests.core.schedules.original_envpipe import unclamped
 from tests.launch import run_script
 
