@@ -17,6 +17,7 @@ from matplotlib.transforms import Affine2D
 
 from lightning_pfo.core.files import atomic_path
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import cut
 from lightning_pfo.planner.pipeline.timeline import Timeline
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
@@ -29,6 +30,12 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def drawable(name: str, most: int) -> str:
+    """A name in one line of at most `most` characters, without those that no font draws."""
+    printable = "".join(character if character.isprintable() else " " for character in name)
+    return cut(" ".join(printable.split()), most)
 
 
 def tidy(axes: Axes) -> None:

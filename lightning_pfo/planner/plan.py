@@ -22,7 +22,7 @@ import numpy as np
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
-from lightning_pfo.core.ranges import check_whole
+from lightning_pfo.core.ranges import Quantity
 from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
     file_of,
@@ -60,7 +60,7 @@ _MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
 """From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
 the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
 
-_MOST_MICROBATCHES = 100_000
+_COUNT = Quantity("a number of microbatches or stages", "", 1, 100_000, is_whole=True)
 
 
 class Solver(Protocol):
@@ -124,8 +124,11 @@ def plan_frontier(
     settings = changed(settings or PlanSettings(), changes)
     settings.check()
     for name, number in {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
-        if number is not None:
-            check_whole(name, number, 1, _MOST_MICROBATCHES)
+        if number is not None and not _COUNT.allows(number):
+            raise ConfigurationError(
+                f"{name} is a whole number, at least {_COUNT.least} and at most {_COUNT.most:,}; got "
+                f"{name}={shortened(number)}."
+            )
     if not isinstance(schedule, (str, PipelineSchedule)):
         raise ConfigurationError(f"schedule is a name or a PipelineSchedule; got {shortened(schedule)}.")
     if not isinstance(profile, Profile):

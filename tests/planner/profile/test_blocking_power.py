@@ -78,7 +78,9 @@ def test_a_file_without_powers_is_an_error(profile, tmp_path, text):
         resolve_blocking(profile, make_schedule("1f1b", 4, 4), tmp_path / "power.json")
 
 
-ROW = '{"clock_mhz": %s, "power_w": %s}'
+def power_text(*rows):
+    """A power file; rows are JSON texts of clock and power."""
+    return '{"blocked": [' + ", ".join(f'{{"clock_mhz": {clock}, "power_w": {power}}}' for clock, power in rows) + "]}"
 
 
 @pytest.mark.parametrize(
@@ -98,14 +100,14 @@ ROW = '{"clock_mhz": %s, "power_w": %s}'
 )
 def test_files_are_read_strictly(tmp_path, rows, message):
     path = tmp_path / "power.json"
-    path.write_text('{"blocked": [%s]}' % ", ".join(ROW % row for row in rows))
+    path.write_text(power_text(*rows))
     with pytest.raises(ConfigurationError, match=message) as error:
         read_blocking_power(path)
     assert "power.json" in str(error.value)
 
 
 def test_a_byte_order_mark_is_read_over(tmp_path):
-    (tmp_path / "power.json").write_text('\ufeff{"blocked": [%s]}' % (ROW % (1410, 85)), encoding="utf-8")
+    (tmp_path / "power.json").write_text("\ufeff" + power_text((1410, 85)), encoding="utf-8")
     assert read_blocking_power(tmp_path / "power.json") == {1410: 85.0}
 
 
