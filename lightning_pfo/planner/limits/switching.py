@@ -26,8 +26,8 @@ from lightning_pfo.planner.pipeline.timeline import Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
-_S_PER_INSTRUCTION = 7e-4
-"""CPU time per plan, measured: two thirds choose clocks rank by rank, one third plays what was chosen."""
+_S_PER_INSTRUCTION = 1e-3
+"""CPU time per plan on a busy core, measured: most of it chooses clocks rank by rank, the rest plays them."""
 
 _MOST_S = 1200.0
 
