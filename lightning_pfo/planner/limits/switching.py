@@ -92,12 +92,25 @@ def limit_switching(
             "needs one at which all of its instructions were measured. Profile all stages of a rank at the same "
             "clocks, or ask for a shorter dwell."
         )
+    found += _for_deadlines(pipeline, groups, found, plans, deadlines_s)
+    return _frontier(pipeline, found, plans)
+
+
+def _for_deadlines(
+    pipeline: LimitedPipeline,
+    groups: Sequence[Sequence[int]],
+    found: Sequence[Timeline],
+    plans: Sequence[FrequencyPlan],
+    deadlines_s: Sequence[float],
+) -> list[Timeline]:
+    """What is cheapest by each deadline, improved until then."""
+    improved = []
     for deadline_s in deadlines_s:
         within = [one for one in found if one.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
         if within:
             best = min(within, key=lambda one: one.iteration_energy_j)
-            found.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
-    return _frontier(pipeline, found, plans)
+            improved.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
+    return improved
 
 
 def check_effort(num_instructions: int, num_plans: int) -> None:
@@ -123,7 +136,7 @@ def check_effort(num_instructions: int, num_plans: int) -> None:
 def _improve(
     pipeline: LimitedPipeline, groups: Sequence[Sequence[int]], timeline: Timeline, deadline_s: float, price_w: float
 ) -> Timeline:
-    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second is worth `price_w`."""
+    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second costs `price_w`."""
     schedule, dag, num_ranks = pipeline.schedule, pipeline.simulator.dag, len(pipeline.programmes)
     for share in _SHARES_OF_SLACK:
         for group in groups:
@@ -162,7 +175,7 @@ def _with_what_proves_right(
 
 
 def _price_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
-    """What a second is worth near a time, in J/s: the slope of the unlimited frontier."""
+    """Price of a second near a time, in J/s: the slope of the unlimited frontier."""
     for fast, slow in pairwise(plans):
         if time_s <= slow.iteration_time_s and fast.iteration_time_s < slow.iteration_time_s:
             return (fast.iteration_energy_j - slow.iteration_energy_j) / (slow.iteration_time_s - fast.iteration_time_s)
