@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,6 +40,24 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def write_texts_together(folder: str | os.PathLike[str], texts: Mapping[str, str]) -> None:
+    """Write files (UTF-8) into a folder, all of them or none: on a full disk the files of before are whole.
+
+    They are written beside first, and renamed, in their order, when the last one is complete. Missing folders are made.
+
+    Args:
+        folder: Where they go.
+        texts: Text of each file, by name.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".writing-") as beside:
+        for name, text in texts.items():
+            (Path(beside) / name).write_text(text, encoding="utf-8")
+        for name in texts:
+            (Path(beside) / name).replace(target / name)
 
 
 def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 
-from lightning_pfo.device import ClockController, EmulatedGpu, clock_guard, open_gpu
+from lightning_pfo.device import ClockController, EmulatedGpu, GpuConfig, open_gpu
+from lightning_pfo.device.safety import guard
 
 logging.basicConfig(stream=sys.stderr)
 
@@ -28,7 +29,8 @@ class Announcer:
 def main(gpu_name: str, ending: str, index: str = "0") -> None:
     if ending == "own handler":
         signal.signal(signal.SIGTERM, lambda *_: (print("own handler", flush=True), sys.exit(7)))
-    gpu = open_gpu(gpu_name, int(index))
+    is_real = gpu_name in ("nvml", "zeus")  # then all else is a default, and reading the name's file would cost more
+    gpu = open_gpu(GpuConfig(kind=gpu_name) if is_real else gpu_name, int(index))
     clocks = ClockController(gpu)
     supported = gpu.supported_clocks_mhz()
     clocks.request(supported[3])
@@ -39,7 +41,7 @@ def main(gpu_name: str, ending: str, index: str = "0") -> None:
     if ending == "exception":
         raise ZeroDivisionError
     if ending == "fork":  # what a data loader's worker does to its parent's clocks: nothing
-        clock_guard.register(Announcer())
+        guard.register(Announcer())
         if os.fork() == 0:
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGTERM)

@@ -10,7 +10,7 @@ The top clocks are always a plan: a rank that changes no clock keeps to every dw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 
 import numpy as np
@@ -41,6 +41,7 @@ def limit_switching(
     blocking: Sequence[BlockingPower],
     options: Sequence[OptionSet],
     *,
+    least_energy_j: Callable[[float], float],
     starts: Sequence[FrequencyPlan] = (),
     deadlines_s: Sequence[float] = (),
     switch_latency_s: float = 0.0,
@@ -55,6 +56,7 @@ def limit_switching(
         profile: Times and energies.
         blocking: Blocking power of each rank.
         options: Options of each instruction.
+        least_energy_j: A lower bound on the energy of all plans that take at most so many seconds, limited or not.
         starts: Further plans to start from, such as all clocks at the top.
         deadlines_s: Times that are to be kept to where that is possible; other plans may take a little longer than the
             unlimited plan they come from, as late clocks do.
@@ -93,7 +95,7 @@ def limit_switching(
             "clocks, or ask for a shorter dwell."
         )
     found += _for_deadlines(pipeline, groups, found, plans, deadlines_s)
-    return _frontier(pipeline, found, plans)
+    return _frontier(pipeline, found, plans, least_energy_j)
 
 
 def _for_deadlines(
@@ -183,17 +185,18 @@ def _price_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
 
 
 def _frontier(
-    pipeline: LimitedPipeline, found: Sequence[Timeline], plans: Sequence[FrequencyPlan]
+    pipeline: LimitedPipeline,
+    found: Sequence[Timeline],
+    plans: Sequence[FrequencyPlan],
+    least_energy_j: Callable[[float], float],
 ) -> list[FrequencyPlan]:
-    """Those that no other dominates, with bounds and costs from the unlimited plans."""
+    """Those that no other dominates, with their bounds, and costs from the unlimited plans."""
     times_s = [one.iteration_time_s for one in plans]
     kept: list[FrequencyPlan] = []
     for timeline in sorted(found, key=lambda one: (one.iteration_time_s, pipeline.score(one))):
         time_s, energy_j = timeline.iteration_time_s, timeline.iteration_energy_j
         if kept and (energy_j >= kept[-1].iteration_energy_j or time_s == kept[-1].iteration_time_s):
             continue  # of equal times the one of the best score stays, though one with more changes may need less
-        # A bound of a plan holds for everything that is at least as fast, with limits or without.
-        slower = [one for one in plans if one.iteration_time_s >= time_s * (1 - EQUAL_TIMES)]
         unlimited_j = float(np.interp(time_s, times_s, [one.iteration_energy_j for one in plans]))
         kept.append(
             FrequencyPlan(
@@ -201,7 +204,7 @@ def _frontier(
                 timeline.clocks_by_rank,
                 time_s,
                 energy_j,
-                lower_bound_j=(slower or plans[-1:])[0].lower_bound_j,
+                lower_bound_j=least_energy_j(time_s),
                 wait_clocks=timeline.wait_clocks,
                 switching_cost_j=energy_j - unlimited_j,
             )

@@ -1,4 +1,5 @@
-"""Clocks by other rules than ours, to compare with: a policy goes from a problem to clocks by rank.
+"""Ways to choose clocks, by name: each maps a problem and a deadline to the clock of every instruction.
 
-`top_clocks` is the baseline: what GPUs do that nobody slows down.
+Read `policy` (the protocol), then `top_clocks`, what every other one is compared with. The planner's own policy is in
+`lightning_pfo.planner.plan`, as it takes the whole planner.
 """

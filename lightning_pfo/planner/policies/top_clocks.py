@@ -1,16 +1,11 @@
-"""Every instruction at its stage's top clock: the baseline."""
+"""Every instruction at its stage's top clock: as a GPU runs that nobody tells anything."""
 
 from __future__ import annotations
 
-from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.pipeline.problem import Problem, Rows
 
 
-def top_clocks(profile: Profile, schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...]:
-    """The highest clock in MHz that was measured for all instructions of a stage, for each instruction by rank.
-
-    Raises:
-        ProfileError: If the instructions of a stage have no clock in common.
-    """
-    top = [profile.top_clock_mhz(stage) for stage in range(schedule.num_stages)]
-    return schedule.by_rank([top[inst.stage] for inst in schedule.instructions])
+def top_clocks(problem: Problem, deadline_s: float | None = None) -> Rows:
+    """The top clocks; a deadline changes nothing (see `Policy`)."""
+    top_mhz = [problem.profile.top_clock_mhz(stage) for stage in range(problem.schedule.num_stages)]
+    return problem.schedule.by_rank([top_mhz[inst.stage] for inst in problem.schedule.instructions])

@@ -32,11 +32,9 @@ import numpy.typing as npt
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.network.arrays import Floats
-from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork, make_network
 from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
-from lightning_pfo.planner.relaxation.bound import least_costs
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution, RelaxedTradeoff
 
 _VIOLATED = 1e-3
@@ -63,7 +61,6 @@ class MergedTradeoff:
         self._dag = dag
         self._map = _Map(dag, options, runs)
         self._below = RelaxedTradeoff(self._map.dag, self._map.options)
-        self._table = OptionTable(dag, options)
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
@@ -106,7 +103,7 @@ class MergedTradeoff:
         starts, durations = to_merged.spread_times(merged)
         return RelaxedSolution(
             time=merged.time,
-            cost=self._lower_bound(edge_flow, outflow, merged.time) + slope * merged.time,
+            cost=merged.cost,
             slope=slope,
             starts=starts,
             durations=durations,
@@ -114,13 +111,6 @@ class MergedTradeoff:
             sink_flow=sink_flow,
             flow=outflow,
         )
-
-    def _lower_bound(self, edge_flow: Floats, outflow: Floats, time: float) -> float:
-        """Lower bound on the cost plus the flow in all times the iteration time (weak duality)."""
-        total = float(least_costs(self._table, outflow))
-        # What flows into a node and not out again (solver noise) would reward a late start, at most at the end.
-        inflow = _sums(self._dag.edges[:, 1], edge_flow, self._dag.num_nodes)
-        return total - 2 * time * float(np.maximum(inflow - outflow, 0.0).sum())
 
     def _timetable(self, time: float) -> tuple[Floats, Floats]:
         """Starts and durations of all nodes, from above."""

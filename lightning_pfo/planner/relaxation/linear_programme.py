@@ -69,8 +69,8 @@ class RelaxedSolution:
     sink_flow: Floats
     flow: Floats
 
-    def bound_at(self, time: float) -> float:
-        """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
+    def tangent_at(self, time: float) -> float:
+        """The tangent at iteration time `time`, in joules: a lower bound, but for the solver's tolerances."""
         return self.cost + self.slope * (time - self.time)
 
 
@@ -158,6 +158,8 @@ class RelaxedTradeoff:
 
         The returned cost excludes that price, as for `solve`.
         """
+        # All segments together cost no more per second: beyond that the fastest time is the optimum.
+        rate = min(rate, (len(self._owner) + 1) * self._cost_unit / self._time_unit)
         self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
         self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
         return self._run(float("nan"), rate)

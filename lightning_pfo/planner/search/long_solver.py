@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pfo.core.progress import Progress
+from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
@@ -20,7 +21,7 @@ from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.event_moves import EventMoves
-from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time
+from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
 LONG_PIPELINE = 4000
 """Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
@@ -41,6 +42,7 @@ def trace_long_tradeoff(
     num_points: int = 50,
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
+    bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
@@ -55,21 +57,23 @@ def trace_long_tradeoff(
         num_points: Number of times, equally spaced, at which choices are wanted.
         times: Further times in seconds; brought into the range of the frontier.
         deadlines: The same, but one shorter than the fastest choice is an error.
+        bound: Where proofs are collected, as in `trace_tradeoff`.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    table, programme = OptionTable(dag, options), MergedTradeoff(dag, options, runs)
+    bound = bound or LowerBound(OptionTable(dag, options), rate)
+    table, programme = bound.table, MergedTradeoff(dag, options, runs)
     moves = EventMoves(table)
     slowest = max(programme.solve_with_rate(rate).time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
-    lower_bound, found = LowerBound(table, rate), []
+    found: list[tuple[float, float, Integers]] = []
     for done, target in enumerate(targets, 1):
         relaxed = programme.with_timetable(programme.solve(target))
-        lower_bound.add(relaxed)
+        bound.add(relaxed)
         choices = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
             choices.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
@@ -77,14 +81,14 @@ def trace_long_tradeoff(
             for sweeps in _SWEEPS:
                 choice, longest = table.spend_slack(moves.improve(choice, target, sweeps), np.array([target]))
             time = float(longest[0])
-            found.append((time, float(table.total_costs(choice)[0]) + rate * time, choice[:, 0].tolist()))
+            found.append((time, float(table.total_costs(choice)[0]) + rate * time, choice[:, 0]))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
-    lower_bound.sharpen(np.array(targets))
+    bound.sharpen(np.array(targets))
     points: list[TradeoffPoint] = []
     for time, cost, choice in sorted(found, key=lambda one: one[:2]):
         if not points or cost < points[-1].cost:
-            points.append(TradeoffPoint(time, cost, min(float(lower_bound.at(time)), cost), tuple(choice)))
+            points.append(proven_point(bound, time, cost, choice))
     return points
 
 

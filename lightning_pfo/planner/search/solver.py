@@ -19,6 +19,7 @@ import numpy as np
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.wording import rounded_up
+from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
@@ -97,6 +98,21 @@ class TradeoffPoint:
     choice: tuple[int, ...]
 
 
+def proven_point(bound: LowerBound, time: float, cost: float, choice: Integers) -> TradeoffPoint:
+    """A choice with what is proven about those as fast.
+
+    Raises:
+        PlanError: If the bound is above the cost: a proof is wrong.
+    """
+    proven = float(bound.at(time))
+    if proven > cost:
+        raise PlanError(
+            f"A plan that takes {time!r} s costs {cost!r} J, less than the {proven!r} J that were proven to be the "
+            "least possible. This is an error of the planner's: please report it with the profile and the settings."
+        )
+    return TradeoffPoint(time, cost, proven, tuple(choice.tolist()))
+
+
 def trace_tradeoff(
     dag: ActivityNetwork,
     options: Sequence[OptionSet],
@@ -106,6 +122,7 @@ def trace_tradeoff(
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
     runs: Sequence[PeriodicPath] = (),
+    bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
@@ -118,13 +135,15 @@ def trace_tradeoff(
         times: Times in seconds that must be kept to; brought into the range of the frontier.
         deadlines: Further ones, but one shorter than the fastest choice is an error.
         runs: Middles of steady states, merged in the relaxation, see `steady_middles`.
+        bound: Where proofs are collected; one of your own, for the same options and rate, tells of other times too.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         PlanError: If a deadline cannot be met.
     """
     fastest = fastest_time(dag, options, deadlines)
-    search = _Search(dag, options, rate, fastest, runs, on_progress)
+    bound = bound or LowerBound(OptionTable(dag, options), rate)
+    search = _Search(dag, options, rate, fastest, runs, bound, on_progress)
     kept, extra = (
         {min(max(time, fastest), search.slowest) for time in some}
         for some in ((*times, fastest, search.slowest), deadlines)
@@ -163,12 +182,13 @@ class _Search:
         rate: float,
         fastest: float,
         runs: Sequence[PeriodicPath],
+        bound: LowerBound,
         on_progress: Progress | None,
     ) -> None:
-        self._table, self._rate, self._on_progress = OptionTable(dag, options), rate, on_progress
+        self._table, self._rate, self._on_progress = bound.table, rate, on_progress
         self._problem, self._is_merged = (dag, options), bool(runs)
         self._programme = MergedTradeoff(dag, options, runs) if runs else RelaxedTradeoff(dag, options)
-        self._bound = LowerBound(self._table, rate)
+        self._bound = bound
         self._relaxed = [self._programme.solve_with_rate(rate)]
         self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
         self._least = self._relaxed[0]
@@ -193,7 +213,7 @@ class _Search:
             if time != self._relaxed[0].time:
                 self._relax(time)
             self._report("relaxing", done, len(times))
-        self._bound.add_mixtures(self._relaxed)
+        self._bound.add_mixtures()
 
     def improve(self, effort: _Effort) -> bool:
         """Search and splice near all targets whose gap is too large; return whether there are any."""
@@ -258,16 +278,8 @@ class _Search:
             if not chosen or known.costs[found] < known.costs[chosen[-1]]:
                 chosen.append(found)
         chosen = known.fill_up(chosen, num_points)
-        # Solver tolerance may put the bound of a perfect choice a hair above the choice itself; and what takes longer
-        # than the relaxation of least cost is no bound for choices that take less.
-        bounds = np.minimum(self._bound.at(np.minimum(known.times, self.slowest)), known.costs)
         return [
-            TradeoffPoint(
-                float(known.times[found]),
-                float(known.costs[found]),
-                float(bounds[found]),
-                tuple(known.choices[:, found].tolist()),
-            )
+            proven_point(self._bound, float(known.times[found]), float(known.costs[found]), known.choices[:, found])
             for found in sorted(chosen, key=known.times.__getitem__)
         ]
 

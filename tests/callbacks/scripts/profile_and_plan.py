@@ -25,7 +25,7 @@ class Watcher(L.Callback):
     """What the clock and the counter of this rank's GPU say while the callbacks are at work, and afterwards."""
 
     def on_train_start(self, trainer, pl_module):
-        from lightning_pfo.callbacks import gpu_session
+        from lightning_pfo.listeners import gpu_session
 
         self.session = next(iter(gpu_session._sessions.values()))
         self.locks = []

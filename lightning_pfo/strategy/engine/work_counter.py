@@ -1,0 +1,48 @@
+"""Counting the work of an instruction: floating-point operations and bytes moved."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pfo.core.events import InstructionWork
+from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
+
+
+class _ByteCounter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
+    """Adds up the bytes every operator reads and writes; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", False):
+            for leaf in tree_leaves((args, kwargs, result)):
+                if isinstance(leaf, torch.Tensor):
+                    self.bytes += leaf.numel() * leaf.element_size()
+        return result
+
+
+class WorkCounter:
+    """Context manager that counts what torch operators inside it do; `work` holds the result afterwards."""
+
+    work: InstructionWork
+
+    def __enter__(self) -> WorkCounter:
+        self._flops = FlopCounterMode(display=False)
+        self._bytes = _ByteCounter()
+        self._flops.__enter__()  # type: ignore[no-untyped-call]
+        self._bytes.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bytes.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._flops.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.work = InstructionWork(float(self._flops.get_total_flops()), float(self._bytes.bytes))

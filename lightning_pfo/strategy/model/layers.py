@@ -1,0 +1,74 @@
+"""What is done to the layers a rank holds: recomputed activations and compilation.
+
+Layers are changed in place and keep their names, so optimizers and checkpoints see nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.model.compat import checkpoint_with
+from lightning_pfo.strategy.parallel.compat import forget_compiled
+from lightning_pfo.strategy.parallel.patches import Patches
+
+
+def check_compiler(device: torch.device) -> None:
+    """Check that torch.compile finds what it needs on this machine.
+
+    Raises:
+        ConfigurationError: If there is no C++ compiler, which it needs for the CPU.
+    """
+    compilers = [os.environ.get("CXX") or "g++", "c++", "clang++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in compilers):
+        raise ConfigurationError(
+            f"compile=True on a CPU needs a C++ compiler; found none of {', '.join(compilers)}. Install g++, or leave "
+            f"compile=True out."
+        )
+
+
+def check_compilable(schedule: PipelineSchedule) -> None:
+    """Check that a schedule can run compiled layers.
+
+    Raises:
+        ConfigurationError: If it computes weight gradients on their own: a compiled backward cannot be cut in two.
+    """
+    if any(inst.type == InstructionType.WEIGHT_GRADIENT for order in schedule.orders for inst in order):
+        raise ConfigurationError(
+            f"schedule={schedule.name!r} computes input gradients and weight gradients one after the other, but the "
+            f"backward of a compiled layer cannot be cut in two. Use schedule='1f1b' or 'interleaved_1f1b' with "
+            f"compile=True, or leave compile=True out."
+        )
+
+
+def recompute_activations(model: nn.Module, layers: Iterable[nn.Module], patches: Patches) -> None:
+    """Let each layer keep only its inputs and run its forward again in backward.
+
+    Layers of Hugging Face models do so themselves when they are told to, and their model then makes no cache of keys
+    and values, which the second forward would find filled by the first.
+
+    Args:
+        model: The module that is split.
+        layers: Its layers on this rank.
+        patches: Undoes it when it is closed.
+    """
+    checkpoint_with(model, partial(checkpoint, use_reentrant=False), patches)
+    for layer in dict.fromkeys(layers):
+        if not hasattr(layer, "gradient_checkpointing"):
+            patches.set(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))
+
+
+def compile_layers(layers: Iterable[nn.Module], patches: Patches) -> None:
+    """Compile each layer in place, until `patches` is closed; equal layers share their code."""
+    for layer in layers:
+        layer.compile()
+        patches.callback(forget_compiled, layer)

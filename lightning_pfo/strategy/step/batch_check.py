@@ -1,0 +1,44 @@
+"""Checking that all pipeline ranks received the same batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pfo.core.errors import BatchError
+from lightning_pfo.strategy.parallel.compat import tree_leaves
+
+
+def checksum(batch: Any) -> float:
+    """A number that differs, with near certainty, for batches of other values, order or shapes."""
+    total = 0.0
+    for position, leaf in enumerate(tree_leaves(batch), start=1):
+        if isinstance(leaf, torch.Tensor):
+            values = torch.nan_to_num(leaf.detach().to(torch.float64)).flatten()
+            # weights that are neither equal nor periodic, so that a permutation changes the sum
+            weights = torch.frac(torch.arange(1, values.numel() + 1, device=values.device) * 0.6180339887498949)
+            total += position * float(values @ weights.to(torch.float64)) + sum(leaf.shape)
+        elif isinstance(leaf, (int, float, bool)):
+            total += position * float(leaf)
+    return total
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare the batch with those of all other ranks; a collective call.
+
+    Raises:
+        BatchError: On every rank, if any rank has another batch.
+    """
+    mine = torch.tensor([checksum(batch)], dtype=torch.float64, device=device)
+    sums = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, mine, group=group)
+    values = [float(value) for value in sums]
+    if len(set(values)) > 1:
+        different = [rank for rank, value in enumerate(values) if value != values[0]]
+        raise BatchError(
+            f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
+            f"the data pipeline deterministic: give the sampler a generator with a fixed seed, call "
+            f"lightning.seed_everything(seed, workers=True), and do not let ranks read different data."
+        )

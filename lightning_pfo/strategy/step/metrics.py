@@ -1,0 +1,74 @@
+"""torchmetrics objects in pipelined steps: updated on the rank of the last stage, computed everywhere.
+
+Only the last stage runs whole steps, so only its rank's copies of the metrics are updated. Whenever a metric is
+computed on all ranks (Lightning does so at the end of an epoch), its state is taken from there, not reduced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import TypeIs
+
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.compat import state_of, synchronise_with
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def is_metric(value: Any) -> TypeIs[Metric]:
+    """Whether it is a metric object. Never where torchmetrics has not been imported; we do not, it takes seconds."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def metrics_of(owner: nn.Module) -> list[Metric]:
+    """All metric objects of a module."""
+    return [module for module in owner.modules() if is_metric(module)]
+
+
+def take_state_from(
+    metric: Metric,
+    source_rank: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None,
+    patches: Patches,
+) -> None:
+    """Let `metric` take the state of `source_rank` of its pipeline, reduced over replicas, not that of all ranks.
+
+    Args:
+        metric: The metric.
+        source_rank: The rank in `group` that updates it.
+        device: Where its state lives.
+        group: The pipeline's process group.
+        replica_group: The processes with the same stages; None where there is one replica.
+        patches: Gives the metric back when it is closed.
+    """
+
+    def take(ordinary: Callable[..., None]) -> None:
+        if replica_group is not None and dist.get_rank(group) == source_rank:
+            ordinary(process_group=replica_group)
+        _take_state(metric, source_rank, device, group)
+
+    synchronise_with(metric, take, patches)
+
+
+def _take_state(metric: Metric, source_rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    message: list[Any] = [tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))]
+    dist.broadcast_object_list(message, src=global_rank(group, source_rank), group=group)
+    for name, value in message[0].items():
+        setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value))
+
+
+def path_of(owner: nn.Module, metric: Metric) -> str:
+    """The dotted name under which `owner` holds `metric`; empty if it does not."""
+    return next((path for path, module in owner.named_modules() if module is metric), "")

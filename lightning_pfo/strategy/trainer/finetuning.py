@@ -1,0 +1,41 @@
+"""Lightning's callbacks that unfreeze parameters during training (`BaseFinetuning`), on a pipeline.
+
+What they add to an optimizer must be the same on every rank, or the ids of a checkpoint would differ. They leave out a
+parameter whose values equal those of one the optimizer has; here it is left out if it is the same parameter, because
+values of other ranks are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.optim import Optimizer
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+
+def add_the_same_everywhere(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let finetuning callbacks tell parameters apart by identity until `patches` is closed."""
+    if _finetuning(trainer):
+        patches.set(BaseFinetuning, "filter_on_optimizer", staticmethod(_filter_by_identity))
+
+
+def restore_groups(trainer: pl.Trainer) -> None:
+    """Give optimizers the parameter groups that finetuning callbacks had made before the checkpoint.
+
+    The callbacks do it when training starts, which is before a split model is loaded.
+    """
+    for callback in _finetuning(trainer):
+        callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
+
+
+def _filter_by_identity(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [parameter for parameter in params if id(parameter) not in known]

@@ -1,0 +1,247 @@
+"""The Lightning strategy `pfo_pipeline`: pipeline parallelism for an unchanged LightningModule."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, load_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.schedules.validation import make_checked_schedule
+from lightning_pfo.strategy.build import Pipeline, build_pipeline
+from lightning_pfo.strategy.model.find import PipelinedModule
+from lightning_pfo.strategy.model.ownership import move_local_tensors
+from lightning_pfo.strategy.model.partition import check_partition
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.patches import Patches, unwarned
+from lightning_pfo.strategy.step.layer_times import measure_training_step
+from lightning_pfo.strategy.step.microbatches import batch_size_of, default_num_microbatches, split_batch
+from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
+from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
+from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
+from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
+from lightning_pfo.strategy.trainer.steps import StepStrategy
+from lightning_pfo.strategy.trainer.weight_averaging import split_averages
+
+# several processes log, but all the same values
+_SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
+
+
+class PfoPipelineStrategy(StepStrategy):
+    """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
+
+    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its steps call
+    exactly once an `nn.Sequential`, or a module that calls the layers of an `nn.ModuleList` one after the other, as
+    Hugging Face models do. Listeners follow every instruction through `instruction_source`.
+
+    Args:
+        pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
+            unambiguous.
+        partition: `uniform`, `parameters`, `type:REGEX`, `profile` or `custom:0,8,14,21,27`; see `partition_layers`.
+            `profile` runs a few training steps of the whole model on the first rank, on the first training batch.
+        num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`, or
+            what the schedule's file has.
+        schedule: `1f1b`, `gpipe`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv`, `dualpipev`,
+            `envpipe`, or a file with an order of your own; see `lightning_pfo.core.schedules.registry.make_schedule`.
+        stages_per_rank: Stages on each device; None is what the schedule is usually run with (2 or 1).
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a device.
+        data_parallel_size: Number of replicas of the pipeline; each reads its own batches, gradients are averaged.
+        tensor_parallel_size: Number of processes that share each stage's layers; `configure_model` divides them with
+            torch's `parallelize_module` over `self.device_mesh["tensor_parallel"]`.
+        mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are); the
+            processes that share layers are nearer still, unless it says where, as in `dp_tp_pp`.
+        fully_shard: Divide parameters, gradients and optimizer states over the replicas (FSDP2), instead of keeping
+            them whole on each.
+        activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
+        compile: Compile the layers of each stage with torch.compile.
+        save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
+            one file. Either kind loads in any number of stages.
+        start_method: How processes are started: `popen` runs the script again for each, `spawn`, `fork` (notebooks) and
+            `forkserver` are those of multiprocessing. Without effect under torchrun and SLURM.
+        process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
+        timeout: How long a rank waits for others that live; dead ones are noticed at once.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes checkpoint files.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ConfigurationError: If there is no such schedule or partition. In `setup`, before any training: no or several
+            candidates to split, fewer layers than stages, an impossible partition, manual optimization, a precision
+            that replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
+        BatchError: Before training, if batches cannot be divided into microbatches.
+
+    Example::
+
+        import lightning as L
+        import lightning_pfo
+
+        trainer = L.Trainer(strategy="pfo_pipeline", accelerator="cpu", devices=4)
+        trainer.fit(model, train_loader)
+    """
+
+    def __init__(
+        self,
+        pipeline_module: str | None = None,
+        partition: str = "uniform",
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        max_in_flight: int | None = None,
+        data_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        mesh_order: str = "dp_pp",
+        fully_shard: bool = False,
+        activation_checkpointing: bool = False,
+        compile: bool = False,
+        save_distributed_checkpoint: bool = False,
+        start_method: str = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            data_parallel_size,
+            tensor_parallel_size,
+            mesh_order,
+            start_method,
+            process_group_backend,
+            timeout,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+        )
+        check_schedule_name(schedule)
+        check_partition(partition)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        order_file = file_of(schedule)
+        if num_microbatches is None and order_file is not None:
+            num_microbatches = load_schedule(order_file).num_microbatches
+        self._pipeline_module = pipeline_module
+        self._partition = partition
+        self._num_microbatches = num_microbatches
+        self._schedule_name = schedule
+        self._stages_per_rank = stages_per_rank
+        self._max_in_flight = max_in_flight
+        self._fully_shard = fully_shard
+        self._activation_checkpointing = activation_checkpointing
+        self._compile = compile
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._signals = SignalsAtBatchEnd()
+        self._patches = Patches()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        set_device_mesh(self._module(), self.mesh.device_mesh)
+        self._seed = random_state.synchronise()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        check_configuration(
+            trainer,
+            self.root_device,
+            synchronises_batch_norm=self.synchronises_batch_norm,
+            divides_layers=self._fully_shard or self.mesh.tensor_group is not None,
+            compiles=self._compile,
+            shards_checkpoints=self._save_distributed_checkpoint,
+        )
+        self._patches.close()
+        self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
+        self._signals.take_over(trainer, self._patches)
+        self.model = self.precision_plugin.convert_module(self.model)
+        pipeline = self._split(self._module())
+        split_averages(trainer, self._module(), self._patches)
+        set_example_aside(self._module(), self._patches)
+        add_the_same_everywhere(trainer, self._patches)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            if self.mesh.num_ranks > 1:
+                check_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            move_optimizers(self.optimizers, self.root_device)
+            adapt_to_pipeline(
+                self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
+            )
+
+    def _split(self, module: pl.LightningModule) -> Pipeline:
+        self._pipeline = pipeline = build_pipeline(
+            module,
+            self._make_schedule,
+            self.root_device,
+            self._patches,
+            pipeline_module=self._pipeline_module,
+            partition=self._partition,
+            measure=self._measure_layers if module.trainer.state.fn == TrainerFn.FITTING else None,
+            num_microbatches=self._num_microbatches,
+            local_device_index=self.local_rank,
+            group=self.mesh.pipeline_group,
+            replica_group=self.mesh.replica_group,
+            tensor_group=self.mesh.tensor_group,
+            shard_over=self.mesh.device_mesh["data_parallel"] if self._fully_shard else None,
+            activation_checkpointing=self._activation_checkpointing,
+            compile=self._compile,
+            seed=self._seed,
+        )
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_info(f"pfo_pipeline: {pipeline.description}")
+        return pipeline
+
+    def _measure_layers(self, pipelined: PipelinedModule) -> list[float]:
+        module = self._module()
+        loader = CombinedLoader(training_data(module.trainer), "max_size_cycle")
+        with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
+            batch, _, dataloader_idx = next(iter(loader))
+        batch = self.batch_to_device(batch, self.root_device, dataloader_idx)
+        number = self._num_microbatches
+        number = number or default_num_microbatches(batch_size_of(batch), self.mesh.num_ranks, self._make_schedule)
+        microbatch = split_batch(batch, number)[0]
+        with self.precision_plugin.train_step_context():
+            return measure_training_step(
+                module, pipelined, lambda: module.training_step(microbatch, 0), self.root_device
+            )
+
+    def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
+        return make_checked_schedule(
+            self._schedule_name, self.mesh.num_ranks, num_microbatches, self._stages_per_rank, self._max_in_flight
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        move_local_tensors(self._module(), self.root_device)
+
+    @override
+    def teardown(self) -> None:
+        self._patches.close()
+        move_optimizers(self.optimizers, torch.device("cpu"))
+        if self.lightning_module is not None:
+            move_local_tensors(self.lightning_module, torch.device("cpu"))
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
