@@ -26,8 +26,8 @@ from lightning_pfo.planner.pipeline.timeline import Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
-_S_PER_INSTRUCTION = 7e-4
-"""CPU time per plan, measured: two thirds choose clocks rank by rank, one third plays what was chosen."""
+_S_PER_INSTRUCTION = 1e-3
+"""CPU time per plan on a busy core, measured: most of it chooses clocks rank by rank, the rest plays them."""
 
 _MOST_S = 1200.0
 
@@ -94,12 +94,25 @@ def limit_switching(
             "needs one at which all of its instructions were measured. Profile all stages of a rank at the same "
             "clocks, or ask for a shorter dwell."
         )
+    found += _for_deadlines(pipeline, groups, found, plans, deadlines_s)
+    return _frontier(pipeline, found, plans, least_energy_j)
+
+
+def _for_deadlines(
+    pipeline: LimitedPipeline,
+    groups: Sequence[Sequence[int]],
+    found: Sequence[Timeline],
+    plans: Sequence[FrequencyPlan],
+    deadlines_s: Sequence[float],
+) -> list[Timeline]:
+    """What is cheapest by each deadline, improved until then."""
+    improved = []
     for deadline_s in deadlines_s:
         within = [one for one in found if one.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
         if within:
             best = min(within, key=lambda one: one.iteration_energy_j)
-            found.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
-    return _frontier(pipeline, found, plans, least_energy_j)
+            improved.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
+    return improved
 
 
 def check_effort(num_instructions: int, num_plans: int) -> None:
@@ -125,7 +138,7 @@ def check_effort(num_instructions: int, num_plans: int) -> None:
 def _improve(
     pipeline: LimitedPipeline, groups: Sequence[Sequence[int]], timeline: Timeline, deadline_s: float, price_w: float
 ) -> Timeline:
-    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second is worth `price_w`."""
+    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second costs `price_w`."""
     schedule, dag, num_ranks = pipeline.schedule, pipeline.simulator.dag, len(pipeline.programmes)
     for share in _SHARES_OF_SLACK:
         for group in groups:
@@ -164,7 +177,7 @@ def _with_what_proves_right(
 
 
 def _price_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
-    """What a second is worth near a time, in J/s: the slope of the unlimited frontier."""
+    """Price of a second near a time, in J/s: the slope of the unlimited frontier."""
     for fast, slow in pairwise(plans):
         if time_s <= slow.iteration_time_s and fast.iteration_time_s < slow.iteration_time_s:
             return (fast.iteration_energy_j - slow.iteration_energy_j) / (slow.iteration_time_s - fast.iteration_time_s)
