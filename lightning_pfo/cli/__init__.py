@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.wording import LONGEST_MESSAGE, cut, did_you_mean
