@@ -111,17 +111,9 @@ def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, Frequen
         schedule=config.schedule.name,
     )
     select = config.plan.select
-    chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)
+    chosen = frontier.baseline if select == TOP_CLOCKS else select_plan(frontier, select)
     save_frontier(frontier, output_dir / "plans")
     return frontier, chosen
-
-
-def _bounded_baseline(frontier: Frontier) -> FrequencyPlan:
-    """The top clocks as a plan. What bounds a slower plan bounds them too."""
-    baseline = frontier.baseline
-    slower = [plan for plan in frontier.plans if plan.iteration_time_s >= baseline.iteration_time_s]
-    bounds_j = [plan.lower_bound_j for plan in slower or [frontier.least_energy]]
-    return dataclasses.replace(baseline, lower_bound_j=max(bounds_j))
 
 
 def _report(

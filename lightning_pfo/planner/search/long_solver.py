@@ -67,7 +67,9 @@ def trace_long_tradeoff(
     bound = bound or LowerBound(OptionTable(dag, options), rate)
     table, programme = bound.table, MergedTradeoff(dag, options, runs)
     moves = EventMoves(table)
-    slowest = max(programme.solve_with_rate(rate).time, fastest)
+    least = programme.solve_with_rate(rate)
+    bound.add(least)  # what is proven about all that is slower
+    slowest = max(least.time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
     found: list[tuple[float, float, Integers]] = []

@@ -56,18 +56,9 @@ def check(frontier):
         assert select_plan(frontier, f"{plan.iteration_time_s!r}s").iteration_energy_j <= plan.iteration_energy_j
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
-    shape=st.sampled_from(
-        [
-            ("1f1b", 2, 6),
-            ("1f1b", 3, 4),
-            ("gpipe", 3, 4),
-            ("envpipe", 4, 8),
-            ("interleaved_1f1b", 4, 4),
-            ("looped_bfs", 4, 4),
-        ]
-    ),
+    shape=st.sampled_from([("1f1b", 2, 6), ("1f1b", 3, 4), ("gpipe", 3, 4), ("envpipe", 4, 8), ("looped_bfs", 4, 4)]),
     seed=st.integers(0, 2**32),
     noise=st.sampled_from([0.0, 0.01, 0.2]),
     power=st.sampled_from([0, 70.38, {1410: 90, 1200: 70, 600: 50}, {1410: 71.3, 1005: 66.1, 600: 66.1}]),

@@ -60,7 +60,7 @@ def highest_excess(bound, times, costs, rate):
     return (bound.at(times[order]) - np.minimum.accumulate(totals[order])).max()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(problems, st.floats(0, 1), st.sampled_from([0.0, 3.0, 40.0, 1e6]))
 @example(two_nearly_equal(1e-6, 5.0), 0.3, 0.0)
 @example(two_nearly_equal(2e-7, 50.0), 0.3, 0.0)
@@ -102,7 +102,7 @@ def test_nearly_equal_clocks_in_a_pipeline_make_no_false_bound():
         assert highest_excess(bound, times, costs, 0.0) <= 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(problems, st.lists(st.floats(-1.0, 30.0), min_size=40, max_size=40))
 def test_no_assignment_beats_what_any_hints_prove(problem, hints):
     # The solver is not trusted: whatever it says, what is made of it is a flow, so its bound holds.
@@ -116,7 +116,7 @@ def test_no_assignment_beats_what_any_hints_prove(problem, hints):
     assert highest_excess(bound, times, costs, 0.0) <= 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(edge_sets(NODES), st.lists(menus(), min_size=NODES, max_size=NODES), st.integers(1, 2), st.floats(0, 1))
 def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options, period, fraction):
     path = PeriodicPath(0, 4, period)
@@ -133,7 +133,7 @@ def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options
     assert highest_excess(bound, times, costs, 3.0) <= 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(problems, st.sampled_from([0.0, 3.0]))
 def test_no_point_of_a_frontier_is_below_its_bound_or_another_assignment(problem, rate):
     edges, options = problem

@@ -1,3 +1,6 @@
+import doctest
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,7 @@ from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
-from lightning_pfo.planner.relaxation import reconvergence as diamonds
+from lightning_pfo.planner.relaxation import reconvergence
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.flow import conserved_flows
@@ -32,7 +35,7 @@ def conserved(table, relaxed):
 
 @pytest.mark.parametrize("named", [1, 2, 8])
 def test_no_choice_loses_less(named, monkeypatch):
-    monkeypatch.setattr(diamonds, "_OPTIONS", named)
+    monkeypatch.setattr(reconvergence, "_OPTIONS", named)
 
     @settings(deadline=None, max_examples=40)
     @given(
@@ -92,3 +95,35 @@ def test_handling_alike_diamonds_once_changes_nothing(monkeypatch):
     monkeypatch.setattr(Diamonds, "_alike", lambda self, flow, waits: (np.arange(len(flow) + 1), np.arange(len(waits))))
     assert at_once == pytest.approx(found.least_loss(through, along), rel=1e-9)
     assert at_once > 0.1
+
+
+@pytest.mark.parametrize(("width", "depth"), [(112, 1), (112, 3), (60, 6)])
+def test_the_number_of_diamonds_is_bounded_in_wide_networks(width, depth):
+    # All of a layer wait for all before: width^4 diamonds between any three layers, 13 million for 60.
+    pairs = [
+        (layer * width + i, (layer + 1) * width + j)
+        for layer in range(depth - 1)
+        for i, j in itertools.product(range(width), repeat=2)
+    ]
+    network = make_network(width * depth, pairs)
+    options = [make_option_set([1, 1.3, 2], [9, 6, 3], [3, 2, 1])] * network.num_nodes
+    table = OptionTable(network, options)
+    assert len(diamonds_of(table)) <= 8 * len(network.events)
+
+
+def test_what_is_shared_too_much_is_taken_off(monkeypatch):
+    # Messages only make the bound better or worse, never false: here they overshoot.
+    table = OptionTable(
+        make_network(6, [(0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5), (1, 4)]),
+        [make_option_set([t, 1.3 * t, 2 * t], [9 * t, 6 * t, t], [3, 2, 1]) for t in (1, 4, 5, 2, 7, 1)],
+    )
+    relaxed = RelaxedTradeoff(table.dag, [table.kinds[kind] for kind in table.kind_of]).solve(18.0)
+    through, along, value = conserved(table, relaxed)
+    times, costs = assignments_of(table)
+    proven = least_costs(table, through[None])[0] - value * times
+    monkeypatch.setattr(reconvergence, "_STEP", 3.0)
+    assert 0 <= diamonds_of(table).least_loss(through, along) <= (costs - proven).min() + 1e-9
+
+
+def test_the_example_in_the_documentation():
+    assert doctest.testmod(reconvergence).failed == 0
