@@ -10,7 +10,7 @@ import pytest
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier, simulate_plan
 from lightning_pfo.planner.pipeline.predictions import predict
 from lightning_pfo.planner.profile.blocking_power import BlockingPower

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from lightning_pfo.planner.frontier.frontier_json import frontier_from, frontier_text
 
