@@ -19,7 +19,7 @@ from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
-from lightning_pfo.planner.search.event_moves import EventMoves
+from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time
 
 LONG_PIPELINE = 4000

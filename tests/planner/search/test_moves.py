@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
-from lightning_pfo.planner.search.event_moves import EventMoves
+from lightning_pfo.planner.search.moves import EventMoves
 from tests.planner.problems import edge_sets, options_of
 
 NODES = 7
