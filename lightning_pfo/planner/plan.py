@@ -93,11 +93,11 @@ def plan_frontier(
     baseline = _baseline(profile, schedule, simulator)
     # No wait draws less than the least power, so what is a lower bound under it is one in any case.
     options = _effective_options(profile, schedule, [power.least_w for power in blocking])
-    trace, runs = _method_for(schedule)
+    trace, periodic = _method_for(schedule)
     points = trace(
         simulator.dag,
         options,
-        runs=runs,
+        periodic=periodic,
         rate=sum(power.least_w for power in blocking),
         num_points=num_plans,
         times=[baseline.iteration_time_s],
@@ -151,9 +151,9 @@ def check_plan_numbers(num_plans: int, switch_latency_s: float, least_dwell_s: f
 def _method_for(schedule: PipelineSchedule) -> tuple[Callable[..., list[TradeoffPoint]], Sequence[PeriodicPath]]:
     """How the tradeoff is traced, and which steady states are merged on the way."""
     size = len(schedule.instructions)
-    runs = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES) if size >= LONG_PIPELINE else []
-    if runs:
-        return trace_long_tradeoff, runs
+    periodic = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES) if size >= LONG_PIPELINE else []
+    if periodic:
+        return trace_long_tradeoff, periodic
     return trace_tradeoff, steady_middles(schedule, margin=_MERGED_MARGIN) if size >= _MERGED_PIPELINE else []
 
 
