@@ -98,7 +98,8 @@ def emulate(gpu: str, stage_factors: Sequence[float], forward_s: float = 0.05) -
     from lightning_pfo.device.gpu_config import load_gpu_config
 
     physics = GpuPhysics(load_gpu_config(f"emulated_{gpu}"))
-    config, clocks = physics.config, [c for c in physics.supported_clocks_mhz if c >= 0.4 * physics.config.top_clock_mhz]
+    config = physics.config
+    clocks = [clock for clock in physics.supported_clocks_mhz if clock >= 0.4 * config.top_clock_mhz]
     instructions = {}
     for stage, factor in enumerate(stage_factors):
         for kind, length in ((InstructionType.FORWARD, 1.0), (InstructionType.BACKWARD, 1.9)):
@@ -127,10 +128,14 @@ def evaluation_set(wanted: Sequence[str] = ()) -> list[Pipeline]:
 def _all_pipelines() -> Iterator[Pipeline]:
     for gpu in MEASURED if has_measured() else ():
         yield from _from_measured(gpu)
+    stages = {"even": [1.0] * 8, "uneven": _between(0.97, 1.03, 8, 5), "7+1": [1.0] * 7 + [1.2]}
     for gpu in ("h100", "v100", "a6000"):
-        for name, factors in {"even": [1.0] * 8, "uneven": _between(0.97, 1.03, 8, 5), "7+1": [1.0] * 7 + [1.2]}.items():
+        for name, factors in stages.items():
             profile, power_w = emulate(gpu, factors)
             yield _pipeline(f"emulated {gpu} {name}", profile, power_w, 12 if name == "even" else 24)
+    for gpu in ("a100", "a40"):
+        for count in (12, 96):
+            yield _pipeline(f"emulated {gpu} 7+1", *emulate(gpu, stages["7+1"]), count)
 
 
 def _from_measured(gpu: str) -> Iterator[Pipeline]:

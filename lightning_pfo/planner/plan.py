@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
-
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
@@ -26,10 +24,9 @@ from lightning_pfo.core.schedules.schedule import (
     make_schedule,
 )
 from lightning_pfo.planner.frontier.data import Frontier
-from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
+from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import limit_switching
 from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks
-from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
@@ -105,13 +102,10 @@ def plan_frontier(
         on_progress=on_progress,
     )
     varies = any(power.varies for power in blocking)
-    table = OptionTable(simulator.dag, options)
-    choices, equal = np.array([point.choice for point in points]).T, {}
-    if not varies:  # else equal instructions may leave unequal waits
-        choices = exchange_clocks(schedule, table, choices, np.array([point.time for point in points]))
-        equal = equal_clocks(profile)
+    equal = {} if varies else equal_clocks(profile)  # else equal instructions may leave unequal waits
     plans = []
-    for point, clocks in zip(points, table.knobs(choices).T.tolist(), strict=True):
+    for point in points:
+        clocks = [opts.knobs[k] for opts, k in zip(options, point.choice, strict=True)]
         rows = share_clocks(schedule, equal, _by_rank(schedule, clocks))
         plans.append(FrequencyPlan(schedule, rows, point.time, point.cost, point.bound))
     if varies:

@@ -95,7 +95,10 @@ _KEPT = (Aim(0.0, 0.2, 0.0, 0.0), Aim(0.0, 0.2, 1.0, 0.3), Aim(1.0, 0.1, 1.0, 0.
 """Late or early at no cost, and at a cost, so that slack is not hoarded; and aimed too late, as the deadline holds."""
 
 _MORE_FREE = (*_FREE, *(Aim(offset, 0.1, haste, haste) for haste in (0.0, 0.3) for offset in (0.5, -0.3)))
-_MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in ((0.1, 0, 0), (0.2, 1, 0.3))))
+_MORE_KEPT = (
+    *_KEPT,
+    *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in ((0.1, 0, 0), (0.2, 1, 0.3))),
+)
 """The same at other times around."""
 
 _FIRST = Round(5, 4, 1, _FREE[:1], _KEPT[:1], 2.0, 1, 2, 1.0, fewest_moved=10)

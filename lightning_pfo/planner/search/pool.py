@@ -110,7 +110,7 @@ class SolutionPool:
         return [int(found) for found in within[np.argsort(self.costs[within], kind="stable")[:number]]]
 
     def fill_up(self, chosen: Sequence[int], num_wanted: int) -> list[int]:
-        """Add assignments to those chosen, none dominated: good ones first, and the farthest in time from the others."""
+        """Add undominated assignments to those chosen: good ones first, the farthest in time from the others."""
         filled = list(chosen)
         times, costs, gaps = self.times, self.costs, self._bound.gaps(self.times, self.costs)
         undominated = np.zeros(len(times), dtype=bool)
