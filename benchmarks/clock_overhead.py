@@ -33,15 +33,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.callbacks.planned_run import PlannedRun
 from lightning_pfo.cli import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
-from lightning_pfo.device.clock_transition import ClockStatistics
-from lightning_pfo.device.nvml import nvml_available
-from lightning_pfo.strategy.plain import PipelinedModel
+from lightning_pfo.device.backends.nvml import nvml_available
+from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners import PlannedRun
+from lightning_pfo.loops.plain import PipelinedModel
 
 WIDTH = 4096
 LIMIT_PERCENT = 0.5

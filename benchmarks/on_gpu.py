@@ -27,9 +27,10 @@ from pathlib import Path
 
 from lightning_pfo.cli import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.device import nvml, open_gpu
-from lightning_pfo.device.clock_lease import read_leases
-from lightning_pfo.device.gpu_report import probe_permission
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.backends import nvml
+from lightning_pfo.device.report import probe_permission
+from lightning_pfo.device.safety.lease import read_leases
 
 ROOT = Path(__file__).parents[1]
 RESTORED_WITHIN_S = 5.0

@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import SCHEDULES, PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import SCHEDULES, make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner import InstructionProfile, Profile, read_profile
 
 MEASURED_DIR = Path(__file__).resolve().parents[2] / "shared" / "profiles"
@@ -94,8 +95,8 @@ def add_noise(profile: Profile, deviation: float, seed: int = 0) -> Profile:
 
 def emulate(gpu: str, stage_factors: Sequence[float], forward_s: float = 0.05) -> tuple[Profile, float]:
     """The profile of an emulated GPU (`conf/gpu/emulated_GPU.yaml`) and its power in watts while blocked."""
-    from lightning_pfo.device.emulated_physics import GpuPhysics
-    from lightning_pfo.device.gpu_config import load_gpu_config
+    from lightning_pfo.device.emulated.physics import GpuPhysics
+    from lightning_pfo.device.config import load_gpu_config
 
     physics = GpuPhysics(load_gpu_config(f"emulated_{gpu}"))
     config = physics.config

@@ -17,10 +17,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from lightning_pfo.cli.plan import Settings, run
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import num_ranks_for
+from lightning_pfo.core.schedules.registry import num_ranks_for
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
-from lightning_pfo.planner.command import Settings, run
 
 SPLIT = {InstructionType.INPUT_GRADIENT: 0.55, InstructionType.WEIGHT_GRADIENT: 0.45}
 """Parts of a full backward, for schedules that run them apart."""

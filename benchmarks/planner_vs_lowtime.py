@@ -36,7 +36,8 @@ from lowtime.operation import CandidateExecutionOptions, ExecutionOption, Operat
 from lowtime.solver import PhillipsDessouky
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner import Frontier, Profile, plan_frontier, read_profile, simulate
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import make_option_set

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.strategy import PfoPipelineStrategy
 

@@ -2,7 +2,7 @@
 
 import re
 
-from lightning_pfo.hydra_app import with_selection
+from lightning_pfo.experiment.hydra_main import with_selection
 from tests.example_scripts import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -57,7 +57,7 @@ def outputs(tmp_path_factory):
 @pytest.mark.parametrize("imports", IN_ANY_ORDER)
 def test_the_name_is_known_in_any_order(outputs, imports):
     output, errors = outputs[imports]
-    lines = [f"lightning_pfo.strategy.pipeline_strategy PfoPipelineStrategy {value}" for value in (False, False, True)]
+    lines = [f"lightning_pfo.strategy.trainer.strategy PfoPipelineStrategy {value}" for value in (False, False, True)]
     assert output.splitlines()[-3:] == lines, errors
 
 

@@ -17,8 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.accelerate import prepare_pipeline
-from lightning_pfo.callbacks.planned_run import PlannedRun
-from lightning_pfo.callbacks.profiling_run import ProfilingRun, ScanSettings
+from lightning_pfo.listeners import PlannedRun, ProfilingRun, ScanSettings
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier, select_plan
 
 NUM_MICROBATCHES = 8

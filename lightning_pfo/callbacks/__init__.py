@@ -1,4 +1,4 @@
-"""Lightning callbacks that profile a pipeline's energy and apply frequency plans, and their listeners."""
+"""Lightning callbacks that profile the energy of a pipeline and apply frequency plans: glue around `listeners`."""
 
 from __future__ import annotations
 

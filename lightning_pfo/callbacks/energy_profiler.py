@@ -10,9 +10,9 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_pfo.callbacks.gpu_session import GpuChoice
-from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
-from lightning_pfo.callbacks.profiling_run import ProfilingRun, ScanSettings
+from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
+from lightning_pfo.listeners.gpu_session import GpuChoice
+from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings
 
 
 class EnergyProfilerCallback(RunCallback[ProfilingRun]):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pfo.callbacks.gpu_session import GpuChoice
-from lightning_pfo.callbacks.iteration_meter import IterationMeasurement
-from lightning_pfo.callbacks.lightning_glue import RunCallback, instruction_source_of, ranks_per_node
-from lightning_pfo.callbacks.planned_run import PlannedRun
+from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.device.clock_transition import ClockStatistics
-from lightning_pfo.planner import Frontier, load_frontier, select_plan
+from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners.gpu_session import GpuChoice
+from lightning_pfo.listeners.meters.iterations import IterationMeasurement
+from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan
 
-TOP_CLOCKS = "top_clocks"
-"""In place of a plan, or selected instead of one: the top clocks."""
+__all__ = ["TOP_CLOCKS", "FrequencyPlanCallback"]
 
 
 class FrequencyPlanCallback(RunCallback[PlannedRun]):
@@ -47,17 +44,12 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
 
     def __init__(
         self,
-        plan: str | os.PathLike[str] | Frontier | FrequencyPlan,
+        plan: PlanChoice,
         *,
         select: str = "no_slowdown",
         gpu: GpuChoice = "auto",
     ) -> None:
-        self._plan: FrequencyPlan | None = None
-        if isinstance(plan, FrequencyPlan):
-            self._plan = plan
-        elif plan != TOP_CLOCKS:
-            frontier = plan if isinstance(plan, Frontier) else load_frontier(plan)  # type: ignore[arg-type]
-            self._plan = select_plan(frontier, select)
+        self._plan = chosen_plan(plan, select)
         self._gpu = gpu
 
     @property

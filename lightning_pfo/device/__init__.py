@@ -1,11 +1,11 @@
 """GPUs: one protocol, real ones through NVML, a live emulated one, and safe control of their clocks."""
 
-from lightning_pfo.device.choose import open_gpu
-from lightning_pfo.device.clock_controller import ClockController
-from lightning_pfo.device.emulated import EmulatedGpu
-from lightning_pfo.device.emulated_work import WorkScale, fit_work_scale
+from lightning_pfo.device.clocks.controller import ClockController
+from lightning_pfo.device.config import GpuConfig, gpu_config_from, known_gpu_configs, load_gpu_config
+from lightning_pfo.device.emulated.gpu import EmulatedGpu
+from lightning_pfo.device.emulated.work import WorkScale, fit_work_scale
 from lightning_pfo.device.gpu import Gpu
-from lightning_pfo.device.gpu_config import GpuConfig, gpu_config_from, known_gpu_configs, load_gpu_config
+from lightning_pfo.device.open import open_gpu
 
 __all__ = [
     "ClockController",

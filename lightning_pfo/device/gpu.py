@@ -1,7 +1,7 @@
 """What the project asks of a GPU.
 
 Units are in the names: clocks in MHz, energy in mJ, power in mW (as NVML counts them). A lock holds until `restore`;
-whoever locks restores, whatever happens (`clock_guard`).
+whoever locks restores, whatever happens (`safety.guard`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,24 @@
-"""The main job: profile, plan, train at the top clocks and under the plan, report what was saved."""
+"""The main job: profile, plan, train at the top clocks and under the plan, report what was saved.
 
-from lightning_pfo.experiment.run import run_experiment
+Read `config` (what can be set), `hydra_main` (the command line of a script), `run` (the phases), then `checks`,
+`training`, `report` and `pictures`. `p2p_power` is a job of its own: what a GPU draws while it waits for another.
+
+Composing a configuration imports neither torch nor Lightning; running an experiment does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_pfo.experiment.run import run_experiment
 
 __all__ = ["run_experiment"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run_experiment":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning_pfo.experiment.run import run_experiment
+
+    return run_experiment

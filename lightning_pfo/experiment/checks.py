@@ -6,21 +6,20 @@ import math
 import os
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
-from lightning_pfo.callbacks.profiling_run import ScanSettings, clocks_to_scan
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
+from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
 from lightning_pfo.planner import check_selection
-from lightning_pfo.planner.plan import check_plan_numbers
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
-from lightning_pfo.strategy.microbatches import check_batch_sizes, training_batch_sizes
-from lightning_pfo.strategy.partition import check_partition
-from lightning_pfo.strategy.precision import check_precision
-from lightning_pfo.strategy.split import check_split
+from lightning_pfo.strategy.model.partition import check_partition
+from lightning_pfo.strategy.model.split import check_split
+from lightning_pfo.strategy.step.microbatches import check_batch_sizes, training_batch_sizes
+from lightning_pfo.strategy.trainer.precision import check_precision
 
 
 def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
@@ -75,7 +74,7 @@ def check_settings(config: ExperimentConfig) -> None:
     ScanSettings(**vars(config.profiler))
     if plan.select != TOP_CLOCKS:
         check_selection(plan.select)
-    check_plan_numbers(plan.num_plans, plan.switch_latency_s, plan.least_dwell_s, plan.change_cost_j)
+    plan.check()
     check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
 
 

@@ -24,21 +24,19 @@ import torch.distributed as dist
 from rich.console import Console
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import GpuConfig, open_gpu
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
+from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.hydra_main import is_first_process
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.report import Report, TrainingResult
 from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
-from lightning_pfo.hydra_app import is_first_process
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
-    read_profile,
-    regularise,
     save_frontier,
     select_plan,
 )
@@ -106,16 +104,11 @@ def gpu_for(config: ExperimentConfig) -> GpuConfig:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
-    profile = read_profile(output_dir / "profile.csv")
     frontier = plan_frontier(
-        regularise(profile).profile if config.plan.regularise else profile,
+        output_dir / "profile.csv",
+        config.plan,
         num_microbatches=config.schedule.num_microbatches,
         schedule=config.schedule.name,
-        p2p_blocking_power_w=config.plan.p2p_blocking_power_w,
-        num_plans=config.plan.num_plans,
-        switch_latency_s=config.plan.switch_latency_s,
-        least_dwell_s=config.plan.least_dwell_s,
-        change_cost_j=config.plan.change_cost_j,
     )
     select = config.plan.select
     chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)

@@ -18,10 +18,10 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core import rank_zero as rank_zero_module
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
-from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.report import TrainingResult
 from lightning_pfo.strategy import PfoPipelineStrategy
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from lightning_pfo.planner.profile.profile import InstructionProfile, Profile
     from lightning_pfo.planner.profile.profile_csv import read_profile, write_profile
     from lightning_pfo.planner.search.time_cost_tradeoff import TimeCostPoint, solve_time_cost_tradeoff
+    from lightning_pfo.planner.settings import PlanSettings
 
 _MODULE_OF = {
     "Frontier": "frontier.data",
     "InstructionProfile": "profile.profile",
+    "PlanSettings": "settings",
     "Profile": "profile.profile",
     "Regularised": "profile.denoise",
     "TimeCostPoint": "search.time_cost_tradeoff",
@@ -50,6 +52,7 @@ _MODULE_OF = {
 __all__ = [
     "Frontier",
     "InstructionProfile",
+    "PlanSettings",
     "Profile",
     "Regularised",
     "TimeCostPoint",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_pfo.strategy.pipeline_strategy import PfoPipelineStrategy
+    from lightning_pfo.strategy.trainer.strategy import PfoPipelineStrategy
 
 __all__ = ["PfoPipelineStrategy"]
 
@@ -13,6 +13,8 @@ __all__ = ["PfoPipelineStrategy"]
 def __getattr__(name: str) -> Any:
     if name != "PfoPipelineStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lightning_pfo.strategy import pipeline_strategy  # here, so that plain loops do not wait for Lightning
+    from lightning_pfo.strategy.trainer import (
+        strategy as pipeline_strategy,  # here, so that plain loops do not wait for Lightning
+    )
 
     return pipeline_strategy.PfoPipelineStrategy

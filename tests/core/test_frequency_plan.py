@@ -3,7 +3,8 @@ import pytest
 from lightning_pfo.core.errors import PlanError, PlanMismatchError
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 def test_each_instruction_has_its_clock():

@@ -17,8 +17,8 @@ from pathlib import Path
 import pynvml
 
 from lightning_pfo.device import ClockController
-from lightning_pfo.device.clock_lease import lease_path
-from lightning_pfo.device.nvml import NvmlGpu
+from lightning_pfo.device.backends.nvml import NvmlGpu
+from lightning_pfo.device.safety.lease import lease_path
 
 NUM_GPUS = 8
 

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 
-from lightning_pfo.device import ClockController, EmulatedGpu, clock_guard, open_gpu
+from lightning_pfo.device import ClockController, EmulatedGpu, open_gpu
+from lightning_pfo.device.safety import guard
 
 logging.basicConfig(stream=sys.stderr)
 
@@ -39,7 +40,7 @@ def main(gpu_name: str, ending: str, index: str = "0") -> None:
     if ending == "exception":
         raise ZeroDivisionError
     if ending == "fork":  # what a data loader's worker does to its parent's clocks: nothing
-        clock_guard.register(Announcer())
+        guard.register(Announcer())
         if os.fork() == 0:
             time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGTERM)

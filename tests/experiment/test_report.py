@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.report import Report, TrainingResult
 
 SCHEDULE = make_schedule("1f1b", 2, 2)

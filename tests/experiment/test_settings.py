@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from lightning_pfo.callbacks.profiling_run import ScanSettings
-from lightning_pfo.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
 from lightning_pfo.experiment.checks import check_experiment, check_settings
+from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.experiment.run import gpu_for
 from lightning_pfo.experiment.training import accelerator_of, check_trainer_options
+from lightning_pfo.listeners.profiling_run import ScanSettings
 from tests.example_scripts import load_example
 
 TEXT = load_example("gpt").data.TextConfig(max_bytes=200_000)

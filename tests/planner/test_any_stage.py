@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pfo.core.errors import ConfigurationError, PlanError, ProfileError
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.core.schedules.schedule import SCHEDULES, make_schedule
+from lightning_pfo.core.schedules.registry import SCHEDULES, make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
@@ -144,7 +144,7 @@ def test_a_single_stage_and_a_single_clock_have_one_plan(make_profile):
         ({"num_microbatches": 0}, "at least 1"),
         ({"num_microbatches": 8, "schedule": "2f2b"}, "Unknown schedule '2f2b'"),
         ({"num_microbatches": 8, "num_plans": 1}, "at least 2"),
-        ({"num_microbatches": 8, "schedule": "looped_bfs", "stages_per_rank": 3}, "a multiple of 3 stages"),
+        ({"num_microbatches": 8, "schedule": "looped_bfs", "stages_per_rank": 3}, "4 stages do not divide by 3"),
         ({"num_microbatches": 9, "schedule": make_schedule("1f1b", 4, 8)}, "contradicts"),
         ({"schedule": make_schedule("1f1b", 3, 8)}, "has 3 stages, the profile 4"),
     ],
@@ -222,3 +222,14 @@ def test_importing_the_planner_imports_neither_torch_nor_devices_nor_matplotlib(
     )
     output = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+@pytest.mark.parametrize("stages_per_rank", [0, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "file", "given"])
+def test_stages_per_rank_that_a_schedule_does_not_have_is_refused(profile, tmp_path, schedule, stages_per_rank):
+    order = make_schedule("1f1b", 4, 4)
+    path = tmp_path / "mine.txt"
+    path.write_text("\n".join(" ".join(map(str, row)) for row in order.orders) + "\n")
+    given = {"1f1b": "1f1b", "file": f"file:{path}", "given": order}[schedule]
+    with pytest.raises(ConfigurationError, match=f"stages_per_rank={stages_per_rank}"):
+        plan_frontier(profile, schedule=given, num_microbatches=4, stages_per_rank=stages_per_rank)

@@ -16,32 +16,14 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import Instruction, InstructionType, Orders
-from lightning_pfo.core.schedules.one_stage_per_rank import one_f_one_b_orders
-from lightning_pfo.core.schedules.order_file import read_orders
-from lightning_pfo.core.schedules.registry import (
-    SCHEDULES,
-    check_schedule_name,
-    file_of,
-    make_orders,
-    stages_per_rank_of,
-)
+from lightning_pfo.core.wording import counted
 
-__all__ = [
-    "SCHEDULES",
-    "PipelineSchedule",
-    "check_schedule_name",
-    "forward_only",
-    "load_schedule",
-    "make_schedule",
-    "num_ranks_for",
-    "one_f_one_b",
-]
-
+_T = TypeVar("_T")
 _F, _B = InstructionType.FORWARD, InstructionType.BACKWARD
 _INPUT, _WEIGHT = InstructionType.INPUT_GRADIENT, InstructionType.WEIGHT_GRADIENT
 _COMPLETE = ({_F, _B}, {_F, _INPUT, _WEIGHT})
@@ -69,6 +51,18 @@ class PipelineSchedule:
     def instructions(self) -> tuple[Instruction, ...]:
         """All instructions, rank by rank in execution order."""
         return tuple(instruction for order in self.orders for instruction in order)
+
+    def span(self, rank: int) -> slice:
+        """Where the instructions of a rank are among `instructions`."""
+        return self._spans[rank]
+
+    def by_rank(self, values: Sequence[_T]) -> tuple[tuple[_T, ...], ...]:
+        """What is aligned with `instructions` as one row per rank, aligned with `orders`."""
+        return tuple(tuple(values[span]) for span in self._spans)
+
+    @cached_property
+    def _spans(self) -> tuple[slice, ...]:
+        return tuple(slice(*bounds) for bounds in pairwise(accumulate(map(len, self.orders), initial=0)))
 
     @property
     def num_ranks(self) -> int:
@@ -134,6 +128,35 @@ class PipelineSchedule:
         for _ in self.rounds():
             pass
         return True
+
+    def check_numbers(
+        self,
+        *,
+        num_ranks: int | None = None,
+        num_microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+    ) -> None:
+        """Check what is said about an order that a file or a user gives, and that has its own numbers.
+
+        Args:
+            num_ranks: Number of ranks that it is to have.
+            num_microbatches: Number of microbatches that it is to have.
+            stages_per_rank: Number of stages that every rank is to run.
+
+        Raises:
+            ConfigurationError: If one that is given is not the order's own.
+        """
+        given = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
+        stages = [len(self.stages_of(rank)) for rank in range(self.num_ranks)]
+        own = [{self.num_ranks}, {self.num_microbatches}, set(stages)]
+        for (name, number), numbers in zip(given.items(), own, strict=True):
+            if number is not None and numbers != {number}:
+                raise ConfigurationError(
+                    f"{name}={number} contradicts the given schedule {self.name!r}, an order for "
+                    f"{counted(self.num_microbatches, 'microbatch', 'microbatches')} on "
+                    f"{counted(self.num_ranks, 'rank')} of {' or '.join(map(str, sorted(set(stages))))} stage(s) each. "
+                    "Leave it out or make them equal."
+                )
 
     def rounds(self) -> Iterator[tuple[Instruction, ...]]:
         """Execute the order in lock-step: yield what runs in each round, at most one instruction per rank.
@@ -240,66 +263,6 @@ class PipelineSchedule:
         )
 
 
-def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
-) -> PipelineSchedule:
-    """Build a schedule by name and check it.
-
-    Args:
-        name: A key of `SCHEDULES`; `envpipe:ARGUMENT` (see `envpipe_orders`); or `file:PATH`, or a path that ends in
-            .txt or .csv or contains a slash, for an order of your own.
-        num_ranks: Number of ranks, that is GPUs of one pipeline.
-        num_microbatches: Number of microbatches per iteration.
-        stages_per_rank: Number of stages each rank runs; None for what is usual: 2 for the interleaved, looped and
-            V-shaped schedules, 1 for the others, and what a file has.
-
-    Raises:
-        ConfigurationError: If the name is unknown, or a number is not positive or does not suit the schedule.
-    """
-    check_schedule_name(name)
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ConfigurationError(
-            "num_ranks (num_stages / stages_per_rank) and num_microbatches must be at least 1; "
-            f"got {num_ranks} and {num_microbatches}."
-        )
-    path = file_of(name)
-    if path is not None:
-        return _load_fitting(path, num_ranks, num_microbatches, stages_per_rank)
-    per_rank = stages_per_rank_of(name, stages_per_rank)
-    orders = make_orders(name, num_ranks, num_microbatches, per_rank)
-    schedule = PipelineSchedule(name, num_ranks * per_rank, num_microbatches, orders)
-    schedule.validate()
-    return schedule
-
-
-def num_ranks_for(name: str, num_stages: int, stages_per_rank: int | None = None) -> int:
-    """How many ranks run `num_stages` stages under the schedule `name`: what `make_schedule` then takes.
-
-    Raises:
-        ConfigurationError: If the name is unknown, or the stages do not divide into ranks.
-    """
-    check_schedule_name(name)
-    path = file_of(name)
-    if path is not None:
-        return load_schedule(path).num_ranks
-    per_rank = stages_per_rank_of(name, stages_per_rank)
-    if num_stages % per_rank:
-        raise ConfigurationError(
-            f"Schedule {name!r} runs {per_rank} stages per rank; {num_stages} stages do not divide by {per_rank}. "
-            f"Use {num_stages // per_rank * per_rank or per_rank} stages."
-        )
-    return num_stages // per_rank
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> PipelineSchedule:
-    """1F1B: stage s runs `num_stages - s` warm-up forwards, then B and F in turn (Narayanan et al., SOSP 2019).
-
-    Raises:
-        ConfigurationError: If there are fewer microbatches than stages.
-    """
-    return PipelineSchedule("1f1b", num_stages, num_microbatches, one_f_one_b_orders(num_stages, num_microbatches))
-
-
 def forward_only(placement: Sequence[int], num_microbatches: int) -> PipelineSchedule:
     """Forwards alone, for evaluation: stage by stage, each with all microbatches.
 
@@ -311,35 +274,6 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> PipelineSch
     for stage, rank in enumerate(placement):
         rows[rank] += [Instruction(stage, _F, microbatch) for microbatch in range(num_microbatches)]
     return PipelineSchedule("forward only", len(placement), num_microbatches, tuple(map(tuple, rows)))
-
-
-def load_schedule(path: str | Path) -> PipelineSchedule:
-    """Read an order of your own from a file (see `core.schedules.order_file`) and check it.
-
-    Raises:
-        ConfigurationError: If the file cannot be read or the order is incomplete or deadlocks.
-    """
-    orders = read_orders(Path(path))
-    num_stages = 1 + max((inst.stage for order in orders for inst in order), default=0)
-    num_microbatches = 1 + max((inst.microbatch for order in orders for inst in order), default=0)
-    schedule = PipelineSchedule(f"file:{path}", num_stages, num_microbatches, orders)
-    schedule.validate()
-    return schedule
-
-
-def _load_fitting(path: Path, num_ranks: int, num_microbatches: int, stages_per_rank: int | None) -> PipelineSchedule:
-    schedule = load_schedule(path)
-    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
-        raise ConfigurationError(
-            f"{path} is an order for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches, but the "
-            f"pipeline has {num_ranks} ranks and {num_microbatches} microbatches. Make them equal."
-        )
-    if stages_per_rank is not None and schedule.num_stages != num_ranks * stages_per_rank:
-        raise ConfigurationError(
-            f"{path} has {schedule.num_stages} stages on {num_ranks} ranks; got stages_per_rank={stages_per_rank}. "
-            "Leave it out."
-        )
-    return schedule
 
 
 def _some(instructions: Collection[Instruction], limit: int = 8) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning_pfo.core.schedules.in_flight import check_in_flight
 from lightning_pfo.core.schedules.p2p import check_transfers
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 def make_checked_schedule(

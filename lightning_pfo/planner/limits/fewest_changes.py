@@ -22,11 +22,12 @@ def equal_clocks(profile: Profile) -> EqualClocks:
     """Find the clocks at which an instruction was measured to take the same time and the same energy."""
     equal: EqualClocks = {}
     for (stage, kind), measured in profile.instructions.items():
-        points = list(zip(measured.times_s, measured.energies_j, strict=True))
-        if len(set(points)) < len(points):
-            for clock, point in zip(measured.clocks_mhz, points, strict=True):
-                same = frozenset(c for c, p in zip(measured.clocks_mhz, points, strict=True) if p == point)
-                equal[stage, kind, clock] = same
+        clocks_of: dict[tuple[float, float], list[int]] = {}
+        for clock, *point in zip(measured.clocks_mhz, measured.times_s, measured.energies_j, strict=True):
+            clocks_of.setdefault((point[0], point[1]), []).append(clock)
+        if len(clocks_of) < len(measured.clocks_mhz):
+            for clocks in clocks_of.values():
+                equal.update(dict.fromkeys(((stage, kind, clock) for clock in clocks), frozenset(clocks)))
     return equal
 
 

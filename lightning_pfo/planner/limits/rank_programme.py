@@ -21,6 +21,8 @@ from lightning_pfo.planner.limits.wait_clocks import SPARE_S
 from lightning_pfo.planner.network.arrays import Floats, Integers
 
 _MOST_LABELS = 80
+_COMPARED = 4 * _MOST_LABELS
+"""So many labels, by either measure, are compared with those of their cell of the grid."""
 _GRID = 0.01
 """Ends nearer than this part of a typical instruction are not told apart."""
 _AGES = 4
@@ -58,8 +60,8 @@ class RankProgramme:
         return float(self.times[self.kinds[position], self.clocks_mhz.index(clock_mhz)])
 
     def cheapest(
-        self, release: Sequence[float], due: Sequence[float], end: float, *, change_cost: float, price: float
-    ) -> list[int] | None:
+        self, release: Sequence[float], due: Sequence[float], end: float, *, change_cost: float, price_w: float
+    ) -> tuple[int, ...] | None:
         """Choose the clocks.
 
         Args:
@@ -67,7 +69,7 @@ class RankProgramme:
             due: Latest end of each instruction in seconds.
             end: End of the iteration in seconds, until when the rank waits.
             change_cost: Cost of a change of clocks in joules; a tiny one prefers few changes among equals.
-            price: What a second is worth in J/s, to rank labels by.
+            price_w: What a second is worth in J/s, to rank labels by.
 
         Returns:
             A clock in MHz for each instruction; None if none was found.
@@ -79,63 +81,88 @@ class RankProgramme:
         grid = _GRID * float(np.median(self.times))
         trail: list[_Labels] = []
         for position, kind in enumerate(self.kinds):
-            labels = self._extend(labels, kind, release[position], due[position], change_cost, first=position == 0)
-            if not len(labels.end):
+            wait = np.maximum(release[position] - labels.end, 0.0)
+            extended = self._going_on(labels, kind, wait)
+            if position:
+                extended = extended.and_also(self._changing(labels, kind, wait, change_cost))
+            extended = extended.at(np.flatnonzero(extended.end <= due[position]))
+            if not len(extended.end):
                 return None
-            labels = self._prune(labels, grid, price)
+            labels = self._prune(extended, grid, price_w)
             trail.append(labels)
         total = labels.cost + self.powers[labels.clock] * (end - labels.end)
         best, chosen = int(np.argmin(total)), []
         for labels in reversed(trail):
             chosen.append(self.clocks_mhz[labels.clock[best]])
             best = int(labels.parent[best])
-        return chosen[::-1]
+        return tuple(chosen[::-1])
 
-    def _extend(
-        self, labels: _Labels, kind: int, release: float, due: float, change_cost: float, *, first: bool
-    ) -> _Labels:
-        """All labels that follow by one more instruction."""
-        old, new_times, new_energies = labels.clock, self.times[kind], self.energies[kind]
-        wait = np.maximum(release - labels.end, 0.0)
-        changes = old[:, None] != np.arange(len(self.clocks_mhz))
-        late = np.minimum(np.maximum(self.latency - wait, 0.0) / new_times[old], 1.0)
-        share = np.where(changes, late[:, None], 0.0)  # of the work that is done at the old clock
-        durations = new_times + share * (new_times[old][:, None] - new_times)
-        energies = new_energies + share * (new_energies[old][:, None] - new_energies)
-        ends = (labels.end + wait)[:, None] + durations
-        allowed = self.allowed[kind] & (ends <= due)
-        if first:
-            allowed &= ~changes
-        elif self.least_dwell > 0:
-            allowed &= ~changes | (labels.end - labels.asked_for >= self.least_dwell)[:, None]
-        before, clock = np.nonzero(allowed)
-        cost = labels.cost[:, None] + energies + self._waiting(wait, old) + change_cost * changes
-        asked_for = np.where(changes[before, clock], labels.end[before], labels.asked_for[before])
-        return _Labels(ends[before, clock], cost[before, clock], clock, asked_for, before)
+    def _going_on(self, labels: _Labels, kind: int, wait: Floats) -> _Labels:
+        """Each label with one more instruction at the clock that it has."""
+        before = np.flatnonzero(self.allowed[kind, labels.clock])
+        clock, wait = labels.clock[before], wait[before]
+        power = self.powers[clock]
+        return _Labels(
+            labels.end[before] + wait + self.times[kind, clock],
+            labels.cost[before] + self.energies[kind, clock] + self._waiting(wait, power, power),
+            clock,
+            labels.asked_for[before],
+            before,
+        )
 
-    def _waiting(self, wait: Floats, old: Integers) -> Floats:
-        """Energy of waiting, by label and next clock."""
-        late = np.minimum(wait, self.latency)[:, None]
-        rest = wait[:, None] - late
-        energy: Floats = late * self.powers[old][:, None] + rest * self.powers
+    def _changing(self, labels: _Labels, kind: int, wait: Floats, change_cost: float) -> _Labels:
+        """Each label whose clock has been kept long enough, with one more instruction at every other clock."""
+        if self.least_dwell > 0:
+            rows = np.flatnonzero(labels.end - labels.asked_for >= self.least_dwell)
+        else:
+            rows = np.arange(len(labels.end))
+        row, clock = np.nonzero(self.allowed[kind] & (labels.clock[rows, None] != np.arange(len(self.clocks_mhz))))
+        before = rows[row]
+        old, wait = labels.clock[before], wait[before]
+        times, energies = self.times[kind, clock], self.energies[kind, clock]
+        if self.latency > 0:
+            old_times, old_energies = self.times[kind, old], self.energies[kind, old]
+            share = np.minimum(np.maximum(self.latency - wait, 0.0) / old_times, 1.0)  # of the work, at the old clock
+            times = times + share * (old_times - times)
+            energies = energies + share * (old_energies - energies)
+        waiting = self._waiting(wait, self.powers[old], self.powers[clock])
+        ends = labels.end[before]
+        return _Labels(ends + wait + times, labels.cost[before] + energies + waiting + change_cost, clock, ends, before)
+
+    def _waiting(self, wait: Floats, old_power: Floats, power: Floats) -> Floats:
+        """Energy of waiting between two clocks that draw so much."""
+        late = np.minimum(wait, self.latency)
+        rest = wait - late
+        energy: Floats = late * old_power + rest * power
+        if self.powers.max() == self.least_power:
+            return energy
         hold = wait - self.latency - SPARE_S
         own_clock = hold >= max(self.least_dwell, self.latency + 2 * SPARE_S)
-        low = late * self.powers[old][:, None] + (rest - SPARE_S) * self.least_power + SPARE_S * self.powers
-        return np.where(own_clock[:, None], np.minimum(energy, low), energy)
+        low = late * old_power + (rest - SPARE_S) * self.least_power + SPARE_S * power
+        return np.where(own_clock, np.minimum(energy, low), energy)
 
-    def _prune(self, labels: _Labels, grid: float, price: float) -> _Labels:
+    def _prune(self, labels: _Labels, grid: float, price_w: float) -> _Labels:
         # Who ends earlier has waited less: compare as if all had waited until the same time.
         reduced = labels.cost - self.least_power * labels.end
-        order = np.argsort(reduced, kind="stable")
+        worth = reduced + price_w * labels.end
+        order = _least(reduced, worth)
+        order = order[np.argsort(reduced[order], kind="stable")]
         key = (labels.end[order] / grid).astype(np.int64) * len(self.clocks_mhz) + labels.clock[order]
         if self.least_dwell > 0:
             age = np.minimum((labels.end - labels.asked_for)[order] / self.least_dwell, 1.0)
             key = key * (_AGES + 1) + (age * _AGES).astype(np.int64)
         kept = order[np.sort(np.unique(key, return_index=True)[1])]
         if len(kept) > _MOST_LABELS:
-            by_price = kept[np.argsort((reduced + price * labels.end)[kept], kind="stable")]
-            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_price[: _MOST_LABELS // 2]]))
-        return _Labels(*(values[kept] for values in labels.arrays()))
+            by_worth = kept[np.argsort(worth[kept], kind="stable")]
+            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_worth[: _MOST_LABELS // 2]]))
+        return labels.at(kept)
+
+
+def _least(*measures: Floats) -> Integers:
+    """Numbers of those that are among the least by any measure: many times those that are kept."""
+    if len(measures[0]) <= 2 * _COMPARED:
+        return np.arange(len(measures[0]))
+    return np.unique(np.concatenate([np.argpartition(one, _COMPARED)[:_COMPARED] for one in measures]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,5 +175,16 @@ class _Labels:
     asked_for: Floats
     parent: Integers
 
-    def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        return self.end, self.cost, self.clock, self.asked_for, self.parent
+    def at(self, numbers: Integers) -> _Labels:
+        return _Labels(
+            self.end[numbers], self.cost[numbers], self.clock[numbers], self.asked_for[numbers], self.parent[numbers]
+        )
+
+    def and_also(self, others: _Labels) -> _Labels:
+        return _Labels(
+            np.concatenate([self.end, others.end]),
+            np.concatenate([self.cost, others.cost]),
+            np.concatenate([self.clock, others.clock]),
+            np.concatenate([self.asked_for, others.asked_for]),
+            np.concatenate([self.parent, others.parent]),
+        )

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_pfo.core.frequency_plan import WaitClock
-from lightning_pfo.planner.pipeline.timeline import Timeline
+from lightning_pfo.planner.pipeline.timeline import Simulator, Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 
 SPARE_S = 0.01
@@ -26,6 +26,30 @@ SPARE_S = 0.01
 
 _WORTHWHILE = 0.98
 """Differences of power below 2 % are more likely noise of the profile."""
+
+
+def play_with_wait_clocks(
+    simulator: Simulator,
+    clocks_mhz: Sequence[Sequence[int]],
+    *,
+    switch_latency_s: float = 0.0,
+    least_dwell_s: float = 0.0,
+) -> Timeline:
+    """Lay out one iteration with clocks for its long waits; without them where they would save nothing.
+
+    Args:
+        simulator: Plays iterations.
+        clocks_mhz: Clock of each instruction, one row per rank.
+        switch_latency_s: Time from a request until the clock changes.
+        least_dwell_s: Least time between two requests of a rank within the iteration.
+    """
+    without = simulator.play(clocks_mhz)
+    chosen = choose_wait_clocks(
+        without, simulator.blocking, switch_latency_s=switch_latency_s, least_dwell_s=least_dwell_s
+    )
+    if not chosen:
+        return without
+    return min(without, simulator.play(clocks_mhz, chosen), key=lambda timeline: timeline.iteration_energy_j)
 
 
 def choose_wait_clocks(
@@ -44,17 +68,16 @@ def choose_wait_clocks(
         least_dwell_s: Least time between two requests of a rank within the iteration.
     """
     chosen = []
-    first = 0
-    for rank, (order, power) in enumerate(zip(timeline.schedule.orders, blocking, strict=True)):
-        clocks = timeline.clocks_mhz[first : first + len(order)]
-        first += len(order)
+    for rank, power in enumerate(blocking):
+        clocks = timeline.clocks_mhz[timeline.schedule.span(rank)]
         clock = power.least_clock_mhz
         if clock is None:
             continue
         requested_s, requested = 0.0, clocks[0]
         waits = timeline.waits_of(rank)
+        left_s = _when_left(clocks, waits)
         for position, (begin, end) in enumerate(waits):
-            is_last = position == len(order)
+            is_last = position == len(clocks)
             following = clocks[0] if is_last else clocks[position]
             spare = 0.0 if is_last else switch_latency_s + SPARE_S
             hold = end - begin - spare
@@ -62,7 +85,7 @@ def choose_wait_clocks(
                 power.at(clock) <= _WORTHWHILE * power.at(following)
                 and hold >= max(least_dwell_s, switch_latency_s + 2 * SPARE_S)
                 and (position == 0 or begin - requested_s >= least_dwell_s)
-                and (is_last or _until_change_s(clocks, position, waits) - (begin + hold) >= least_dwell_s)
+                and (is_last or left_s[position] - (begin + hold) >= least_dwell_s)
             ):
                 chosen.append(WaitClock(rank, position, clock, hold))
                 requested_s, requested = begin + hold, following
@@ -71,7 +94,10 @@ def choose_wait_clocks(
     return tuple(chosen)
 
 
-def _until_change_s(clocks: Sequence[int], position: int, waits: Sequence[tuple[float, float]]) -> float:
-    """When the clock of an instruction is left for another one."""
-    later = (number for number in range(position + 1, len(clocks)) if clocks[number] != clocks[position])
-    return waits[next(later, len(clocks))][0]
+def _when_left(clocks_mhz: Sequence[int], waits: Sequence[tuple[float, float]]) -> list[float]:
+    """When (s) the clock of each instruction is left for another one, or the rank has done all of them."""
+    left_s = [waits[-1][0]] * len(clocks_mhz)
+    for position in range(len(clocks_mhz) - 2, -1, -1):
+        changes = clocks_mhz[position + 1] != clocks_mhz[position]
+        left_s[position] = waits[position + 1][0] if changes else left_s[position + 1]
+    return left_s

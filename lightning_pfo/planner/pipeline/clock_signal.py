@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from lightning_pfo.planner.profile.blocking_power import BlockingPower
-
 
 class ClockSignal:
     """The clock of a GPU; time goes forward from call to call.
@@ -44,23 +42,29 @@ class ClockSignal:
             self.requests.append((time_s, clock_mhz))
             self._landings.append((time_s + self._latency_s, clock_mhz))
 
-    def wait(self, begin_s: float, end_s: float, power: BlockingPower) -> float:
-        """Energy of waiting from `begin_s` to `end_s` in joules."""
+    def block(self, begin_s: float, end_s: float, power_at: Callable[[int], float]) -> float:
+        """Wait for a neighbour; `power_at` gives the power (W) at a clock in MHz.
+
+        Returns:
+            Energy of waiting from `begin_s` to `end_s` in joules.
+        """
         energy_j = 0.0
-        self._land_until(begin_s)
+        if self._landings:
+            self._land_until(begin_s)
         while self._landings and self._landings[0][0] < end_s:
-            energy_j += power.at(self._clock_mhz) * (self._landings[0][0] - begin_s)
+            energy_j += power_at(self._clock_mhz) * (self._landings[0][0] - begin_s)
             begin_s = self._landings[0][0]
             self._land_until(begin_s)
-        return energy_j + power.at(self._clock_mhz) * (end_s - begin_s)
+        return energy_j + power_at(self._clock_mhz) * (end_s - begin_s)
 
-    def run(self, begin_s: float, cost_at: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
-        """Run an instruction; `cost_at` gives its whole time (s) and energy (J) at a clock in MHz.
+    def compute(self, begin_s: float, cost_at: Callable[[int], tuple[float, float]]) -> tuple[float, float]:
+        """Execute an instruction; `cost_at` gives its whole time (s) and energy (J) at a clock in MHz.
 
         Returns:
             Its duration in seconds and its energy in joules.
         """
-        self._land_until(begin_s)
+        if self._landings:
+            self._land_until(begin_s)
         whole_s, whole_j = cost_at(self._clock_mhz)
         if not self._landings or self._landings[0][0] >= begin_s + whole_s:
             return whole_s, whole_j

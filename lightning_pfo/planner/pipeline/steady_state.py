@@ -47,16 +47,15 @@ def steady_middles(schedule: PipelineSchedule, *, margin: int, pieces: int = 1) 
         margin: Microbatches at either end of a periodic part that are taken for its beginning or its end.
         pieces: A middle is cut into so many paths of about equal length, so that the pace may change along it.
     """
-    middles, first = [], 0
-    for order in schedule.orders:
+    middles = []
+    for rank, order in enumerate(schedule.orders):
         for part in _repetitions(order):
             skipped = -(-margin // abs(part.shift))
             periods = part.num_periods - 2 * skipped
             if periods * abs(part.shift) >= 2 * margin:
-                begin = first + part.begin + skipped * part.period
+                begin = schedule.span(rank).start + part.begin + skipped * part.period
                 bounds = [begin + part.period * (periods * i // pieces) for i in range(pieces + 1)]
                 middles += [PeriodicPath(*piece, part.period) for piece in pairwise(bounds) if piece[0] < piece[1]]
-        first += len(order)
     return sorted(middles, key=lambda path: path.begin)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
@@ -49,16 +50,21 @@ class Timeline:
     dag: ActivityNetwork
 
     @property
+    def clocks_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """Clock of each instruction (MHz), one row per rank."""
+        return self.schedule.by_rank(self.clocks_mhz)
+
+    @property
     def critical_path(self) -> list[int]:
         """Numbers of the instructions of one longest path, first to last."""
         return self.dag.critical_path(self.durations_s)
 
     def waits_of(self, rank: int) -> list[tuple[float, float]]:
         """Begin and end (s) of the waits of a rank: before each of its instructions, and until the end."""
-        first = sum(map(len, self.schedule.orders[:rank]))
-        numbers = range(first, first + len(self.schedule.orders[rank]))
-        ends = [0.0, *(self.starts_s[i] + self.durations_s[i] for i in numbers)]
-        begins = [*(self.starts_s[i] for i in numbers), self.iteration_time_s]
+        here = self.schedule.span(rank)
+        starts, durations = self.starts_s[here], self.durations_s[here]
+        ends = [0.0, *(start + duration for start, duration in zip(starts, durations, strict=True))]
+        begins = [*starts, self.iteration_time_s]
         return [(begin, max(begin, end)) for begin, end in zip(ends, begins, strict=True)]
 
 
@@ -87,9 +93,13 @@ class Simulator:
         self._places = [
             (rank, position) for rank, order in enumerate(schedule.orders) for position in range(len(order))
         ]
-        self._measured = [profile.of(inst.stage, inst.type) for inst in schedule.instructions]
+        kinds = {(inst.stage, inst.type): profile.of(inst.stage, inst.type) for inst in schedule.instructions}
+        at, near = ({kind: cache(getattr(m, name)) for kind, m in kinds.items()} for name in ("at", "near"))
+        self._measured_at = [at[inst.stage, inst.type] for inst in schedule.instructions]
+        self._cost_at = [near[inst.stage, inst.type] for inst in schedule.instructions]
+        self._power_at = [cache(power.at) for power in blocking]
 
-    def run(self, clocks_mhz: Sequence[Sequence[int]], wait_clocks: Sequence[WaitClock] = ()) -> Timeline:
+    def play(self, clocks_mhz: Sequence[Sequence[int]], wait_clocks: Sequence[WaitClock] = ()) -> Timeline:
         """Lay out one iteration.
 
         Args:
@@ -100,8 +110,8 @@ class Simulator:
             ProfileError: If the profile lacks a clock.
         """
         clocks = [clock for row in clocks_mhz for clock in row]
-        for measured, clock in zip(self._measured, clocks, strict=True):
-            measured.at(clock)
+        for measured_at, clock in zip(self._measured_at, clocks, strict=True):
+            measured_at(clock)
         waiting = {(wait.rank, wait.position): wait for wait in wait_clocks}
         signals = [ClockSignal(row[0], self._latency_s) for row in clocks_mhz]
         num_nodes = len(clocks)
@@ -113,15 +123,15 @@ class Simulator:
             start = max([finish[before] for before in before_of[node]], default=0.0)
             signal, begin = signals[rank], rank_ends[rank]
             _request(signal, begin, start, clocks[node], waiting.get((rank, position)))
-            wait_energies[rank] += signal.wait(begin, start, self.blocking[rank])
-            durations[node], energies[node] = signal.run(start, self._measured[node].near)
+            wait_energies[rank] += signal.block(begin, start, self._power_at[rank])
+            durations[node], energies[node] = signal.compute(start, self._cost_at[node])
             starts[node] = start
             finish[node] = rank_ends[rank] = start + durations[node]
         end = max(finish)
         for rank, signal in enumerate(signals):
             wait = waiting.get((rank, len(clocks_mhz[rank])))
             signal.request(rank_ends[rank], clocks_mhz[rank][0] if wait is None else wait.clock_mhz)
-            wait_energies[rank] += signal.wait(rank_ends[rank], end, self.blocking[rank])
+            wait_energies[rank] += signal.block(rank_ends[rank], end, self._power_at[rank])
         return Timeline(
             schedule=self.schedule,
             clocks_mhz=tuple(clocks),
@@ -161,7 +171,7 @@ def simulate(
     blocking = [
         power if isinstance(power, BlockingPower) else BlockingPower((), (power,)) for power in p2p_blocking_powers_w
     ]
-    return Simulator(profile, schedule, blocking, switch_latency_s).run(clocks_mhz, wait_clocks)
+    return Simulator(profile, schedule, blocking, switch_latency_s).play(clocks_mhz, wait_clocks)
 
 
 def simulate_plan(

@@ -8,22 +8,29 @@ Where it depends on the clock, long waits are worth a clock of their own, see `w
 from __future__ import annotations
 
 import json
-import math
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
+from lightning_pfo.core.ranges import CLOCK, POWER
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.wording import cut, listed, shortened
 from lightning_pfo.planner.profile.profile import Profile
 
 BlockingPowerOption: TypeAlias = (
     float | Mapping[int, float] | Sequence[float | Mapping[int, float]] | str | os.PathLike[str] | None
 )
 """Watts per GPU, watts by clock in MHz, one of these per stage, the path of a file, or None for the profile's own."""
+
+_RULE = (
+    f"p2p_blocking_power_w must be {POWER}, or one for each clock such as {{1410: 85, 705: 66}} (whole MHz above 0), "
+    "with a blank after each colon"
+)
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,13 @@ class BlockingPower:
     powers_w: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        for name, quantity in (("clocks_mhz", CLOCK), ("powers_w", POWER)):
+            object.__setattr__(self, name, quantity.column(name, getattr(self, name)))
         clocks, powers = self.clocks_mhz, self.powers_w
         if len(powers) != max(len(clocks), 1) or list(clocks) != sorted(set(clocks), reverse=True):
             raise ConfigurationError(
                 "A blocking power has one value for each of its clocks, listed from the highest to the lowest, or one "
-                f"value and no clocks; got clocks {clocks} and powers {powers}."
-            )
-        if not all(math.isfinite(power) and power >= 0 for power in powers):
-            raise ConfigurationError(
-                f"p2p_blocking_power_w must be a finite power in watts, at least 0; got {list(powers)}."
+                f"value and no clocks; got clocks {shortened(clocks)} and powers {shortened(powers)}."
             )
 
     @property
@@ -116,7 +121,8 @@ def _given_curves(given: BlockingPowerOption, num_stages: int, num_gpus: int) ->
         return []
     if isinstance(given, (str, os.PathLike)):
         given = read_blocking_power(given)
-    each: Sequence[Any] = given if isinstance(given, Sequence) else [given] * num_stages
+    is_one = isinstance(given, Mapping) or not isinstance(given, Sequence) or isinstance(given, (bytes, bytearray))
+    each: Sequence[Any] = [given] * num_stages if is_one else given  # type: ignore[list-item, assignment]
     if len(each) != num_stages:
         raise ConfigurationError(
             f"p2p_blocking_power_w is one number or one per stage; got {len(each)} for {num_stages} stages."
@@ -128,34 +134,53 @@ def read_blocking_power(path: str | os.PathLike[str]) -> dict[int, float]:
     """Read what `lightning-pfo p2p-power json=true` has printed: watts by clock.
 
     Raises:
-        ConfigurationError: If the file cannot be read or holds something else.
+        ConfigurationError: If the file cannot be read or holds something else, or a clock twice.
     """
-    where = Path(path)
+    name = cut(str(path))
+    how = f"Write one with `lightning-pfo p2p-power json=true > {cut(Path(path).name)}`."
     try:
-        rows = json.loads(where.read_text(encoding="utf-8"))["blocked"]
-        powers = {int(row["clock_mhz"]): float(row["power_w"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))["blocked"]
+        pairs = [(row["clock_mhz"], row["power_w"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {cut(str(error))}"
         raise ConfigurationError(
-            f"p2p_blocking_power_w={str(path)!r} is neither a number nor a file that holds blocking powers "
-            f"({type(error).__name__}: {error}). Write one with `lightning-pfo p2p-power json=true > {where.name}`."
+            f"p2p_blocking_power_w={name!r} is neither a number nor a file that holds blocking powers ({reason}). {how}"
         ) from error
+    try:
+        powers = _by_clock(pairs)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error} {how}") from None
+    repeated = [clock for clock, count in Counter(clock for clock, _ in pairs).items() if count > 1]
+    if repeated:
+        raise ConfigurationError(f"{name}: each clock has one power; more than one at {listed(repeated)} MHz. {how}")
     return powers
 
 
 def _curve(power: Any, num_gpus: int) -> BlockingPower:
     """From watts per GPU, or watts per GPU by clock."""
-    by_clock = power if isinstance(power, Mapping) else {0: power}
-    try:
-        watts = {int(clock): num_gpus * float(value) for clock, value in by_clock.items()}
-    except (TypeError, ValueError, OverflowError):
-        watts = {}
-    if not watts or min(watts) < 0:
-        raise ConfigurationError(
-            "p2p_blocking_power_w must be a finite power in watts, at least 0, or one for each clock such as "
-            f"{{1410: 85, 705: 66}}, with a blank after each colon; got {power!r}."
-        )
-    clocks = sorted(watts, reverse=True)
-    return _reduced(clocks, [watts[clock] for clock in clocks])
+    if isinstance(power, Mapping):
+        watts = _by_clock(power.items())
+        clocks = sorted(watts, reverse=True)
+        return _reduced(clocks, [num_gpus * watts[clock] for clock in clocks])
+    if not POWER.allows(power):
+        raise ConfigurationError(f"{_RULE}; got {shortened(power)}.")
+    return BlockingPower((), (num_gpus * float(power),))
+
+
+def _by_clock(pairs: Iterable[tuple[Any, Any]]) -> dict[int, float]:
+    """Watts by clock, at least one.
+
+    Raises:
+        ConfigurationError: If there is none, a clock is no whole number of MHz, or a power no number of watts.
+    """
+    watts: dict[int, float] = {}
+    for clock, power in pairs:
+        if not CLOCK.allows(clock) or not POWER.allows(power):
+            raise ConfigurationError(f"{_RULE}; got {shortened(clock)}: {shortened(power)}.")
+        watts[int(clock)] = float(power)
+    if not watts:
+        raise ConfigurationError(f"{_RULE}; got none.")
+    return watts
 
 
 def _mean(curves: Sequence[BlockingPower]) -> BlockingPower:

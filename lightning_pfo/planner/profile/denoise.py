@@ -42,6 +42,10 @@ _MOST_ERRORS = 2.0
 _SAME_TIME = 1e-3
 """Times nearer than this to each other, relatively, say nothing about a slope between them."""
 
+_MOST_ROWS = 500
+"""Of more clocks than any GPU has so many are fitted; the powers of those in between are kept between theirs."""
+
+_LEAST_WEIGHT = 1e-100
 _UNCHANGED = 1e-9
 
 
@@ -144,27 +148,37 @@ def _make_convex(
 ) -> tuple[InstructionProfile, dict[int, float]]:
     """The measurements with convex energies, and the rows dropped with their distance in standard errors."""
     times, energies = measured.times_s, list(measured.energies_j)
-    rows: list[int] = []  # of distinct times; the lowest of clocks that are equally fast, which is the one to use
-    for row, time in enumerate(times):
-        if rows and time <= times[rows[-1]] * (1 + _SAME_TIME):
-            rows.pop()
-        rows.append(row)
+    rows = _rows_of_distinct_times(times)
     outliers: dict[int, float] = {}
     while len(rows) > 2:
         fitted = _convex_energies([times[k] for k in rows], [energies[k] for k in rows], [errors_j[k] for k in rows])
         if fitted is None:  # no solution to the solver's tolerance
             break
         off = {row: abs(fit - energies[row]) / errors_j[row] for row, fit in zip(rows, fitted, strict=True)}
-        worst = max((row for row in rows if row > 0), key=off.__getitem__)
-        if off[worst] <= _MOST_ERRORS:
+        worst = sorted((row for row in rows if row > 0 and off[row] > _MOST_ERRORS), key=off.__getitem__, reverse=True)
+        if not worst:
             for row, fit in zip(rows, fitted, strict=True):
                 if off[row] * errors_j[row] > _UNCHANGED * energies[row]:
                     energies[row] = fit
             _fit_between(rows, times, energies)
             break
-        outliers[worst] = off[worst]
-        rows.remove(worst)
+        # One at a time, and where there are many some at a time, so that few rounds do.
+        dropped = {row: off[row] for row in worst[: max(1, len(outliers) // 8)]}
+        outliers |= dropped
+        rows = [row for row in rows if row not in dropped]
     return replace(measured, energies_j=tuple(energies)), outliers
+
+
+def _rows_of_distinct_times(times: Sequence[float]) -> list[int]:
+    """One row for each time; of clocks that are equally fast the lowest, which is the one to use."""
+    same = _SAME_TIME
+    if len(times) > _MOST_ROWS:
+        same = max(same, math.expm1(math.log(times[-1] / times[0]) / _MOST_ROWS))
+    rows = [len(times) - 1]
+    for row in reversed(range(len(times) - 1)):
+        if times[row] * (1 + same) < times[rows[-1]]:
+            rows.append(row)
+    return rows[::-1]
 
 
 def _fit_between(rows: Sequence[int], times: Sequence[float], energies: list[float]) -> None:
@@ -226,12 +240,16 @@ def _convex_energies(times: Sequence[float], energies: Sequence[float], errors: 
 def _pool(values: Sequence[float], weights: Sequence[float]) -> list[tuple[range, float]]:
     """The non-decreasing sequence nearest to `values` in weighted least squares, as runs of equal values."""
     runs: list[tuple[range, float]] = []
-    for row, value in enumerate(values):
-        run, mean = range(row, row + 1), value
+    totals: list[float] = []  # weight of each run
+    for row, (value, weight) in enumerate(zip(values, weights, strict=False)):
+        run, mean, total = range(row, row + 1), value, weight
         while runs and runs[-1][1] > mean:
-            run = range(runs.pop()[0].start, run.stop)
-            mean = sum(values[k] * weights[k] for k in run) / sum(weights[k] for k in run)
+            (before, other), other_total = runs.pop(), totals.pop()
+            run = range(before.start, run.stop)
+            mean += (other - mean) * (other_total / (total + other_total))
+            total += other_total
         runs.append((run, mean))
+        totals.append(total)
     return runs
 
 
@@ -239,7 +257,7 @@ def _weights(errors: Sequence[float], count: int) -> list[float]:
     """Inverse variances relative to the largest; equal where an error is not known or zero."""
     if not errors or min(errors) <= 0:
         return [1.0] * count
-    return [(min(errors) / error) ** 2 for error in errors]
+    return [max((min(errors) / error) ** 2, _LEAST_WEIGHT) for error in errors]
 
 
 def _errors_j(measured: InstructionProfile) -> list[float]:

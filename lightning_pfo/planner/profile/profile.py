@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from lightning_pfo.core.errors import ProfileError
+from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, Quantity, check_whole, items
+from lightning_pfo.core.wording import counted, listed, shortened
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COLUMNS = {
+    "clocks_mhz": ("frequency", CLOCK),
+    "times_s": ("time", TIME),
+    "energies_j": ("energy", ENERGY),
+    "p2p_blocking_powers_w": ("p2p_blocking_power_w", POWER),
+    "time_stderrs_s": ("time_stderr", ERROR),
+    "energy_stderrs_j": ("energy_stderr", ERROR),
+}
+"""What is measured of an instruction: its name in tables, and what its values may be. The first three are needed."""
+
+STAGE = Quantity("a stage number 0, 1, ...", "", 0, 100_000, is_whole=True)
+_MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -34,19 +52,21 @@ class InstructionProfile:
     energy_stderrs_j: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        try:
+            for name, (_, quantity) in COLUMNS.items():
+                object.__setattr__(self, name, quantity.column(name, getattr(self, name)))
+        except ConfigurationError as error:
+            raise ProfileError(str(error)) from None
         clocks = self.clocks_mhz
         if not clocks or any(a <= b for a, b in pairwise(clocks)):
-            raise ProfileError(f"Clocks are listed from the highest to the lowest, each once; got {clocks}.")
-        columns = (self.times_s, self.energies_j)
-        optional = (self.p2p_blocking_powers_w, self.time_stderrs_s, self.energy_stderrs_j)
-        if any(len(c) != len(clocks) for c in columns) or any(len(c) not in (0, len(clocks)) for c in optional):
+            raise ProfileError(f"Clocks are listed from the highest to the lowest, each once; got {shortened(clocks)}.")
+        lengths = {name: len(getattr(self, name)) for name in COLUMNS}
+        needed, known = list(lengths.values())[:3], list(lengths.values())[3:]
+        if {*needed} != {len(clocks)} or not {*known} <= {0, len(clocks)}:
             raise ProfileError(
-                f"Each of {len(clocks)} clocks needs one time and one energy; got "
-                f"{[len(column) for column in (*columns, *optional)]} values of times, energies, blocking powers and "
-                "standard errors of times and energies."
+                f"Each of {counted(len(clocks), 'clock')} needs one time and one energy, and a blocking power and "
+                f"standard errors where these are known at all; got {lengths}."
             )
-        if not all(0 < time < math.inf for time in self.times_s):
-            raise ProfileError(f"Times must be positive and finite numbers of seconds; got {min(self.times_s)}.")
 
     def at(self, clock_mhz: int) -> tuple[float, float]:
         """Time (s) and energy (J) at a measured clock.
@@ -58,8 +78,8 @@ class InstructionProfile:
             row = self.clocks_mhz.index(clock_mhz)
         except ValueError:
             raise ProfileError(
-                f"A plan may use measured clocks only; {clock_mhz} MHz is not among "
-                f"{', '.join(map(str, self.clocks_mhz))} MHz."
+                f"A plan may use measured clocks only; {shortened(clock_mhz)} MHz is not among "
+                f"{listed(self.clocks_mhz, 100)} MHz."
             ) from None
         return self.times_s[row], self.energies_j[row]
 
@@ -92,8 +112,15 @@ class Profile:
     gpus: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.gpus_per_stage < 1:
-            raise ProfileError(f"At least one GPU works on a stage; got gpus_per_stage={self.gpus_per_stage}.")
+        try:
+            check_whole("gpus_per_stage", self.gpus_per_stage, 1, _MOST_GPUS)
+            gpus = items("gpus", self.gpus)
+        except ConfigurationError as error:
+            raise ProfileError(str(error)) from None
+        if not all(isinstance(name, str) for name in gpus):
+            raise ProfileError(f"gpus are names; got {shortened(gpus)}.")
+        object.__setattr__(self, "gpus", gpus)
+        _check_instructions(self.instructions)
 
     @property
     def device(self) -> str:
@@ -105,6 +132,29 @@ class Profile:
         """Number of pipeline stages."""
         return 1 + max(stage for stage, _ in self.instructions)
 
+    def to_frame(self) -> pd.DataFrame:
+        """The measurements as a pandas table with the columns of a profile CSV; `read_profile` takes it back.
+
+        Where several GPUs work on a stage, each has a row with its share of energy and power (column `rank`).
+        """
+        import pandas as pd  # slow to load, and nobody else needs it
+
+        shares = {"energies_j": 1.0, "p2p_blocking_powers_w": 1.0, "energy_stderrs_j": 0.5}
+        rows = []
+        for (stage, kind), measured in self.instructions.items():
+            known = {
+                column: [value / self.gpus_per_stage ** shares.get(name, 0) for value in getattr(measured, name)]
+                for name, (column, _) in COLUMNS.items()
+                if name != "clocks_mhz" and getattr(measured, name)
+            }
+            for clock, *values in zip(measured.clocks_mhz, *known.values(), strict=True):
+                row = {"stage": stage, "instruction": kind.profile_name, "frequency": clock}
+                rows.append({**row, **dict(zip(known, values, strict=True))})
+        table = pd.DataFrame(rows)
+        if self.gpus_per_stage > 1:
+            table = pd.concat([table.assign(rank=rank) for rank in range(self.gpus_per_stage)], ignore_index=True)
+        return table.assign(gpu=self.device) if self.device else table
+
     def of(self, stage: int, kind: InstructionType) -> InstructionProfile:
         """Measurements of one kind of instruction.
 
@@ -114,9 +164,9 @@ class Profile:
         try:
             return self.instructions[stage, kind]
         except KeyError:
-            present = ", ".join(sorted(f"{s} {k.profile_name}" for s, k in self.instructions))
+            present = sorted(f"{s} {k.profile_name}" for s, k in self.instructions)
             raise ProfileError(
-                f"The schedule runs {kind.profile_name} on stage {stage}, but the profile only has: {present}. "
+                f"The schedule runs {kind.profile_name} on stage {stage}, but the profile only has: {listed(present)}. "
                 "Profile with the schedule that you plan for."
             ) from None
 
@@ -144,3 +194,34 @@ class Profile:
                 for clock, power in zip(measured.clocks_mhz, measured.p2p_blocking_powers_w, strict=True):
                     by_clock.setdefault(clock, []).append(power)
         return {clock: sum(powers) / len(powers) for clock, powers in sorted(by_clock.items(), reverse=True)}
+
+
+def _check_instructions(instructions: Mapping[tuple[int, InstructionType], InstructionProfile]) -> None:
+    """Check that there are measurements, and that stages are numbered without holes.
+
+    Raises:
+        ProfileError: If that is not so, or a key or a value has another type.
+    """
+    if not isinstance(instructions, Mapping) or not instructions:
+        raise ProfileError(
+            "A profile has measurements of at least one instruction, as in {(0, InstructionType.FORWARD): "
+            f"InstructionProfile(...)}}; got {shortened(instructions)}."
+        )
+    for key, measured in instructions.items():
+        if not (
+            isinstance(key, tuple)
+            and len(key) == 2
+            and STAGE.allows(key[0])
+            and isinstance(key[1], InstructionType)
+            and isinstance(measured, InstructionProfile)
+        ):
+            raise ProfileError(
+                "A profile maps stage and InstructionType to an InstructionProfile; got "
+                f"{shortened(key)}: {shortened(measured)}."
+            )
+    stages = sorted({stage for stage, _ in instructions})
+    if stages != list(range(len(stages))):
+        missing = next(number for number, stage in enumerate(stages) if number != stage)
+        raise ProfileError(
+            f"Stages are numbered from 0 without holes; there is no stage {missing} among {listed(stages)}."
+        )

@@ -12,6 +12,9 @@ allowed. Some of them mean something here:
 These are the dialects of Zeus' documentation (the contract columns), of Merak (rank columns), of the Perseus artifact
 (rows named `load`, the loading of a batch, have no clock to choose and are skipped) and of Kareus (columns that say how
 it partitions, which are ignored; one configuration per clock).
+
+Files are read by the standard library: a cell that is wrong is named with its line and column, texts such as `NA` stay
+texts, and the command line need not load pandas. A pandas table is written as CSV and read like one.
 """
 
 from __future__ import annotations
@@ -21,22 +24,28 @@ import io
 import logging
 import math
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner.profile.profile import InstructionProfile, Profile
+from lightning_pfo.core.ranges import Quantity
+from lightning_pfo.core.wording import cut, listed, shortened
+from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, InstructionProfile, Profile
 
-COLUMNS = ("stage", "instruction", "frequency", "time", "energy")
+if TYPE_CHECKING:
+    import pandas as pd
+
+_NEEDED = ("stage", "instruction", "frequency", "time", "energy")
 """The columns every profile has."""
 
-BLOCKING_COLUMN = "p2p_blocking_power_w"
+_NUMBERS = {"stage": STAGE, **dict(COLUMNS.values())}
 _RANK_COLUMNS = ("rank", "dp_rank", "pp_rank", "tp_rank")
+_TEXTS = ("instruction", "gpu", *_RANK_COLUMNS)
 _SKIPPED_INSTRUCTIONS = ("load",)
 
 _log = logging.getLogger(__name__)
@@ -47,7 +56,8 @@ def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
 
     Args:
         path: File to write.
-        rows: Mappings or dataclass instances with at least `COLUMNS`; the instruction may be an `InstructionType`.
+        rows: Mappings or dataclass instances with at least the contract columns; an instruction may be an
+            `InstructionType`.
 
     Raises:
         ProfileError: If a row lacks a contract column, or there is no row.
@@ -57,29 +67,50 @@ def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
         record = asdict(row) if is_dataclass(row) and not isinstance(row, type) else dict(row)
         if isinstance(record.get("instruction"), InstructionType):
             record["instruction"] = record["instruction"].profile_name
-        missing = [column for column in COLUMNS if column not in record]
+        missing = [column for column in _NEEDED if column not in record]
         if missing:
-            raise ProfileError(f"A profile row needs {', '.join(COLUMNS)}; {record} lacks {', '.join(missing)}.")
+            raise ProfileError(
+                f"A profile row needs {', '.join(_NEEDED)}; {shortened(record)} lacks {', '.join(missing)}."
+            )
         records.append(record)
     if not records:
         raise ProfileError(f"A profile needs at least one row; there is nothing to write to {path}.")
-    further = dict.fromkeys(column for record in records for column in record if column not in COLUMNS)
+    further = dict.fromkeys(column for record in records for column in record if column not in _NEEDED)
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, *further], restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, [*_NEEDED, *further], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     write_text_atomically(path, text.getvalue())
 
 
-def read_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile CSV.
+def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
+    """Read a profile CSV, or a pandas table with its columns.
 
     Raises:
         ProfileError: If the file is missing, empty or not a table; a column is missing; a value is not a number of
             the right range; a clock is measured twice; or a stage or an instruction is missing.
     """
-    where = Path(path)
-    rows = _read_rows(where)
+    if hasattr(source, "to_csv"):
+        return _profile_of("the table", _read_rows("the table", io.StringIO(source.to_csv(index=False))))
+    try:
+        where = Path(source)
+        with where.open(newline="", encoding="utf-8-sig") as file:
+            rows = _read_rows(str(where), file)
+    except FileNotFoundError:
+        raise ProfileError(
+            f"There is no profile at {source}. Write one with EnergyProfilerCallback, or give the path of another."
+        ) from None
+    except ProfileError:
+        raise
+    except (OSError, ValueError, TypeError, csv.Error) as error:  # ValueError: no text, or no path
+        raise ProfileError(
+            f"The profile {shortened(source)} cannot be read as a CSV file: {cut(str(error))}."
+        ) from error
+    return _profile_of(str(where), rows)
+
+
+def _profile_of(where: str, rows: Sequence[_Row]) -> Profile:
+    """Merge the rows of a file or table; messages say `where` they are from."""
     measured: dict[tuple[int, InstructionType], dict[int, dict[tuple[str, ...], _Row]]] = {}
     ranks_of_stage: dict[int, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
@@ -95,7 +126,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     _check_complete(where, set(measured))
     num_ranks = {len(ranks) for ranks in ranks_of_stage.values()}
     if len(num_ranks) > 1:
-        counts = ", ".join(f"stage {stage}: {len(ranks)}" for stage, ranks in sorted(ranks_of_stage.items()))
+        counts = listed([f"stage {stage}: {len(ranks)}" for stage, ranks in sorted(ranks_of_stage.items())])
         raise ProfileError(f"All stages need the same number of ranks; {where} has {counts}.")
     instructions = {
         key: _merge_ranks(where, key, clocks, ranks_of_stage[key[0]]) for key, clocks in sorted(measured.items())
@@ -120,36 +151,30 @@ class _Row:
     gpu: str
 
 
-def _read_rows(where: Path) -> list[_Row]:
-    try:
-        with where.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            header = [name.strip() for name in next(reader, [])]
-            lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
-    except FileNotFoundError:
-        raise ProfileError(
-            f"There is no profile at {where}. Write one with EnergyProfilerCallback, or give the path of another."
-        ) from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ProfileError(f"The profile {where} cannot be read as a CSV file: {error}.") from error
-    missing = [column for column in COLUMNS if column not in header]
+def _read_rows(where: str, lines: Iterable[str]) -> list[_Row]:
+    reader = csv.reader(lines)
+    header = [name.strip() for name in next(reader, [])]
+    missing = [column for column in _NEEDED if column not in header]
     if missing:
         raise ProfileError(
-            f"A profile has the columns {', '.join(COLUMNS)}; {where} lacks {', '.join(missing)} "
-            f"(it has: {', '.join(header) or 'nothing at all'}).{_hint(header)}"
+            f"A profile has the columns {', '.join(_NEEDED)}; {where} lacks {', '.join(missing)} "
+            f"(it has: {listed(header) or 'nothing at all'}).{_hint(header)}"
         )
-    repeated = sorted({column for column in header if column and header.count(column) > 1})
+    repeated = sorted(column for column, count in Counter(header).items() if column and count > 1)
     if repeated:
-        raise ProfileError(f"Each column has a name of its own; {where} has more than one {', '.join(repeated)}.")
+        raise ProfileError(f"Each column has a name of its own; {where} has more than one {listed(repeated)}.")
+    known = {column: header.index(column) for column in (*_NUMBERS, *_TEXTS) if column in header}
     rows = []
-    for line, cells in lines:
+    for cells in reader:
+        if not any(map(str.strip, cells)):
+            continue
         if len(cells) != len(header):
             raise ProfileError(
-                f"{where}, line {line}: expected {len(header)} cells as in the header, got {len(cells)}."
+                f"{where}, line {reader.line_num}: expected {len(header)} cells as in the header, got {len(cells)}."
             )
-        record = dict(zip(header, map(str.strip, cells), strict=True))
+        record = {column: cells[place].strip() for column, place in known.items()}
         if record["instruction"].lower() not in _SKIPPED_INSTRUCTIONS:
-            rows.append(_parse_row(where, line, record))
+            rows.append(_parse_row(f"{where}, line {reader.line_num}", reader.line_num, record))
     if not rows:
         raise ProfileError(f"The profile {where} has no measurements. Profile again and let it finish one clock.")
     return rows
@@ -161,43 +186,45 @@ def _hint(header: Sequence[str]) -> str:
     return " Its points differ by power limit; a plan sets clocks, so profile over clocks."
 
 
-def _parse_row(where: Path, line: int, record: Mapping[str, str]) -> _Row:
-    def number(column: str, rule: str, *, least: float, whole: bool = False, above: bool = False) -> float:
-        try:
-            value = float(record[column])
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < least or (above and value == least) or (whole and value % 1):
-            raise ProfileError(
-                f"{where}, line {line}: column {column!r} must be {rule}, got {record[column]!r}. "
-                "Correct or remove the row."
-            )
-        return value
-
+def _parse_row(where: str, line: int, record: Mapping[str, str]) -> _Row:
     try:
         kind = InstructionType.from_profile_name(record["instruction"].lower())
     except ValueError as error:
-        raise ProfileError(f"{where}, line {line}: {error}") from None
-
-    def optional(column: str, rule: str) -> float | None:
-        return number(column, rule, least=0) if record.get(column) else None
-
+        raise ProfileError(f"{where}: {cut(str(error))}") from None
+    values = {
+        column: _number(where, column, record[column], quantity)
+        for column, quantity in _NUMBERS.items()
+        if record.get(column) or column in _NEEDED
+    }
     return _Row(
         line=line,
-        stage=int(number("stage", "a stage number 0, 1, ...", least=0, whole=True)),
+        stage=int(values["stage"]),
         kind=kind,
-        clock_mhz=int(number("frequency", "a clock in whole MHz", least=0, whole=True, above=True)),
-        time_s=number("time", "a positive number of seconds", least=0, above=True),
-        energy_j=number("energy", "a number of joules, at least 0", least=0),
-        blocking_w=optional(BLOCKING_COLUMN, "a power in watts, at least 0"),
-        time_stderr_s=optional("time_stderr", "a number of seconds, at least 0"),
-        energy_stderr_j=optional("energy_stderr", "a number of joules, at least 0"),
+        clock_mhz=int(values["frequency"]),
+        time_s=values["time"],
+        energy_j=values["energy"],
+        blocking_w=values.get("p2p_blocking_power_w"),
+        time_stderr_s=values.get("time_stderr"),
+        energy_stderr_j=values.get("energy_stderr"),
         rank=tuple(record[column] for column in _RANK_COLUMNS if column in record),
         gpu=record.get("gpu", ""),
     )
 
 
-def _check_complete(where: Path, present: set[tuple[int, InstructionType]]) -> None:
+def _number(where: str, column: str, text: str, quantity: Quantity) -> float:
+    try:
+        value = math.nan if "_" in text else float(text)
+    except ValueError:
+        value = math.nan
+    whole = int(value) if quantity.is_whole and value.is_integer() else value
+    if not quantity.allows(whole):
+        raise ProfileError(
+            f"{where}: column {column!r} must be {quantity}, got {shortened(text)}. Correct or remove the row."
+        )
+    return whole
+
+
+def _check_complete(where: str, present: set[tuple[int, InstructionType]]) -> None:
     """Check that stages are numbered without holes and that each has a forward and a backward."""
     stages = {stage for stage, _ in present}
     kinds = InstructionType
@@ -205,7 +232,7 @@ def _check_complete(where: Path, present: set[tuple[int, InstructionType]]) -> N
         if stage not in stages:
             raise ProfileError(
                 f"Stages are numbered from 0 without holes; {where} has no row of stage {stage} "
-                f"(it has {', '.join(map(str, sorted(stages)))})."
+                f"(it has {listed(sorted(stages))})."
             )
         has_backward = (stage, kinds.BACKWARD) in present or {
             (stage, kinds.INPUT_GRADIENT),
@@ -220,7 +247,7 @@ def _check_complete(where: Path, present: set[tuple[int, InstructionType]]) -> N
 
 
 def _merge_ranks(
-    where: Path,
+    where: str,
     key: tuple[int, InstructionType],
     clocks: Mapping[int, Mapping[tuple[str, ...], _Row]],
     ranks: set[tuple[str, ...]],
@@ -234,14 +261,17 @@ def _merge_ranks(
         _log.warning("%s: %d clocks of %s are not measured on all its ranks", where, len(clocks) - len(complete), what)
     per_clock: Sequence[list[_Row]] = [list(clocks[clock].values()) for clock in complete]
     slowest = [max(rows, key=lambda row: row.time_s) for rows in per_clock]
-    return InstructionProfile(
-        clocks_mhz=tuple(complete),
-        times_s=tuple(row.time_s for row in slowest),
-        energies_j=tuple(sum(row.energy_j for row in rows) for rows in per_clock),
-        p2p_blocking_powers_w=_known([[row.blocking_w for row in rows] for rows in per_clock], sum),
-        time_stderrs_s=_known([[row.time_stderr_s] for row in slowest], sum),
-        energy_stderrs_j=_known([[row.energy_stderr_j for row in rows] for rows in per_clock], _root_of_squares),
-    )
+    try:
+        return InstructionProfile(
+            clocks_mhz=tuple(complete),
+            times_s=tuple(row.time_s for row in slowest),
+            energies_j=tuple(sum(row.energy_j for row in rows) for rows in per_clock),
+            p2p_blocking_powers_w=_known([[row.blocking_w for row in rows] for rows in per_clock], sum),
+            time_stderrs_s=_known([[row.time_stderr_s] for row in slowest], sum),
+            energy_stderrs_j=_known([[row.energy_stderr_j for row in rows] for rows in per_clock], _root_of_squares),
+        )
+    except ProfileError as error:  # too many clocks, or a sum out of range
+        raise ProfileError(f"{where}, {what}: {error}") from None
 
 
 def _known(per_clock: Sequence[Sequence[float | None]], merge: Callable[[Sequence[float]], float]) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import uniform_plan
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import plan_frontier, save_frontier
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ class Watcher(L.Callback):
     """What the clock and the counter of this rank's GPU say while the callbacks are at work, and afterwards."""
 
     def on_train_start(self, trainer, pl_module):
-        from lightning_pfo.callbacks import gpu_session
+        from lightning_pfo.listeners import gpu_session
 
         self.session = next(iter(gpu_session._sessions.values()))
         self.locks = []

@@ -11,7 +11,7 @@ from common import DEVICES, fit
 
 from lightning_pfo.callbacks import FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.schedules.schedule import one_f_one_b
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from tests.ranks import run_ranks
 
 

@@ -8,7 +8,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.envpipe import clamp, extra_forwards
 from lightning_pfo.core.schedules.in_flight import peak_in_flight
 from lightning_pfo.core.schedules.p2p import find_deadlock, p2p_program
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from tests.core.schedules.original_envpipe import (
     hanging_orders,
     hangs_in_the_original,

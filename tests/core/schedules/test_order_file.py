@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.schedule import SCHEDULES, load_schedule, make_schedule, num_ranks_for
+from lightning_pfo.core.schedules.registry import SCHEDULES, load_schedule, make_schedule, num_ranks_for
 
 OWN = """
 # my order
@@ -83,10 +83,12 @@ def test_the_offending_cell_is_marked_in_the_grid(write):
 
 def test_a_file_for_another_pipeline_is_refused(write, tmp_path):
     path = write(OWN)
-    with pytest.raises(ConfigurationError, match=r"is an order for 2 ranks and 2 microbatches, .* 2 ranks and 4"):
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=4 contradicts .* order for 2 microbatches on 2 "):
         make_schedule(f"file:{path}", 2, 4)
-    with pytest.raises(ConfigurationError, match="2 stages on 2 ranks; got stages_per_rank=2"):
+    with pytest.raises(ConfigurationError, match=r"stages_per_rank=2 contradicts .* 2 ranks of 1 stage"):
         make_schedule(f"file:{path}", 2, 2, stages_per_rank=2)
+    with pytest.raises(ConfigurationError, match="stages_per_rank=0 contradicts"):
+        num_ranks_for(f"file:{path}", 2, stages_per_rank=0)
     for missing in (tmp_path / "none.txt", tmp_path):
         with pytest.raises(ConfigurationError, match="cannot be read"):
             make_schedule(f"file:{missing}", 2, 2)

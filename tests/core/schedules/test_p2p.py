@@ -17,7 +17,8 @@ from lightning_pfo.core.schedules.p2p import (
     p2p_program,
     transfers,
 )
-from lightning_pfo.core.schedules.schedule import SCHEDULES, PipelineSchedule, make_schedule
+from lightning_pfo.core.schedules.registry import SCHEDULES, make_schedule
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 def text(program):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.in_flight import check_in_flight, peak_in_flight
 from lightning_pfo.core.schedules.p2p import find_deadlock, p2p_program
-from lightning_pfo.core.schedules.schedule import SCHEDULES, check_schedule_name, make_schedule, num_ranks_for
+from lightning_pfo.core.schedules.registry import SCHEDULES, check_schedule_name, make_schedule, num_ranks_for
 
 V_SHAPED = ("zbv", "dualpipev")
 

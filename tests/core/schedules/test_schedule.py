@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import Instruction
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, make_schedule, one_f_one_b
+from lightning_pfo.core.schedules.registry import make_schedule, one_f_one_b
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 
 def text(schedule):
@@ -106,3 +107,29 @@ def test_long_rows_are_cut_around_the_mark():
     assert "[1B20]" in rows[1]
     assert all(len(row.split()) < 30 for row in rows)
     assert len(one_f_one_b(2, 40).grid().splitlines()[0].split()) == 2 + 80
+
+
+def test_rows_by_rank_are_spans_of_all_instructions():
+    schedule = PipelineSchedule("uneven", 3, 1, load_rows("0F0 0B0", "1F0 2F0 2B0 1B0"))
+    assert [schedule.instructions[schedule.span(rank)] for rank in range(2)] == list(schedule.orders)
+    assert schedule.by_rank("abcdef") == (("a", "b"), ("c", "d", "e", "f"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"num_ranks": 3}, "num_ranks=3 contradicts the given schedule 'uneven', an order for 1 microbatch on 2 ranks"),
+        ({"num_microbatches": 0}, "num_microbatches=0 contradicts"),
+        ({"stages_per_rank": 0}, "stages_per_rank=0 contradicts .* of 1 or 2 stage.s. each. Leave it out"),
+        ({"stages_per_rank": 2}, "stages_per_rank=2"),
+    ],
+)
+def test_numbers_that_an_order_does_not_have_are_refused(numbers, message):
+    schedule = PipelineSchedule("uneven", 3, 1, load_rows("0F0 0B0", "1F0 2F0 2B0 1B0"))
+    schedule.check_numbers(num_ranks=2, num_microbatches=1)
+    with pytest.raises(ConfigurationError, match=message):
+        schedule.check_numbers(**numbers)
+
+
+def load_rows(*rows):
+    return tuple(tuple(map(Instruction.parse, row.split())) for row in rows)

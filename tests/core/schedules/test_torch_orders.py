@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.schedule import load_schedule, make_schedule
+from lightning_pfo.core.schedules.registry import load_schedule, make_schedule
 
 TORCH_NAMES = {
     "gpipe": "ScheduleGPipe",

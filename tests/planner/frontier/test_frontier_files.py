@@ -102,11 +102,11 @@ def wait(rank, position):
         (lambda d: d.update(least_dwell_s=-1), "finite number, at least 0"),
         (lambda d: d.update(profile=7), "malformed"),
         (lambda d: d["profile"][0]["times_s"].pop(), "needs one time and one energy"),
-        (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "must be positive"),
+        (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "a positive number of seconds"),
         (lambda d: d["profile"][0]["clocks_mhz"].reverse(), "from the highest to the lowest"),
         (lambda d: d["baseline"].update(iteration_time_s=0.0), "takes time"),
         (lambda d: d.update(gpus=[7]), "list of names"),
-        (lambda d: d.update(gpus_per_stage=0), "At least one GPU"),
+        (lambda d: d.update(gpus_per_stage=0), "gpus_per_stage is a whole number"),
     ],
 )
 def test_a_damaged_frontier_is_a_clear_error(folder, change, message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import read_zeus_plan, save_frontier, simulate
 from lightning_pfo.planner.frontier.zeus_files import zeus_text
 

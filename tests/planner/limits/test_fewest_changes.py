@@ -4,7 +4,7 @@ import pytest
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, simulate
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import plan_frontier
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from tests.planner.ticks import play_in_ticks

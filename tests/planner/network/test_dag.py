@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.pipeline.problem import schedule_network
 

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from lightning_pfo.core.schedules.schedule import SCHEDULES, make_schedule
+from lightning_pfo.core.schedules.registry import SCHEDULES, make_schedule
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
 
 MARGIN = 16

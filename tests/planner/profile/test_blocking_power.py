@@ -3,7 +3,7 @@ import json
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner.profile.blocking_power import BlockingPower, resolve_blocking
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import plan as frontier_module
 from lightning_pfo.planner import plan_frontier, simulate
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.core.schedules.schedule import make_schedule
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set

@@ -8,8 +8,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.plain import PipelinedModel
 from tests.ranks import run_ranks
 from tests.strategy import families
 

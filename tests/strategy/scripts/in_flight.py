@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.events import InstructionListener
-from lightning_pfo.strategy import shapes
-from lightning_pfo.strategy.plain import PipelinedModel
+from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.strategy.engine.engine import shapes
 from tests.core.schedules.original_envpipe import hanging_orders, unclamped
 from tests.ranks import run_ranks
 

@@ -17,8 +17,8 @@ from plain_module import PlainModule, make_loaders
 from torch.utils.data import DataLoader
 
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.rank_connection import Address
-from lightning_pfo.strategy.rank_watch import RankDiedError, RankWatch
+from lightning_pfo.strategy.watch.connection import Address
+from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
 
 FOLDER = Path(sys.argv[2])
 

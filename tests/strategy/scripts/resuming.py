@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.files import temporary_sibling
-from lightning_pfo.strategy import PfoPipelineStrategy, sharded_checkpoint
-from lightning_pfo.strategy.checkpoint_files import SafeCheckpointIO
+from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.state import sharded as sharded_checkpoint
+from lightning_pfo.strategy.trainer.checkpointing import SafeCheckpointIO
 
 FOLDER = Path(sys.argv[1])
 results = {}

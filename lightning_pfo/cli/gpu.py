@@ -1,0 +1,147 @@
+"""List GPUs: clocks, the range worth scanning, permission to set clocks and how long it takes, the energy counter.
+
+write=conf/gpu/NAME.yaml makes a configuration for the GPU model: afterwards gpu=NAME works everywhere. Examples:
+
+  lightning-pfo gpu
+  lightning-pfo gpu gpu=emulated_a40 json=true
+  lightning-pfo gpu --write conf/gpu/my_gpu.yaml
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_pfo.core.errors import ConfigurationError, DeviceError
+from lightning_pfo.core.files import check_can_write, write_text_atomically
+from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.device.backends import nvml, zeus
+from lightning_pfo.device.config import GpuConfig, load_gpu_config
+from lightning_pfo.device.open import open_gpu
+from lightning_pfo.device.report import GpuReport, report_gpu
+
+
+@dataclass
+class Settings:
+    """What `lightning-pfo gpu` can be told."""
+
+    gpu: str = field(default="auto", metadata={"help": "auto, nvml, emulated_a40, ...: a file of conf/gpu"})
+    json: bool = field(default=False, metadata={"help": "print JSON, for programs"})
+    write: str = field(default="", metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml"})
+    index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
+    probe: bool = field(
+        default=True,
+        metadata={"help": "test the permission to set clocks, and the latency, by setting and restoring some"},
+    )
+    watch_s: float = field(default=1.0, metadata={"help": "how long to watch the energy counter, seconds"})
+
+
+def run(settings: Settings) -> None:
+    """Report every GPU, and write the configuration if asked to.
+
+    Raises:
+        ConfigurationError: If a setting is impossible.
+        DeviceError: After all others were reported, if a GPU fails.
+    """
+    if settings.watch_s <= 0:
+        raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}. Use watch_s=1.")
+    if settings.write and Path(settings.write).suffix != ".yaml":
+        raise ConfigurationError(
+            f"write is a file of conf/gpu, whose names end in .yaml; got {settings.write!r}. Use "
+            f"write={Path(settings.write).with_suffix('.yaml')}."
+        )
+    if settings.write:
+        check_can_write("write", settings.write)
+    config = load_gpu_config(settings.gpu)
+    num_gpus = 1
+    if config.kind != "emulated":
+        num_gpus = zeus.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
+    num_gpus = max(1, num_gpus)  # without any, opening says why
+    if not 0 <= settings.index < num_gpus:
+        raise ConfigurationError(f"index counts the GPUs from 0 to {num_gpus - 1}; got {settings.index}. Use index=0.")
+    reports: dict[int, GpuReport] = {}
+    failures: list[str] = []
+    for index in range(num_gpus):
+        try:
+            reports[index] = _report(config, index, settings)
+        except DeviceError as error:
+            failures.append(str(error))
+    is_written = bool(settings.write) and settings.index in reports
+    if is_written:
+        write_text_atomically(settings.write, config_text(reports[settings.index], config))
+    if settings.json:
+        sys.stdout.write(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
+    else:
+        _print(list(reports.values()), settings.write if is_written else "")
+    if failures:
+        raise DeviceError(" ".join(failures))
+
+
+def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
+    gpu = open_gpu(config, index)
+    try:
+        return report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s)
+    finally:
+        gpu.close()
+
+
+def _print(reports: list[GpuReport], written: str) -> None:
+    console = Console()
+    for report in reports:
+        console.print(_table(report))
+    for reason in sorted({report.permission for report in reports} - {""}):
+        console.print(reason, highlight=False, markup=False)
+    if written:
+        path = Path(written)
+        is_found = path.resolve().parent == (conf_dir() / "gpu").resolve()
+        hint = "use it with" if is_found else f"moved to {conf_dir() / 'gpu'}, it is used with"
+        console.print(f"written to {path}; {hint} gpu={path.stem}", highlight=False, markup=False, soft_wrap=True)
+
+
+def config_text(report: GpuReport, config: GpuConfig) -> str:
+    """The YAML of a configuration for this GPU: a real one through NVML, an emulated one with all its parameters."""
+    settings = {
+        "kind": "emulated" if report.is_emulated else config.kind if config.kind == "zeus" else "nvml",
+        "model": config.model if report.is_emulated else report.name,
+        "clock_step_mhz": report.clock_step_mhz,
+        "scan_max_mhz": report.scan_max_mhz,
+        "scan_min_mhz": report.scan_min_mhz,
+        "scan_step_mhz": report.scan_step_mhz,
+    }
+    if report.is_emulated:
+        settings = asdict(config) | settings
+    lines = [
+        f"# {report.name}: {report.num_clocks} clocks from {report.min_clock_mhz} to {report.top_clock_mhz} MHz.",
+        "# Written by `lightning-pfo gpu write=...`; scan_* is the range worth scanning, and may be edited.",
+        *(f"{key}: {json.dumps(value)}" for key, value in settings.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(report: GpuReport) -> Table:
+    table = Table("", f"GPU {report.index}: {report.name}")
+    table.add_row("clocks", f"{report.min_clock_mhz} to {report.top_clock_mhz} MHz, step {report.clock_step_mhz:g}")
+    table.add_row("worth scanning", f"{report.scan_min_mhz} to {report.scan_max_mhz} MHz, step {report.scan_step_mhz}")
+    table.add_row("may set clocks", {True: "yes", False: "no", None: "unknown"}[report.may_set_clocks])
+    table.add_row("clock latency", _latency(report))
+    table.add_row("energy", _energy(report))
+    return table
+
+
+def _latency(report: GpuReport) -> str:
+    if report.clock_latency_s is None or report.clock_latency_p90_s is None:
+        return "not seen" if report.may_set_clocks else "not measured"
+    return f"{1e3 * report.clock_latency_s:.1f} ms (nine in ten: {1e3 * report.clock_latency_p90_s:.1f} ms)"
+
+
+def _energy(report: GpuReport) -> str:
+    if report.energy_source == "power":
+        return "no counter: power is integrated"
+    if report.counter_tick_s is None:
+        return "counter, did not advance"
+    return f"counter, every {1000 * report.counter_tick_s:.0f} ms" if report.counter_tick_s else "counter, continuous"

@@ -1,0 +1,156 @@
+"""Plan the clocks of a pipeline from a profile.
+
+Writes into output_dir: frontier.csv, frontier.json, freqs_pipeline_%05d.py for each plan, frontier.png, and timelines
+of the fastest and of the chosen plan; all_pictures=true adds the profile's energy valleys, and the chosen plan below
+the top clocks. Where the profile looks noisy, noise.txt says where. Example:
+
+  lightning-pfo plan profile=profile.csv num_microbatches=12 p2p_blocking_power_w=85 output_dir=plans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Optional
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from lightning_pfo.core.files import check_can_write, write_text_atomically
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import counted, pipeline_size
+from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.frontier_files import save_frontier
+from lightning_pfo.planner.frontier.select import FORMS, check_selection, select_plan
+from lightning_pfo.planner.frontier.thin import thin_frontier
+from lightning_pfo.planner.plan import plan_frontier
+from lightning_pfo.planner.profile.denoise import regularise
+from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.settings import PlanSettings
+
+_NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
+
+
+@dataclass
+class Settings(PlanSettings):
+    """What `lightning-pfo plan` can be told: besides how to plan, for what, and what to write."""
+
+    profile: str = field(kw_only=True, metadata={"help": "profile CSV to plan from"})
+    output_dir: str = field(kw_only=True, metadata={"help": "directory to write to"})
+    num_microbatches: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
+        default=None, metadata={"help": "microbatches per iteration; an order of your own says it itself"}
+    )
+    schedule: str = field(
+        default="1f1b", metadata={"help": "order of instructions: 1f1b, gpipe, zbv, ..., or file:PATH for your own"}
+    )
+    stages_per_rank: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
+        default=None, metadata={"help": "stages that share a GPU, where the schedule leaves it open"}
+    )
+    every: int = field(default=1, metadata={"help": "write each n-th plan only, counted from the fastest"})
+    all_pictures: bool = field(
+        default=False, metadata={"help": "draw energy_valleys.png and timelines.png (top clocks and chosen plan) too"}
+    )
+    select: str = field(default="no_slowdown", metadata={"help": f"plan to show: {FORMS}"})
+
+
+def run(settings: Settings) -> None:
+    """Plan, write everything, print a short table.
+
+    Raises:
+        PfoError: If the profile or a setting cannot be used; nothing is written then.
+    """
+    check_selection(settings.select)
+    check_can_write("output_dir", settings.output_dir, is_folder=True)
+    profile = read_profile(settings.profile)
+    findings = regularise(profile)
+    with Status("planning", console=Console(stderr=True)) as status:
+        frontier = plan_frontier(
+            profile,
+            settings,
+            num_microbatches=settings.num_microbatches,
+            schedule=settings.schedule,
+            stages_per_rank=settings.stages_per_rank,
+            on_progress=lambda activity, done, total: status.update(f"planning: {activity}, {done} of {total}"),
+        )
+    chosen = select_plan(frontier, settings.select)
+    wishes = ["no_slowdown", *(f"{deadline_s}s" for deadline_s in settings.deadlines_s)]
+    kept = [chosen, *(select_plan(frontier, wish) for wish in wishes)] if settings.every > 1 else []
+    frontier = thin_frontier(frontier, every=settings.every, keep=kept)
+    folder = Path(settings.output_dir)
+    save_frontier(frontier, folder)
+
+    _draw(frontier, chosen, settings, folder)
+    _report(frontier, chosen, settings)
+    _report_noise(findings.notes, settings, folder)
+
+
+def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """All findings go into a file, the first ones to the terminal."""
+    path = folder / _NOISE_NAME
+    path.unlink(missing_ok=True)  # of an earlier plan
+    if not notes:
+        return
+    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
+    heading = f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
+    write_text_atomically(path, "\n".join([f"{settings.profile}: {heading}", *notes]) + "\n")
+    print_line = Console(highlight=False, markup=False, soft_wrap=True).print
+    print_line(f"{heading}:")
+    for note in notes[:_NOTES_SHOWN]:
+        print_line(f"  {note}")
+    if len(notes) > _NOTES_SHOWN:
+        print_line(f"  all of them are in {path}")
+
+
+def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:
+    from lightning_pfo.pictures.frontier import draw_frontier  # matplotlib is slow to import
+    from lightning_pfo.pictures.profile import draw_energy_valleys
+    from lightning_pfo.pictures.timeline import draw_timelines
+
+    draw_frontier(frontier, folder / "frontier.png", chosen=chosen)
+    top, fastest = {"Top clocks": frontier.baseline}, {"Fastest plan": frontier.fastest}
+    selected = {f"Chosen plan ({settings.select})": chosen}
+    pictures = {"timeline_fastest": fastest, "timeline_chosen": selected}
+    for name in ("timelines", "energy_valleys"):
+        (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier plan
+    if settings.all_pictures:
+        pictures["timelines"] = top | selected
+        draw_energy_valleys(frontier.profile, folder / "energy_valleys.png")
+    for name, plans in pictures.items():
+        timelines = {title: frontier.timeline(plan) for title, plan in plans.items()}
+        draw_timelines(timelines, folder / f"{name}.png", device=frontier.profile.device)
+
+
+def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> None:
+    schedule = frontier.schedule
+    size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
+    device = f", {frontier.profile.device}" if frontier.profile.device else ""
+    table = Table(title=f"{counted(len(frontier.plans), 'plan')} for {schedule.name}, {size}{device}")
+    table.add_column("plan")
+    for heading in ("number", "time (s)", "change", "energy (J)", "saving", "at most"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    base = frontier.baseline
+    table.add_row("top clocks", "", f"{base.iteration_time_s:.4f}", "", f"{base.iteration_energy_j:.1f}", "", "")
+    for name, plan in {
+        "fastest": frontier.fastest,
+        settings.select: chosen,
+        "least_energy": frontier.least_energy,
+    }.items():
+        table.add_row(
+            name,
+            str(frontier.number_of(plan)),
+            f"{plan.iteration_time_s:.4f}",
+            f"{100 * (plan.iteration_time_s / base.iteration_time_s - 1):+.2f} %",
+            f"{plan.iteration_energy_j:.1f}",
+            f"{100 * (1 - plan.iteration_energy_j / base.iteration_energy_j):.2f} %",
+            f"{100 * (1 - plan.lower_bound_j / base.iteration_energy_j):.2f} %",
+        )
+    console = Console()
+    console.print(table)
+    changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
+    if settings.limits_changes:
+        percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
+        changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
+    console.print(f"{changes}.", highlight=False, soft_wrap=True)
+    console.print(f"written to {settings.output_dir}", highlight=False, soft_wrap=True)

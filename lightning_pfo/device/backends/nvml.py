@@ -1,0 +1,306 @@
+"""Real NVIDIA GPUs through NVML; the only module that imports pynvml, and only when a GPU is asked for."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
+from lightning_pfo.device.backends.visible_gpus import visible_gpus
+from lightning_pfo.device.safety.leased_gpu import LeasedGpu
+
+logger = logging.getLogger(__name__)
+
+_HOW_TO_GET_PERMISSION = (
+    "Locking GPU clocks needs root or the capability CAP_SYS_ADMIN, in a container too (docker: --cap-add=SYS_ADMIN). "
+    "Run with it; or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip "
+    "install 'lightning-pfo[zeus]'; docs/gpus.md); or try the clock control on an emulated GPU (gpu=emulated_a100)"
+)
+# NVML code (nvml.h, nvmlReturn_t) -> error class and what to do about it
+_ERRORS: dict[int, tuple[type[DeviceError], str]] = {
+    3: (
+        NotSupportedError,
+        "This GPU or driver cannot do it; Volta and newer data-centre and workstation GPUs can",
+    ),
+    4: (ClockPermissionError, _HOW_TO_GET_PERMISSION),
+    6: (DeviceError, "No such GPU; compare CUDA_VISIBLE_DEVICES with the output of nvidia-smi -L"),
+    9: (DeviceError, "The NVIDIA driver is not loaded; check that nvidia-smi works"),
+    12: (DeviceError, "libnvidia-ml.so.1 was not found; install the NVIDIA driver or use gpu=emulated_a100"),
+    13: (NotSupportedError, "The NVIDIA driver is too old to know this call; update it"),
+    15: (DeviceError, "The GPU has fallen off the bus; reset it or reboot the machine"),
+    16: (DeviceError, "The GPU must be reset before it can be used again (nvidia-smi --gpu-reset)"),
+    18: (DeviceError, "Driver and library have different versions; reboot the machine after a driver update"),
+}
+_NO_PERMISSION = 4
+_UNUSABLE = {_NO_PERMISSION, 15, 16}  # codes of GPUs that are there, but not for us
+_ABSENT = {9, 12}  # codes of nvmlInit on a machine without an NVIDIA GPU
+# newer drivers may lack the second function, older ones lack the first (nvml.h)
+_LIMITS_FUNCTIONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+# bits that they return; the others are requests, not limits
+_LIMITS = {0x4: "power_cap", 0x8: "hw_slowdown", 0x20: "thermal", 0x40: "thermal", 0x80: "hw_slowdown"}
+_REFUSED = {2, 3, 4, 13, 15}  # codes after which the driver has certainly not done what was asked
+
+
+def _pynvml() -> ModuleType:
+    import pynvml  # here, so that machines without NVIDIA software never need it
+
+    return pynvml  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _project_errors(action: str) -> Iterator[None]:
+    """Turn NVML's errors into the project's, saying what was attempted and what to do."""
+    pynvml = _pynvml()
+    try:
+        yield
+    except pynvml.NVMLError as error:
+        code = int(error.value)
+        error_class, advice = _ERRORS.get(code, (DeviceError, "See the description of this code in NVML's manual"))
+        raise error_class(f"{action} failed: NVML says {str(error)!r} (code {code}). {advice}.") from error
+
+
+def _text(value: str | bytes) -> str:
+    """Older pynvml versions return bytes."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def visible_gpu_count() -> int:
+    """Count the GPUs that this process may use: those NVML finds and CUDA_VISIBLE_DEVICES leaves. 0 without NVML."""
+    try:
+        pynvml = _pynvml()
+        pynvml.nvmlInit()
+    except ImportError:
+        return 0
+    except pynvml.NVMLError as error:
+        if int(error.value) not in _ABSENT:
+            logger.warning("NVML is installed but does not work: %s.", error)
+        return 0
+    try:
+        return len(_visible_handles(pynvml))
+    except pynvml.NVMLError as error:
+        logger.warning("NVML is installed but cannot list GPUs: %s.", error)
+        return 0
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def node_index_of(gpu_uuid: str) -> int:
+    """Index of a GPU among all GPUs of the node.
+
+    Raises:
+        DeviceError: If there is no such GPU.
+    """
+    pynvml = _pynvml()
+    with _project_errors(f"Looking for GPU {gpu_uuid}"):
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid)))
+        finally:
+            pynvml.nvmlShutdown()
+
+
+def nvml_available() -> bool:
+    """Whether this process may use at least one NVIDIA GPU."""
+    return visible_gpu_count() > 0
+
+
+def _visible_handles(pynvml: ModuleType) -> list[Any]:
+    """Handles of the GPUs in the order of CUDA_VISIBLE_DEVICES; see `visible_gpus`.
+
+    For a MIG instance it is the GPU that it is part of: clocks and energy are known of the whole GPU only. NVML counts
+    in PCI order; CUDA does so too on nodes of equal GPUs, or under CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    handles = _usable_handles(pynvml)
+    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+
+    def uuid_of_mig(mig_uuid: str) -> str | None:
+        try:
+            instance = pynvml.nvmlDeviceGetHandleByUUID(mig_uuid)
+            return _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
+        except pynvml.NVMLError:
+            return None
+
+    return [handles[index] for index in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, uuid_of_mig)]
+
+
+def _usable_handles(pynvml: ModuleType) -> list[Any]:
+    """Handles of the GPUs that CUDA counts: not of those that a batch system keeps from this job, nor of lost ones."""
+    handles = []
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        try:
+            handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))
+        except pynvml.NVMLError as error:
+            if int(error.value) not in _UNUSABLE:
+                raise
+            if int(error.value) != _NO_PERMISSION:
+                _warn_once(f"GPU {index} of this node is left out: NVML says {str(error)!r}.")
+    return handles
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> None:
+    """Undo a lock of the graphics clock that another process has left; see `safety.claim`.
+
+    Args:
+        gpu_uuid: The GPU.
+        found: Its state before; not needed here.
+
+    Raises:
+        DeviceError: If there is no such GPU, or it refuses.
+    """
+    pynvml = _pynvml()
+    with _project_errors(f"Unlocking the clocks of GPU {gpu_uuid}"):
+        pynvml.nvmlInit()
+        try:
+            pynvml.nvmlDeviceResetGpuLockedClocks(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid))
+        finally:
+            pynvml.nvmlShutdown()
+
+
+class NvmlGpu(LeasedGpu):
+    """A real NVIDIA GPU, with all methods of `Gpu`."""
+
+    backend = "nvml"
+
+    def __init__(self, index: int) -> None:
+        """Open a GPU; its clocks are not touched, unless a crashed job left them locked: then they are restored.
+
+        Args:
+            index: Index among the GPUs that CUDA_VISIBLE_DEVICES leaves, as CUDA counts.
+
+        Raises:
+            DeviceError: If there is no such GPU, or NVML does not work.
+        """
+        try:
+            self._nvml = _pynvml()
+        except ImportError as error:
+            raise DeviceError("NVML needs the package nvidia-ml-py; install it or use gpu=emulated_a100.") from error
+        with _project_errors("Starting NVML"):
+            self._nvml.nvmlInit()
+        self._is_open = True
+        try:
+            with _project_errors(f"Opening GPU {index}"):
+                handles = _visible_handles(self._nvml)
+                if not 0 <= index < len(handles):
+                    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+                    raise DeviceError(
+                        f"GPU indices count the visible GPUs from 0; got {index}, but {len(handles)} are visible "
+                        f"(CUDA_VISIBLE_DEVICES: {visible!r}). Use fewer ranks, make more GPUs visible, or use "
+                        "gpu=emulated_a100."
+                    )
+                self._handle = handles[index]
+                name = _text(self._nvml.nvmlDeviceGetName(self._handle))
+                uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
+            with _project_errors(f"Asking {name} for the clocks that it supports"):
+                memory_mhz = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
+                clocks_mhz = self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz)
+        except BaseException:
+            self._leave()
+            raise
+        super().__init__(name, uuid, tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True)))
+        if self.is_split:
+            logger.warning(
+                "%s is split into MIG instances: its clock and its energy are those of all instances together.",
+                self._name,
+            )
+
+    @property
+    def node_index(self) -> int:
+        """Index among all GPUs of the node, in PCI order, whatever CUDA_VISIBLE_DEVICES leaves."""
+        with _project_errors(f"Asking for the index of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetIndex(self._handle))
+
+    def _lock(self, clock_mhz: int) -> None:
+        with _project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
+            self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
+
+    def _unlock(self) -> None:
+        with _project_errors(f"Unlocking the clocks of {self._name}"):
+            self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
+
+    def _was_refused(self, error: DeviceError) -> bool:
+        return getattr(error.__cause__, "value", None) in _REFUSED
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it is split into MIG instances, of which CUDA shows each as a GPU."""
+        try:
+            return bool(self._nvml.nvmlDeviceGetMigMode(self._handle)[0])
+        except self._nvml.NVMLError:
+            return False
+
+    def _found(self) -> dict[str, int | None]:
+        """What the driver tells of the settings that a lease is about; NVML cannot tell locked clocks."""
+        nvml, handle = self._nvml, self._handle
+        questions: dict[str, Callable[[], Any]] = {
+            "graphics_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_GRAPHICS),
+            "memory_clock_mhz": lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_limit_mw": lambda: nvml.nvmlDeviceGetPowerManagementLimit(handle),
+        }
+        state: dict[str, int | None] = {}
+        for name, ask in questions.items():
+            try:
+                state[name] = int(ask())
+            except nvml.NVMLError:
+                state[name] = None
+        return state
+
+    def total_energy_mj(self) -> int:
+        """Energy since the driver was loaded; the counter advances every 20 to 100 ms.
+
+        Raises:
+            DeviceError: If the GPU has no energy counter (older than Volta).
+        """
+        with _project_errors(f"Reading the energy counter of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+
+    def power_mw(self) -> int:
+        """Power drawn now; where the driver tells only that, averaged over the last second."""
+        with _project_errors(f"Reading the power of {self._name}"):
+            instant_mw = self._instant_power_mw()
+            return int(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) if instant_mw is None else instant_mw
+
+    def _instant_power_mw(self) -> int | None:
+        """What nvmlDeviceGetPowerUsage returns up to GA100; of newer GPUs it returns an average (nvml.h)."""
+        try:
+            (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+        except self._nvml.NVMLError:
+            return None
+        return int(field.value.uiVal) if field.nvmlReturn == self._nvml.NVML_SUCCESS else None
+
+    def graphics_clock_mhz(self) -> int:
+        """The graphics clock at which the GPU runs now."""
+        with _project_errors(f"Reading the clock of {self._name}"):
+            return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_GRAPHICS))
+
+    def clock_limits(self) -> frozenset[str]:
+        """What holds the clock down now; empty where the driver does not tell."""
+        for name in _LIMITS_FUNCTIONS:
+            try:
+                reasons = int(getattr(self._nvml, name)(self._handle))
+            except (AttributeError, self._nvml.NVMLError):
+                continue
+            return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
+        return frozenset()
+
+    def close(self) -> None:
+        """Restore the clocks and leave NVML. May be called twice."""
+        if self._is_open:
+            try:
+                self.restore()
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._is_open = False
+        with _project_errors("Leaving NVML"):
+            self._nvml.nvmlShutdown()

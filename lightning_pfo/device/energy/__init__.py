@@ -1,0 +1,7 @@
+"""Energy from counters that tick more slowly than instructions follow each other.
+
+Read in this order:
+
+1. `attribution`: who used the energy between ticks, by least squares;
+2. `sampler`: watches a counter, and the clock, from a thread of its own.
+"""

@@ -1,0 +1,272 @@
+"""Watch a GPU's energy counter, clock and limits from a thread of its own, mostly asleep.
+
+::
+
+    counter   |            100 ms            |                              |
+    polls     ..                           ...|                          ....|      every 2 ms, around a tick only
+    state        .    .    .    .    .    .     .    .    .    .    .    .          every 20 ms
+
+A tick is known to half the time between the poll that missed it and the poll that saw it. Where there is no counter
+(GPUs older than Volta), power is read every 10 ms and integrated.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_pfo.core.errors import DeviceError, NotSupportedError
+from lightning_pfo.device.energy.attribution import EnergyTrace, snap_to_period
+from lightning_pfo.device.gpu import Gpu
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.002
+_STATE_S = 0.02
+_POWER_S = 0.01
+_LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
+_KEPT = 200_000  # readings; the oldest are forgotten
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """The state of a GPU at one moment.
+
+    Attributes:
+        time_s: When (`time.perf_counter`).
+        clock_mhz: Its graphics clock.
+        limits: What holds the clock below the locked one: of `power_cap`, `thermal`, `hw_slowdown`.
+    """
+
+    time_s: float
+    clock_mhz: int
+    limits: frozenset[str]
+
+
+class EnergySampler:
+    """Samples one GPU between `start` and `stop`.
+
+    Attributes:
+        error: What ended the sampling early; None while all is well.
+    """
+
+    def __init__(self, gpu: Gpu, *, with_energy: bool = True, with_state: bool = True) -> None:
+        """Sample nothing yet.
+
+        Args:
+            gpu: The GPU.
+            with_energy: Read the energy counter.
+            with_state: Read clock and limits.
+        """
+        self._gpu = gpu
+        self._with_energy = with_energy
+        self._with_state = with_state
+        self.error: DeviceError | None = None
+        self._has_counter = True
+        self._readings: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._states: deque[GpuState] = deque(maxlen=_KEPT)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start sampling; does nothing if it runs already."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="pfo-energy-sampler", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop sampling. May be called twice."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(5)
+
+    def trace(self, from_s: float) -> EnergyTrace:
+        """Readings since a time; possibly none."""
+        readings = [reading for reading in self._readings.copy() if reading[0] >= from_s]
+        times_s, energies_j = zip(*readings, strict=True) if readings else ((), ())
+        if not self._has_counter:
+            return EnergyTrace(times_s, energies_j, resolution_s=_POWER_S / 10)
+        return snap_to_period(EnergyTrace(times_s, energies_j, resolution_s=_POLL_S))
+
+    def energy_now_j(self) -> float:
+        """The last reading, continued at the power before it; the counter itself before the first two ticks."""
+        if len(self._readings) < 2:
+            return self._gpu.total_energy_mj() / 1000 if self._has_counter else 0.0
+        # in this order, which a tick in between does no harm
+        (before_s, before_j), (last_s, last_j) = self._readings[-2], self._readings[-1]
+        period_s = last_s - before_s
+        since_s = min(time.perf_counter() - last_s, _LONGEST_CONTINUED * period_s)
+        return last_j + (last_j - before_j) * since_s / period_s
+
+    def states(self, from_s: float) -> list[GpuState]:
+        """States since a time."""
+        return [state for state in self._states.copy() if state.time_s >= from_s]
+
+    def wait_for_reading_after(self, time_s: float, timeout_s: float) -> bool:
+        """Wait until the counter has advanced once more; returns whether it has."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (self._readings and self._readings[-1][0] >= time_s):
+            if self.error is not None or time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _work(self) -> None:
+        try:
+            if not self._with_energy:
+                self._watch_state()
+                return
+            try:
+                self._watch_counter()
+            except NotSupportedError:
+                self._integrate_power()
+        except DeviceError as error:
+            self.error = error
+            logger.warning("Energy of %s is not measured any more. %s", self._gpu.name, error)
+
+    def _watch_state(self) -> None:
+        while not self._stop.wait(_STATE_S):
+            self._note_state()
+
+    def _watch_counter(self) -> None:
+        wake_ups = _WakeUps()
+        last_mj, last_poll_s = self._gpu.total_energy_mj(), time.perf_counter()
+        while not self._stop.wait(wake_ups.sleep_s(time.perf_counter())):
+            before_s = time.perf_counter()
+            energy_mj = self._gpu.total_energy_mj()
+            now_s = (before_s + time.perf_counter()) / 2
+            if energy_mj != last_mj:
+                _check_rise(self._gpu, last_mj, energy_mj)
+                is_sharp = now_s - last_poll_s <= 2 * _POLL_S
+                if is_sharp:  # else it may have advanced long before, and the next one is as good
+                    self._readings.append(((last_poll_s + now_s) / 2, energy_mj / 1000))
+                wake_ups.note_tick(now_s, is_sharp)
+                last_mj = energy_mj
+            last_poll_s = now_s
+            self._note_state_if_due(now_s)
+
+    def _integrate_power(self) -> None:
+        self._has_counter = False
+        energy_j, last_s, last_w = 0.0, time.perf_counter(), self._gpu.power_mw() / 1000
+        self._readings.append((last_s, energy_j))
+        while not self._stop.wait(_POWER_S):
+            now_s, now_w = time.perf_counter(), self._gpu.power_mw() / 1000
+            energy_j += (now_s - last_s) * (last_w + now_w) / 2
+            self._readings.append((now_s, energy_j))
+            last_s, last_w = now_s, now_w
+            self._note_state_if_due(now_s)
+
+    def _note_state_if_due(self, now_s: float) -> None:
+        if self._with_state and (not self._states or now_s - self._states[-1].time_s >= _STATE_S):
+            self._note_state()
+
+    def _note_state(self) -> None:
+        self._states.append(GpuState(time.perf_counter(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
+
+
+class _WakeUps:
+    """Says how long to sleep: long after a tick, briefly around the next one."""
+
+    def __init__(self) -> None:
+        self._period_s = 0.0  # the shortest distance of ticks seen: never sleep across one
+        self._tick_s: float | None = None
+
+    def note_tick(self, time_s: float, is_sharp: bool) -> None:
+        """The counter has advanced."""
+        if not is_sharp:  # overslept
+            self._period_s *= 0.8
+        elif self._tick_s is not None:
+            distance_s = time_s - self._tick_s
+            self._period_s = min(self._period_s or distance_s, distance_s)
+        self._tick_s = time_s if is_sharp else None
+
+    def sleep_s(self, now_s: float) -> float:
+        """How long to sleep from now on."""
+        if self._tick_s is None:
+            return _POLL_S
+        until_next_s = self._tick_s + self._period_s - now_s - 3 * _POLL_S
+        return min(_STATE_S, until_next_s) if until_next_s > _POLL_S else _POLL_S
+
+
+class EnergyReader:
+    """Tells the energy used so far at any moment, until `close`.
+
+    A counter that ticks is watched meanwhile, and its last tick continued: read as it is, the energy of an iteration
+    that takes a few ticks would be wrong by up to one of them. Where there is no counter, power is integrated.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._sampler: EnergySampler | None = None
+        try:
+            gpu.total_energy_mj()
+        except NotSupportedError:
+            logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
+        else:
+            if gpu.energy_is_continuous:
+                return
+        self._sampler = EnergySampler(gpu, with_state=False)
+        self._sampler.start()
+
+    def energy_j(self) -> float:
+        """Energy so far, J.
+
+        Raises:
+            DeviceError: If the counter cannot be read any more, or was reset.
+        """
+        if self._sampler is None:
+            return self._gpu.total_energy_mj() / 1000
+        if self._sampler.error is not None:
+            raise self._sampler.error
+        return self._sampler.energy_now_j()
+
+    def trace(self, from_s: float) -> EnergyTrace | None:
+        """Ticks since a time; None where the counter does not tick."""
+        return self._sampler.trace(from_s) if self._sampler is not None else None
+
+    def close(self) -> None:
+        """Stop watching. May be called twice."""
+        if self._sampler is not None:
+            self._sampler.stop()
+
+
+def _check_rise(gpu: Gpu, before_mj: int, now_mj: int) -> None:
+    """The counter has 64 bits and never wraps; what it counted is lost when the GPU is reset.
+
+    Raises:
+        DeviceError: If it went back.
+    """
+    if now_mj < before_mj:
+        raise DeviceError(
+            f"An energy counter only rises; that of {gpu.name} went from {before_mj} to {now_mj} mJ, as after a reset "
+            "of the GPU. Measure again."
+        )
+
+
+def clock_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> tuple[float, set[str]]:
+    """Say at which clock the GPU ran in some intervals, and what held it back.
+
+    Args:
+        states: States, by time.
+        intervals: Intervals (begin, end) in s, by time, not overlapping.
+
+    Returns:
+        The mean clock (MHz; nan if no state falls into the intervals) and the limits seen in a tenth of them or more.
+    """
+    inside: list[GpuState] = []
+    remaining = iter(intervals)
+    begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+    for state in states:
+        while state.time_s > end_s:
+            begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+        if state.time_s >= begin_s:
+            inside.append(state)
+    if not inside:
+        return float("nan"), set()
+    counts = Counter(limit for state in inside for limit in state.limits)
+    limits = {limit for limit, count in counts.items() if count >= len(inside) / 10}
+    return sum(state.clock_mhz for state in inside) / len(inside), limits

@@ -1,0 +1,111 @@
+"""Clock locks that outlive a process are set under a lease: what all backends of real GPUs share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device.gpu import check_clock_supported
+from lightning_pfo.device.safety import claim
+
+
+class LeasedGpu(ABC):
+    """Base of real GPUs: claims, locks and restores clocks; a subclass says how the driver is told.
+
+    Attributes:
+        backend: Key of `claim.BACKENDS`: who undoes a lock that this process leaves.
+    """
+
+    is_emulated = False
+    backend: str
+
+    def __init__(self, name: str, uuid: str, clocks_mhz: tuple[int, ...]) -> None:
+        """Touch nothing, unless a crashed job left the clocks locked: then they are restored.
+
+        Args:
+            name: Model name.
+            uuid: The driver's identifier.
+            clocks_mhz: Supported graphics clocks, highest first.
+        """
+        self._name = name
+        self._uuid = uuid
+        self._clocks_mhz = clocks_mhz
+        self._claim: claim.ClockClaim | None = None
+        claim.repair_at_start(uuid)
+
+    @property
+    def name(self) -> str:
+        """Model name as the driver gives it."""
+        return self._name
+
+    @property
+    def uuid(self) -> str:
+        """The driver's identifier of the GPU."""
+        return self._uuid
+
+    @property
+    def energy_is_continuous(self) -> bool:
+        """Never: real counters tick."""
+        return False
+
+    def supported_clocks_mhz(self) -> tuple[int, ...]:
+        """Graphics clocks that can be locked, highest first."""
+        return self._clocks_mhz
+
+    def claim_clocks(self) -> None:
+        """Claim the clocks for this process: lease and watchdog; see `claim`. The GPU is not touched.
+
+        Raises:
+            DeviceError: If a living process holds them (the message names it).
+        """
+        if self._claim is None:
+            self._claim = claim.acquire(self._uuid, self._name, self.backend, self._found())
+
+    def lock_graphics_clock(self, clock_mhz: int) -> None:
+        """Lock the graphics clock; drivers themselves would silently round an unsupported one.
+
+        Raises:
+            DeviceError: If the clock is not supported, another job holds the clocks, or the GPU fails.
+            ClockPermissionError: If this process may not change clocks.
+        """
+        check_clock_supported(clock_mhz, self._clocks_mhz, self._name)
+        self.claim_clocks()
+        assert self._claim is not None
+        is_first = not self._claim.is_changed
+        self._claim.note_change()
+        try:
+            self._lock(clock_mhz)
+        except DeviceError as error:
+            if is_first and self._was_refused(error):
+                self._give_up_claim()  # nothing was changed, so nothing is to be reset
+            raise
+
+    def restore(self) -> None:
+        """Unlock the graphics clock if we locked it; memory clocks and power limits are never touched."""
+        if self._claim is None or not self._claim.is_ours:
+            return
+        if self._claim.is_changed and not self._claim.is_taken:
+            self._unlock()
+        self._give_up_claim()
+
+    def _give_up_claim(self) -> None:
+        held, self._claim = self._claim, None
+        if held is not None:
+            held.release()
+
+    @abstractmethod
+    def _found(self) -> Mapping[str, int | None]:
+        """What the driver tells of the settings that a lease is about."""
+
+    @abstractmethod
+    def _lock(self, clock_mhz: int) -> None:
+        """Tell the driver to lock the graphics clock."""
+
+    @abstractmethod
+    def _unlock(self) -> None:
+        """Tell the driver to undo that."""
+
+    @abstractmethod
+    def _was_refused(self, error: DeviceError) -> bool:
+        """Whether the driver has certainly not done what was asked when it raised this."""

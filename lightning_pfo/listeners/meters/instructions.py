@@ -1,0 +1,230 @@
+"""Measures time and energy of every instruction, and the waiting in between."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.device import Gpu
+from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
+from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
+from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
+
+Kind = tuple[int, InstructionType]
+"""Stage and type: what is averaged."""
+
+_TICK_TIMEOUT_S = 1.0
+
+
+class TooFewTicksError(DeviceError):
+    """The energy counter has advanced too seldom to tell what used the energy."""
+
+
+@dataclass
+class Samples:
+    """Repeated measurements of the same thing: when it began and ended (s), and its energy (J) where read directly."""
+
+    intervals_s: list[tuple[float, float]] = field(default_factory=list)
+    energies_j: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.intervals_s)
+
+    @property
+    def times_s(self) -> list[float]:
+        """How long each took."""
+        return [end_s - begin_s for begin_s, end_s in self.intervals_s]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Mean time and energy of one instruction, with standard errors.
+
+    Attributes:
+        time_s: Mean time, s.
+        time_stderr_s: Its standard error.
+        energy_j: Mean energy, J.
+        energy_stderr_j: Its standard error.
+        samples: How often it was measured.
+        clock_mhz: Mean clock at which the GPU ran meanwhile; nan if never seen.
+        limits: What held the clock down in a tenth of that time or more; see `Gpu.clock_limits`.
+    """
+
+    time_s: float
+    time_stderr_s: float
+    energy_j: float
+    energy_stderr_j: float
+    samples: int
+    clock_mhz: float
+    limits: frozenset[str]
+
+    @property
+    def energy_error(self) -> float:
+        """How wrong the energy may be: two standard errors, relative; 19 of 20 energies are nearer to the truth."""
+        return 2 * self.energy_stderr_j / self.energy_j if self.energy_j > 0 else math.inf
+
+
+def mean_and_stderr(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error, without the highest and the lowest tenth of the values.
+
+    A busy host delays single instructions by much; a trimmed mean does not follow them. With fewer than ten values none
+    is left out. The standard error of a single value is 0.
+    """
+    num_trimmed = len(values) // 10
+    values = sorted(values)[num_trimmed : len(values) - num_trimmed]
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, 0.0
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+class InstructionMeter(InstructionListener):
+    """Measures every instruction, and the waiting between instructions.
+
+    A counter without ticks is read at begin and end of each. The counter of a real GPU advances every 20 to 100 ms,
+    more slowly than instructions follow each other; a thread watches it, and energy is attributed to instructions by
+    least squares over all ticks (`device.energy.attribution`). `close` ends that thread.
+
+    On CUDA, begin and end are those on the GPU, of events in its stream: the host waits for it once per iteration only.
+
+    Attributes:
+        instructions: Samples by stage and kind.
+        blocked: Samples of waiting for neighbours within an iteration.
+    """
+
+    def __init__(self, gpu: Gpu, source: InstructionSource, record: Recorder = record_timed_mark) -> None:
+        self._gpu = gpu
+        self._source = source
+        self._reads_directly = gpu.energy_is_continuous
+        self._record = no_mark if gpu.is_emulated else record
+        self._sampler = EnergySampler(gpu, with_energy=not self._reads_directly)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self.instructions: dict[Kind, Samples] = defaultdict(Samples)
+        self.blocked = Samples()
+        self._since: tuple[float, float] | None = None
+        self._anchor: tuple[DeviceMark, float] | None = None
+        self._marks: list[tuple[DeviceMark, Samples]] = []
+        self._from_s = time.perf_counter()
+
+    def close(self) -> None:
+        """Stop watching the GPU."""
+        self._sampler.stop()
+
+    def blocked_power_w(self) -> float:
+        """Mean power while waiting, W; nan if there was no waiting."""
+        if not self._reads_directly:
+            power = self._powers().get(None)
+            return power.power_w if power is not None else math.nan
+        waited_s = math.fsum(self.blocked.times_s)
+        return math.fsum(self.blocked.energies_j) / waited_s if waited_s > 0 else math.nan
+
+    def measured(self) -> dict[Kind, Measured]:
+        """Mean time and energy by stage and kind, from all samples since `reset`.
+
+        Raises:
+            TooFewTicksError: If the GPU's energy counter did not advance meanwhile.
+            DeviceError: If the GPU failed.
+        """
+        powers = {} if self._reads_directly else self._powers()
+        states = self._sampler.states(self._from_s)
+        measured: dict[Kind, Measured] = {}
+        for kind, samples in self.instructions.items():
+            time_s, time_stderr_s = mean_and_stderr(samples.times_s)
+            if self._reads_directly:
+                energy_j, energy_stderr_j = mean_and_stderr(samples.energies_j)
+            else:
+                power = powers[kind]
+                energy_j = power.power_w * time_s
+                energy_stderr_j = math.hypot(power.stderr_w * time_s, power.power_w * time_stderr_s)
+            clock_mhz, limits = clock_within(states, samples.intervals_s)
+            measured[kind] = Measured(
+                time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), clock_mhz, frozenset(limits)
+            )
+        return measured
+
+    def energy_error(self) -> float:
+        """How wrong an energy since `reset` may be: the largest of two relative standard errors.
+
+        0 where energy is read directly (what differs then is the host), inf where nothing can be told yet.
+
+        Raises:
+            DeviceError: If the GPU failed.
+        """
+        if self._reads_directly:
+            return 0.0
+        try:
+            return max((one.energy_error for one in self.measured().values()), default=0.0)
+        except TooFewTicksError:
+            return math.inf
+
+    def _powers(self) -> dict[Kind | None, MeanPower]:
+        """Mean power by kind, None being the waiting."""
+        kinds = dict[Kind | None, Samples]([(None, self.blocked), *self.instructions.items()])
+        last_s = max((samples.intervals_s[-1][1] for samples in kinds.values() if len(samples)), default=self._from_s)
+        self._sampler.wait_for_reading_after(last_s, _TICK_TIMEOUT_S)
+        trace = self._sampler.trace(self._from_s)
+        powers = mean_powers(trace, {kind: samples.intervals_s for kind, samples in kinds.items()})
+        missing = [kind for kind in self.instructions if kind not in powers]
+        if missing:
+            raise self._sampler.error or TooFewTicksError(
+                f"Energy is attributed by the ticks of the GPU's energy counter; {self._gpu.name} had "
+                f"{len(trace.times_s)} in {last_s - self._from_s:.3g} s, too few for {len(missing)} of "
+                f"{len(self.instructions)} kinds of instructions. Measure for longer: more iterations_per_clock."
+            )
+        return powers
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        """Waiting for the first instruction begins."""
+        self._sampler.start()
+        self._since = self._read()
+        anchor = self._record()
+        self._anchor = (anchor, self._since[0]) if anchor is not None else None
+
+    def on_instruction_begin(self, event: InstructionEvent) -> None:
+        """Waiting is over, computing begins."""
+        self._lap(self.blocked)
+
+    def on_instruction_end(self, event: InstructionEvent) -> None:
+        """Computing is over, waiting begins."""
+        self._lap(self.instructions[event.instruction.stage, event.instruction.type])
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """Waiting for the other ranks is over."""
+        self._lap(self.blocked)
+        if self._anchor is not None:
+            self._source.synchronize()
+            self._resolve_marks(*self._anchor)
+        self._since = self._anchor = None
+
+    def _lap(self, samples: Samples) -> None:
+        mark = self._record() if self._anchor is not None else None
+        if mark is not None:
+            self._marks.append((mark, samples))
+            return
+        time_s, energy_j = self._read()
+        from_s, from_j = self._since or (time_s, energy_j)
+        samples.intervals_s.append((from_s, time_s))
+        samples.energies_j.append(energy_j - from_j)
+        self._since = (time_s, energy_j)
+
+    def _resolve_marks(self, anchor: DeviceMark, anchor_s: float) -> None:
+        """Turn the marks of an iteration into intervals on the host's clock."""
+        from_s = anchor_s
+        for mark, samples in self._marks:
+            until_s = anchor_s + anchor.elapsed_time(mark) / 1000
+            samples.intervals_s.append((from_s, until_s))
+            from_s = until_s
+        self._marks.clear()
+
+    def _read(self) -> tuple[float, float]:
+        self._source.synchronize()  # kernels run asynchronously: what was launched must be over
+        return time.perf_counter(), self._gpu.total_energy_mj() / 1000 if self._reads_directly else 0.0

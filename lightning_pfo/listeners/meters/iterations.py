@@ -1,0 +1,133 @@
+"""Measures time and energy of every iteration, all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_pfo.core.events import InstructionListener, InstructionSource
+from lightning_pfo.device import Gpu
+from lightning_pfo.device.energy.attribution import mean_powers
+from lightning_pfo.device.energy.sampler import EnergyReader
+from lightning_pfo.listeners.device_follower import DeviceFollower
+
+_LOOK_EVERY_S = 0.1
+_KEPT_ITERATIONS = 10_000
+
+
+@dataclass(frozen=True)
+class IterationMeasurement:
+    """What one iteration took, all ranks together.
+
+    Attributes:
+        iteration: Number of the iteration.
+        time_s: From the begin of the iteration on the first rank until all ranks had finished.
+        energy_j: Energy of all GPUs in that time.
+    """
+
+    iteration: int
+    time_s: float
+    energy_j: float
+
+
+class IterationMeter(InstructionListener):
+    """Measures every iteration; `take` aggregates over ranks.
+
+    Args:
+        gpu: This rank's GPU.
+        source: The pipeline rank.
+        follower: Knows when the device begins and ends an iteration; the host never waits for it.
+        is_ready: Iterations that begin before this returns true are not measured.
+    """
+
+    def __init__(
+        self, gpu: Gpu, source: InstructionSource, follower: DeviceFollower, is_ready: Callable[[], bool]
+    ) -> None:
+        self._source = source
+        self._follower = follower
+        self._reader = EnergyReader(gpu)
+        self._is_ready = is_ready
+        self._is_measuring = False
+        self._num_launched = 0  # iterations not taken yet
+        self._begin = (0.0, 0.0)
+        self._finished: queue.SimpleQueue[tuple[int, float, float]] = queue.SimpleQueue()
+        self._intervals_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_ITERATIONS)
+
+    def mean_energy_j(self, count: int) -> float | None:
+        """Mean energy that this rank's GPU used in the last `count` iterations, by least squares over ticks.
+
+        Single iterations are read less exactly, as they begin and end between ticks. None where the counter does not
+        tick: there they are exact.
+        """
+        intervals_s = list(self._intervals_s)[-count:]
+        trace = self._reader.trace(intervals_s[0][0]) if intervals_s else None
+        power = mean_powers(trace, {None: intervals_s}).get(None) if trace is not None else None
+        if power is None:
+            return None
+        return power.power_w * math.fsum(end_s - begin_s for begin_s, end_s in intervals_s) / len(intervals_s)
+
+    def close(self) -> None:
+        """Stop reading the GPU."""
+        self._reader.close()
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        """Read clock and counter."""
+        self._is_measuring = self._is_ready()
+        if self._is_measuring:
+            self._follower.when_reached(self._reached_begin)
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """Read them again."""
+        if self._is_measuring:
+            self._num_launched += 1
+            self._follower.when_reached(partial(self._reached_end, iteration))
+
+    def _reached_begin(self) -> None:
+        self._begin = self._read()
+
+    def _reached_end(self, iteration: int) -> None:
+        time_s, energy_j = self._read()
+        self._intervals_s.append((self._begin[0], time_s))
+        self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
+
+    def _read(self) -> tuple[float, float]:
+        return time.perf_counter(), self._reader.energy_j()
+
+    def take(self) -> IterationMeasurement | None:
+        """Return the last iteration's measurement, the same on every rank; a collective call.
+
+        On CUDA it is the iteration before the last one: the device is still busy with the last.
+
+        The first rank's time counts, of replicas that of the slowest: it runs the first and the last instruction, and
+        the clocks of several nodes cannot be compared. The energy is that of all GPUs.
+        """
+        gathered = self._source.all_gather((self._source.rank, self._take_own()), everywhere=True)
+        if any(own is None for _, own in gathered):
+            return None
+        return IterationMeasurement(
+            gathered[0][1][0],
+            max(own[1] for rank, own in gathered if rank == 0),
+            math.fsum(own[2] for _, own in gathered),
+        )
+
+    def _take_own(self) -> tuple[int, float, float] | None:
+        own = None
+        while self._num_launched > self._follower.is_deferred:
+            self._num_launched -= 1
+            own = self._next_finished()
+        return own
+
+    def _next_finished(self) -> tuple[int, float, float] | None:
+        """Wait for the device, however long an iteration takes; None if nothing follows it any more."""
+        while True:
+            is_last_look = self._follower.has_ended
+            with contextlib.suppress(queue.Empty):
+                return self._finished.get(timeout=0 if is_last_look else _LOOK_EVERY_S)
+            if is_last_look:
+                return None

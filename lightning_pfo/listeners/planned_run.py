@@ -1,0 +1,213 @@
+"""Training under a frequency plan in any loop: what `FrequencyPlanCallback` does, without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from lightning_pfo.core.errors import PlanMismatchError
+from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
+from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
+from lightning_pfo.core.wording import counted
+from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.clock_requests import ClockRequests
+from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
+from lightning_pfo.listeners.plan_cursor import PlanCursor
+from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.frontier_files import load_frontier
+from lightning_pfo.planner.frontier.select import select_plan
+
+log = logging.getLogger(__name__)
+
+TOP_CLOCKS = "top_clocks"
+"""In place of a plan, or selected instead of one: the highest clock everywhere."""
+
+PlanChoice = str | os.PathLike[str] | Frontier | FrequencyPlan
+"""A frontier file (`frontier.json` or its folder), a frontier, a plan, or `TOP_CLOCKS`."""
+
+
+def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | None:
+    """Find the plan to train under; None for the top clocks, which are known when the GPUs are.
+
+    Args:
+        choice: The plan, or where to select it from.
+        select: Which plan of a frontier; see `select_plan`.
+
+    Raises:
+        PlanError: If the file is malformed or the selection is impossible.
+    """
+    if choice == TOP_CLOCKS:
+        return None
+    if isinstance(choice, FrequencyPlan):
+        return choice
+    return select_plan(choice if isinstance(choice, Frontier) else load_frontier(choice), select)
+
+
+class PlannedRun(InstructionListener):
+    """Sets the clock of every instruction as a plan says, and measures iterations; `close` it, or use it in `with`.
+
+    Before the first instruction the plan is checked against the pipeline: stages, microbatches, order, supported
+    clocks.
+
+    Args:
+        source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
+        plan: The plan; None is the highest clock everywhere, the baseline to compare with.
+        gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
+        user: Who is named in messages; None is this object.
+        report: Told about progress.
+
+    Attributes:
+        plan: The plan in use; None until the pipeline is known, if none was given.
+        measurements: What the iterations of this run took so far.
+        gpu_name: What was measured: the model of this rank's GPU, `(emulated)` where it is.
+
+    Raises:
+        ConfigurationError: If something else sets this GPU's clocks.
+        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+        PlanMismatchError: At the first iteration, on every rank, if the plan does not fit the pipeline.
+
+    Example::
+
+        with PlannedRun(model.instruction_source, select_plan(load_frontier("plans"), "no_slowdown")) as run:
+            for x, y in loader:
+                train_one_batch(x, y)
+                run.measure()
+        print(run.measurements[-1].time_s)
+    """
+
+    def __init__(
+        self,
+        source: InstructionSource,
+        plan: FrequencyPlan | None,
+        *,
+        gpu: GpuChoice = "auto",
+        num_gpus: int | None = None,
+        user: object = None,
+        report: Callable[[str], None] = log.info,
+    ) -> None:
+        self.plan = plan
+        self.measurements: list[IterationMeasurement] = []
+        self._source = source
+        self._report = report
+        self._user = self if user is None else user
+        self._cursor: PlanCursor | None = None
+        num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self.gpu_name = session.gpu.name
+        self.is_open = True
+        self._meter = IterationMeter(session.gpu, source, session.follower, is_ready=lambda: session.ready)
+        self._requests = ClockRequests(session.clocks, session.follower, leads=session.config.lead_clocks)
+        try:
+            session.own_clocks(self._user)
+        except BaseException:
+            session.release(self._user)
+            raise
+        source.add_listener(self._meter)
+        source.add_listener(self)
+
+    def on_iteration_begin(self, iteration: int) -> None:
+        """Ask for the first instruction's clock."""
+        if self._cursor is None:
+            self.plan = self._checked_plan()
+            self._cursor = PlanCursor(self.plan, self._source.rank, self._requests)
+        self._cursor.on_iteration_begin(iteration)
+
+    def on_instruction_begin(self, event: InstructionEvent) -> None:
+        """End a wait's clock, and ask for the next instruction's already where requests lead."""
+        if self._cursor is not None:
+            self._cursor.on_instruction_begin(event)
+        self._requests.on_instruction_begin(event)
+
+    def on_instruction_end(self, event: InstructionEvent) -> None:
+        """Ask for the next instruction's clock, or that of the wait before it."""
+        if self._cursor is not None:
+            self._cursor.on_instruction_end(event)
+
+    def on_iteration_end(self, iteration: int) -> None:
+        """End a wait's clock."""
+        if self._cursor is not None:
+            self._cursor.on_iteration_end(iteration)
+
+    def _checked_plan(self) -> FrequencyPlan:
+        source, gpu = self._source, self._session.gpu
+        schedule = source.schedule
+        assert schedule is not None  # an iteration has begun
+        supported_mhz = gpu.supported_clocks_mhz()
+        tops_mhz = source.all_gather(max(supported_mhz))
+        plan = uniform_plan(schedule, tops_mhz) if self.plan is None else self.plan
+
+        def check() -> None:
+            plan.check_fits(schedule)
+            waiting_mhz = {wait.clock_mhz for wait in plan.wait_clocks if wait.rank == source.rank}
+            _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
+
+        check_together(source, check)
+        self._report(
+            f"{counted(len(schedule.instructions), 'instruction')} on {gpu.name}, clocks "
+            f"{min(map(min, plan.clocks_mhz))} to {max(map(max, plan.clocks_mhz))} MHz."
+        )
+        return plan
+
+    def measure(self) -> IterationMeasurement | None:
+        """Return what the last iteration took, and append it to `measurements`; a collective call.
+
+        None if it was not measured: an emulated GPU spends the first iteration counting work. On CUDA it is the
+        iteration before the last one, for the host would have to wait for the GPU to know about the last.
+        """
+        measurement = self._meter.take()
+        if measurement is not None:
+            self.measurements.append(measurement)
+        return measurement
+
+    def mean_energy_j(self, count: int) -> float | None:
+        """Mean energy of all GPUs in the last `count` iterations, where counters tick; a collective call.
+
+        More exact than `measurements`, whose iterations begin and end between ticks. None where these are exact.
+        """
+        of_gpus = self._source.all_gather(self._meter.mean_energy_j(count), everywhere=True)
+        return math.fsum(of_gpus) if None not in of_gpus else None
+
+    def request_top_clock(self) -> None:
+        """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""
+        self._requests.request(max(self._session.gpu.supported_clocks_mhz()))
+
+    @property
+    def clock_statistics(self) -> ClockStatistics:
+        """What became of this rank's clock changes: how quickly clocks were reached, and which were not."""
+        return self._session.clocks.statistics()
+
+    def close(self) -> None:
+        """Stop listening and restore the clocks; a second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self._source.remove_listener(self)
+        self._source.remove_listener(self._meter)
+        self._meter.close()
+        if self.clock_statistics.num_changes:
+            self._report(f"{self.gpu_name}: {self.clock_statistics}.")
+        self._session.release(self._user)
+
+    def __enter__(self) -> PlannedRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_clocks(planned_mhz: set[int], supported_mhz: Sequence[int], name: str) -> None:
+    unsupported = sorted(planned_mhz - set(supported_mhz))
+    if unsupported:
+        raise PlanMismatchError(
+            f"A plan uses clocks its GPU supports; {name} does not support {unsupported} MHz (it supports "
+            f"{len(supported_mhz)} clocks from {min(supported_mhz)} to {max(supported_mhz)} MHz). Profile and plan on "
+            f"the GPU model you train on."
+        )

@@ -1,0 +1,257 @@
+"""A profiling run on any training loop: what `EnergyProfilerCallback` does, without a Trainer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.core.files import check_can_write
+from lightning_pfo.core.ranges import check_between
+from lightning_pfo.core.wording import counted
+from lightning_pfo.device import Gpu, GpuConfig
+from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
+from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.meters.instructions import InstructionMeter
+from lightning_pfo.planner.profile.profile_csv import write_profile
+
+log = logging.getLogger(__name__)
+
+_MOST_REPETITIONS = 10
+
+
+@dataclass(frozen=True)
+class ScanSettings:
+    """Which clocks are measured, and for how long.
+
+    Attributes:
+        clock_step_mhz: Scan clocks at least this far apart, MHz; None: as `scan_step_mhz` of the GPU's
+            configuration says, else every supported clock.
+        min_clock_mhz: Do not go below this clock, MHz; None: `scan_min_mhz` of the GPU's configuration, else as far as
+            needed.
+        iterations_per_clock: Iterations measured at each clock, at least.
+        max_iterations_per_clock: At most so many; None: ten times `iterations_per_clock`.
+        target_error: Where the energy counter ticks, measure until two standard errors of each energy are below this
+            share of it: 0.02 is 2 %. Energies that stay above are flagged `energy_uncertain`.
+        warmup_iterations: Iterations before that, in which the clock settles.
+        patience: Rises of energy in a row after which an instruction is measured no more.
+
+    Raises:
+        ConfigurationError: If a number is out of range.
+    """
+
+    clock_step_mhz: int | None = None
+    min_clock_mhz: int | None = None
+    iterations_per_clock: int = 3
+    warmup_iterations: int = 1
+    patience: int = 5
+    max_iterations_per_clock: int | None = None
+    target_error: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("clock_step_mhz", self.clock_step_mhz, 1),
+            ("min_clock_mhz", self.min_clock_mhz, 1),
+            ("iterations_per_clock", self.iterations_per_clock, 1),
+            ("warmup_iterations", self.warmup_iterations, 0),
+            ("patience", self.patience, 1),
+            ("max_iterations_per_clock", self.max_iterations_per_clock, self.iterations_per_clock),
+        ):
+            if value is not None:
+                check_between(name, value, least)
+        if not 0 < self.target_error < math.inf:
+            raise ConfigurationError(
+                f"target_error is a share of the energy above 0, such as 0.02 for 2 %; got {self.target_error}."
+            )
+
+    @property
+    def max_iterations(self) -> int:
+        """Iterations measured at a clock at most."""
+        return self.max_iterations_per_clock or _MOST_REPETITIONS * self.iterations_per_clock
+
+
+def clocks_to_scan(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple[int, ...]:
+    """The clocks that a scan measures, the highest first, each at least a step below the one before.
+
+    Args:
+        settings: What the scan was asked for.
+        gpu: The GPU.
+        config: What its configuration says where `settings` say nothing.
+
+    Raises:
+        ConfigurationError: If none is left.
+    """
+    supported = gpu.supported_clocks_mhz()
+    lowest = settings.min_clock_mhz or config.scan_min_mhz or min(supported)
+    highest = config.scan_max_mhz or max(supported)
+    step = settings.clock_step_mhz or config.scan_step_mhz
+    chosen: list[int] = []
+    for clock in supported:
+        if lowest <= clock <= highest and (not chosen or chosen[-1] - clock >= step):
+            chosen.append(clock)
+    if not chosen:
+        raise ConfigurationError(
+            f"Clocks from {lowest} MHz (min_clock_mhz, or scan_min_mhz of the GPU) to {highest} MHz (its scan_max_mhz) "
+            f"are scanned, but {gpu.name} supports {min(supported)} to {max(supported)} MHz, so none is left. Use "
+            f"min_clock_mhz={min(supported)}, and leave scan_max_mhz out."
+        )
+    return tuple(chosen)
+
+
+class ProfilingRun:
+    """Scans clocks while a pipeline trains, and writes the profile; `close` it, or use it as a context manager.
+
+    Args:
+        source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
+        output: The CSV file to write; the first process replaces it, whole, after each clock.
+        settings: Which clocks are measured, and for how long.
+        gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
+        user: Who is named in messages; None is this object.
+        report: Told about progress.
+
+    Raises:
+        ConfigurationError: If no clock is left to scan, the file cannot be written, or something else sets this GPU's
+            clocks.
+        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+
+    Example::
+
+        with ProfilingRun(model.instruction_source, "profile.csv") as profiling:
+            while not profiling.done:
+                train_one_batch()
+    """
+
+    def __init__(
+        self,
+        source: InstructionSource,
+        output: str | os.PathLike[str],
+        *,
+        settings: ScanSettings | None = None,
+        gpu: GpuChoice = "auto",
+        num_gpus: int | None = None,
+        user: object = None,
+        report: Callable[[str], None] = log.info,
+    ) -> None:
+        settings = settings or ScanSettings()
+        self.output = Path(output)
+        self._source = source
+        self._report = report
+        self._user = self if user is None else user
+        num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self.is_open = True
+        self._meter = InstructionMeter(session.gpu, source)
+        try:
+            check_together(source, self._check_output)
+            session.own_clocks(self._user)
+            self._scan = self._make_scan(clocks_to_scan(settings, session.gpu, session.config), settings)
+        except BaseException:
+            session.release(self._user)
+            raise
+        source.add_listener(self._scan)
+        source.add_listener(self._meter)
+        per_clock = str(settings.warmup_iterations + settings.iterations_per_clock)
+        if not session.gpu.energy_is_continuous:
+            per_clock += f" to {settings.warmup_iterations + settings.max_iterations}"
+        report(
+            f"scanning up to {counted(self._scan.num_clocks, 'clock')} from {self._scan.clock_mhz} MHz down on "
+            f"{session.gpu.name}, {per_clock} iterations each."
+        )
+
+    def _make_scan(self, clocks_mhz: Sequence[int], settings: ScanSettings) -> FrequencyScan:
+        session = self._session
+        return FrequencyScan(
+            self._source,
+            session.clocks,
+            clocks_mhz,
+            self._meter,
+            iterations_per_clock=settings.iterations_per_clock,
+            max_iterations_per_clock=settings.max_iterations,
+            target_error=settings.target_error,
+            warmup_iterations=settings.warmup_iterations,
+            patience=settings.patience,
+            gpu_name=session.gpu.name,
+            on_clock_done=self._write,
+            is_ready=lambda: session.ready,
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether the scan is finished; the same on every rank."""
+        return self._scan.done
+
+    @property
+    def scan(self) -> FrequencyScan:
+        """The listener that scans."""
+        return self._scan
+
+    @property
+    def _writes(self) -> bool:
+        return (self._source.rank, *self._source.place) == (0, 0, 0)
+
+    def _check_output(self) -> None:
+        if self._writes:
+            check_can_write("output", self.output)
+
+    def _write(self, rows: list[ProfileRow]) -> None:
+        if self._writes:
+            by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
+            write_profile(self.output, _with_needed_columns(_fill_blocked_power(by_stage)))
+        latest = min(row.frequency for row in rows)
+        measured = [row for row in rows if row.frequency == latest]
+        mean_energy = math.fsum(row.energy for row in measured) / len(measured)
+        self._report(f"{latest} MHz measured: {counted(len(measured), 'instruction')}, mean {mean_energy:.3g} J.")
+
+    def close(self) -> None:
+        """Stop listening and restore the clocks; a second call does nothing."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        for listener in (self._meter, self._scan):
+            self._source.remove_listener(listener)
+        self._meter.close()
+        statistics = self._session.clocks.statistics()
+        if statistics.num_changes:
+            self._report(f"{self._session.gpu.name}: {statistics}.")
+        self._session.release(self._user)
+
+    def __enter__(self) -> ProfilingRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _with_needed_columns(rows: list[ProfileRow]) -> list[dict[str, Any]]:
+    """Leave out the ranks of replicas, or of tensor parallelism, where there is one."""
+    records = [asdict(row) for row in rows]
+    single = [column for column in ("dp_rank", "tp_rank") if not any(record[column] for record in records)]
+    return [{key: value for key, value in record.items() if key not in single} for record in records]
+
+
+def _fill_blocked_power(rows: list[ProfileRow]) -> list[ProfileRow]:
+    """Where a stage never waited, take the mean of the others at that clock; where nobody waits, 0 W."""
+    known: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if not math.isnan(row.p2p_blocking_power_w):
+            known[row.frequency].append(row.p2p_blocking_power_w)
+    means = {clock: math.fsum(powers) / len(powers) for clock, powers in known.items()}
+    overall = math.fsum(means.values()) / len(means) if means else 0.0  # in a pipeline of one stage nobody waits
+    return [
+        replace(row, p2p_blocking_power_w=means.get(row.frequency, overall))
+        if math.isnan(row.p2p_blocking_power_w)
+        else row
+        for row in rows
+    ]

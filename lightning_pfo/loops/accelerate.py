@@ -1,0 +1,305 @@
+"""Pipeline parallelism for an Accelerate loop, which stays as it is.
+
+::
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = prepare_pipeline(accelerator, model, optimizer, loader, cross_entropy)
+    scheduler = accelerator.prepare(scheduler)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = model(x, y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+Accelerate has no place for other kinds of parallelism: it takes every process for a replica with data of its own. Where
+that assumption shows (loaders, schedulers, clipping, gathering, checkpoints), methods of this one `Accelerator` are
+replaced by ones that know of the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, convert_to_fp32  # type: ignore[import-untyped]
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.strategy.parallel import random_state
+
+_STATE_FILE = "lightning_pfo.json"
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_PRECISIONS = ("no", "bf16", "fp16")
+
+
+class AcceleratedPipeline(PipelinedModel):
+    """A `PipelinedModel` that runs in the accelerator's mixed precision."""
+
+    def __init__(self, accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, scaler=accelerator.scaler, **kwargs)
+        self._autocast = accelerator.autocast
+        self._is_accelerate_prepared = True  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch through the pipeline; see `PipelinedModel.forward`."""
+        with self._autocast():
+            return super().forward(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on a batch without loss and gradients; outputs are float32, as Accelerate's are."""
+        with self._autocast():
+            return convert_to_fp32(super().predict(*args, **kwargs))
+
+
+def prepare_pipeline(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    dataloader: DataLoader[Any] | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    *,
+    num_microbatches: int | None = None,
+    partition: str = "uniform",
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    max_in_flight: int | None = None,
+    data_parallel_size: int = 1,
+    pipeline_module: str | None = None,
+) -> tuple[AcceleratedPipeline, Any, Any]:
+    """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
+
+    It takes the place of `accelerator.prepare(model, optimizer, dataloader)`. Prepare further loaders and schedulers
+    with `accelerator.prepare` afterwards: every rank then reads the same batches, and a scheduler makes one step per
+    optimizer step. In a single process without torchrun, everything runs in one stage.
+
+    Args:
+        accelerator: The accelerator; its methods are adapted to the pipeline.
+        model: A module whose call computes the loss, or the output for `loss_fn`; see `PipelinedModel`. Changed in
+            place.
+        optimizer: Its optimizer.
+        dataloader: A DataLoader of whole batches, not prepared yet.
+        loss_fn: `loss_fn(output, target)`; the call of the model then takes the target as its last argument.
+        num_microbatches: Microbatches per batch; None chooses up to four per rank.
+        partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
+        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.schedule.make_schedule`.
+        stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
+        data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
+            do, and gradients are averaged.
+        pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+
+    Returns:
+        The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
+
+    Raises:
+        ConfigurationError: If processes were not started as Accelerate needs it, model or loader were prepared before,
+            the accelerator uses fp8 or another kind of parallelism, or the model cannot be split as asked.
+    """
+    _check_processes(accelerator)
+    _refuse_unsupported(accelerator, model, dataloader)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    pipeline = AcceleratedPipeline(
+        accelerator,
+        model,
+        loss_fn,
+        num_microbatches=num_microbatches,
+        pipeline_module=pipeline_module,
+        partition=partition,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        max_in_flight=max_in_flight,
+        data_parallel_size=data_parallel_size,
+        device=accelerator.device,
+    )
+    accelerator.print(f"lightning_pfo: {pipeline.description}")
+    _adapt(accelerator, pipeline)
+    accelerator._models.append(pipeline)
+    prepared_optimizer = None
+    if optimizer is not None:
+        after = dict(model.named_parameters(remove_duplicate=False))
+        _follow_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
+        prepared_optimizer = accelerator.prepare_optimizer(optimizer)
+        _make_checkpoints_full(prepared_optimizer, pipeline)
+    prepared_loader = accelerator.prepare_data_loader(dataloader) if dataloader is not None else None
+    return pipeline, prepared_optimizer, prepared_loader
+
+
+def _check_processes(accelerator: Accelerator) -> None:
+    """Check that Accelerate sees all processes; in a single one, make a process group of one."""
+    if dist.is_initialized():
+        if dist.get_world_size() != accelerator.num_processes:
+            raise ConfigurationError(
+                f"torch.distributed has {dist.get_world_size()} processes, but this Accelerator counts "
+                f"{accelerator.num_processes}: without a GPU it must be told to use CPUs. Write Accelerator(cpu=True), "
+                f"or set ACCELERATE_USE_CPU=true."
+            )
+        return
+    # `accelerate launch` sets the first when it is asked for several processes, and leaves starting them to mpirun
+    if "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ConfigurationError(
+            "`accelerate launch --cpu --num_processes N` starts a single process unless it has an MPI host file, and "
+            "this one is alone. Start the processes with torchrun: `torchrun --nproc_per_node N script.py` with "
+            "Accelerator(cpu=True), or `accelerate launch --cpu --no_python torchrun --nproc_per_node N script.py`."
+        )
+    backend = "cpu:gloo,cuda:nccl" if accelerator.device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _refuse_unsupported(accelerator: Accelerator, model: nn.Module, dataloader: Any) -> None:
+    if accelerator.distributed_type not in _SUPPORTED:
+        raise ConfigurationError(
+            f"prepare_pipeline works with Accelerate's plain processes (MULTI_GPU, MULTI_CPU); this Accelerator uses "
+            f"{accelerator.distributed_type.value}. Launch without --use_fsdp, --use_deepspeed, --use_megatron_lm."
+        )
+    if accelerator.mixed_precision not in _PRECISIONS:
+        raise ConfigurationError(
+            f"prepare_pipeline runs with mixed_precision {', '.join(map(repr, _PRECISIONS))}; got "
+            f"{accelerator.mixed_precision!r}, which replaces layers in ways that were not tried on stages. Use "
+            f"Accelerator(mixed_precision='bf16')."
+        )
+    if isinstance(model, DistributedDataParallel) or model in accelerator._models:
+        raise ConfigurationError(
+            "prepare_pipeline takes the model itself, but this one went through accelerator.prepare, which makes every "
+            "process hold all of it. Leave the model out of accelerator.prepare."
+        )
+    if getattr(dataloader, "_is_accelerate_prepared", False) or dataloader in accelerator._dataloaders:
+        raise ConfigurationError(
+            "prepare_pipeline takes a plain DataLoader, but this one went through accelerator.prepare, which gives "
+            "every process other batches. Leave the loader out of accelerator.prepare, or prepare it afterwards."
+        )
+
+
+def _follow_parameters(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Let an optimizer that was made before the split hold the placeholders of layers that are elsewhere now."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in replaced.items():
+        if new is not old:
+            optimizer.state.pop(old, None)
+
+
+def _make_checkpoints_full(optimizer: Any, pipeline: PipelinedModel) -> None:
+    """Let `accelerator.save_state` and `load_state` deal in whole state dicts, as on a single process."""
+    inner = optimizer.optimizer
+    optimizer.state_dict = lambda: pipeline.full_optimizer_state(inner)
+    optimizer.load_state_dict = lambda state: pipeline.load_optimizer_state(inner, state)
+
+
+def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
+    """Replace the methods of an accelerator that take every process for a replica with data of its own."""
+    clip, get_state_dict, unwrap = accelerator.clip_grad_norm_, accelerator.get_state_dict, accelerator.unwrap_model
+    prepare_scheduler, save_state, load_state = (
+        accelerator.prepare_scheduler,
+        accelerator.save_state,
+        accelerator.load_state,
+    )
+    parameters = set(pipeline.parameters())
+
+    def clip_grad_norm_(to_clip: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
+        to_clip = list(to_clip)
+        if not parameters.intersection(to_clip):
+            return clip(to_clip, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
+        accelerator.unscale_gradients()
+        return pipeline.clip_grad_norm_(max_norm, to_clip)
+
+    def prepare_same_data_loader(loader: Any, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:
+        if getattr(loader, "_is_accelerate_prepared", False):
+            return loader
+        config = accelerator.dataloader_config
+        prepared = prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=pipeline.num_replicas,  # all ranks of a pipeline read the same batches
+            process_index=pipeline.replica,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=["torch"],  # shuffling draws from it: every epoch starts from rank 0's
+            dispatch_batches=False,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        prepared._is_accelerate_prepared = True
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def prepare_single_step_scheduler(scheduler: Any) -> Any:
+        prepared = prepare_scheduler(scheduler)
+        prepared.split_batches = True  # a batch does not grow with the number of processes
+        return prepared
+
+    def gather_over_replicas(data: Any, use_gather_object: bool = False) -> Any:
+        if pipeline.num_replicas == 1:
+            return data  # every rank has all of it
+        ends = accelerator.gradient_state.end_of_dataloader and accelerator.gradient_state.remainder > 0
+        size = accelerator.gradient_state.remainder if ends else None  # the last batches were filled up
+        if use_gather_object:
+            parts: list[Any] = [None] * pipeline.num_replicas
+            dist.all_gather_object(parts, data, group=pipeline.replica_group)
+            return [item for part in parts for item in part][:size]
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            tensors = [torch.empty_like(tensor) for _ in range(pipeline.num_replicas)]
+            dist.all_gather(tensors, tensor.contiguous(), group=pipeline.replica_group)
+            return torch.cat(tensors)[:size] if tensor.dim() else torch.stack(tensors)
+
+        return tree_map_only(torch.Tensor, gather, data)
+
+    def save_state_and_wait(*args: Any, **kwargs: Any) -> Any:
+        location = save_state(*args, **kwargs)
+        accelerator.wait_for_everyone()  # until rank 0 has written it
+        return location
+
+    def load_state_everywhere(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        # files of fewer processes say nothing about the others
+        message = [accelerator.step]
+        dist.broadcast_object_list(message, src=0)
+        accelerator.step = message[0]
+        random_state.synchronise()
+
+    def save_progress(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        if accelerator.is_main_process:
+            write_text_atomically(Path(folder) / _STATE_FILE, json.dumps({"iteration": pipeline.iteration}))
+
+    def load_progress(models: list[nn.Module], folder: str) -> None:
+        path = Path(folder) / _STATE_FILE
+        if path.exists():  # a checkpoint of a plain loop has none
+            pipeline.iteration = int(json.loads(path.read_text())["iteration"])
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.prepare_data_loader = prepare_same_data_loader
+    accelerator.prepare_scheduler = prepare_single_step_scheduler
+    accelerator.gather_for_metrics = gather_over_replicas
+    accelerator.get_state_dict = lambda model, unwrap=True: (
+        pipeline.full_state_dict() if model is pipeline else get_state_dict(model, unwrap)
+    )
+    accelerator.unwrap_model = lambda model, *args, **kwargs: (
+        pipeline.module if model is pipeline else unwrap(model, *args, **kwargs)
+    )
+    accelerator.save_state = save_state_and_wait
+    accelerator.load_state = load_state_everywhere
+    accelerator.register_save_state_pre_hook(save_progress)
+    accelerator.register_load_state_pre_hook(load_progress)
+    for scheduler in accelerator._schedulers:
+        scheduler.split_batches = True

@@ -1,0 +1,327 @@
+"""The pipeline for hand-written training loops: a module whose call runs one step of the whole pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.core.schedules.registry import check_schedule_name
+from lightning_pfo.core.schedules.validation import make_checked_schedule
+from lightning_pfo.strategy.build import build_pipeline
+from lightning_pfo.strategy.model.find import calls_its_layers
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
+from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
+from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
+from lightning_pfo.strategy.state import full as checkpoints
+from lightning_pfo.strategy.step.batch_check import check_same_batch
+from lightning_pfo.strategy.step.microbatches import (
+    batch_size_of,
+    default_num_microbatches,
+    evaluation_num_microbatches,
+)
+
+_CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
+_CHECK_EVERY = 50  # ... and then once in so many
+
+
+class LossOutput(dict[str, torch.Tensor]):
+    """What the call of a model that returns its loss in a dict gives: the loss alone, as an item and an attribute."""
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The loss."""
+        return self["loss"]
+
+
+class PipelinedModel(nn.Module):
+    """A model split into pipeline stages, one or more per process of torch.distributed.
+
+    In training its call runs all microbatches forward and backward through the pipeline and returns the batch's loss;
+    `backward` on that loss hands out the gradients, so a loop stays as it was. In evaluation (`eval()` or
+    `torch.no_grad()`) the call returns the loss only. Every rank passes the same batch and gets the same loss.
+
+    Parameters of other ranks' layers are placeholders on the meta device, which optimizers skip: make the optimizer
+    after this object.
+
+    Args:
+        module: A module whose call computes the loss (a one-element tensor, or a dict with it under `loss`), or the
+            output for `loss_fn`. It is a module that can be split (an `nn.Sequential`, a Hugging Face model), or calls
+            one exactly once; see `find_pipelined_module`. Changed in place.
+        loss_fn: `loss_fn(output, target)`; the call then takes the inputs of `module`, and the target last. A mean
+            over samples, since the loss of a batch is the mean of its microbatches' losses.
+        num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
+        pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+        partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
+        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
+        stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
+        max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
+        data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.
+        scaler: Scales the loss of fp16 autocast, as on one device: `scaler.scale(loss).backward()` (or `step`),
+            `scaler.step(optimizer)`, `scaler.update()`. Where one rank finds an overflow, all skip the step.
+        device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
+
+    Raises:
+        ConfigurationError: If there is no process group, or the model cannot be split as asked.
+
+    Example::
+
+        dist.init_process_group("gloo")
+        model = PipelinedModel(net, nn.functional.cross_entropy, num_microbatches=8)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for x, y in loader:
+            loss = model.step(x, y)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        num_microbatches: int | None = None,
+        pipeline_module: str | None = None,
+        partition: str = "uniform",
+        schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
+        max_in_flight: int | None = None,
+        data_parallel_size: int = 1,
+        scaler: GradScaler | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "A pipeline runs on the processes of torch.distributed, and there is no process group. Start the "
+                "script by `torchrun --nproc_per_node=4 script.py` and call "
+                "torch.distributed.init_process_group('gloo') (or 'nccl') first."
+            )
+        check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
+        check_schedule_name(schedule)
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        self.module = module
+        self.device = device if device is not None else _default_device()
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
+        self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
+        self._loss_fn = loss_fn
+        self._scaler = scaler
+        if scaler is not None:
+            skip_together(scaler)
+        self._num_microbatches = num_microbatches
+        self._make_schedule = partial(
+            make_checked_schedule,
+            schedule,
+            self._mesh.num_ranks,
+            stages_per_rank=stages_per_rank,
+            max_in_flight=max_in_flight,
+        )
+        self._num_checks = {True: 0, False: 0}
+        is_split_as_a_whole = pipeline_module is None and calls_its_layers(module)
+        self._pipeline = build_pipeline(
+            self if is_split_as_a_whole else module,
+            self._make_schedule,
+            self.device,
+            owner=self,
+            pipeline_module="module" if is_split_as_a_whole else pipeline_module,
+            partition=partition,
+            num_microbatches=num_microbatches,
+            local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+            group=self._mesh.pipeline_group,
+            replica_group=self._mesh.replica_group,
+            seed=random_state.synchronise(),
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of the pipeline; samplers are distributed over them, not over all processes."""
+        return self._mesh.num_replicas
+
+    @property
+    def replica(self) -> int:
+        """Which replica this process belongs to."""
+        return self._mesh.replica
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same stages in all replicas; None where there is one."""
+        return self._mesh.replica_group
+
+    @property
+    def instruction_source(self) -> InstructionSource:
+        """Where listeners subscribe to instruction events."""
+        return self._pipeline.engine
+
+    @property
+    def description(self) -> str:
+        """The stages, for people."""
+        return self._pipeline.description
+
+    @property
+    def iteration(self) -> int:
+        """Number of training iterations so far; random numbers of a step derive from it, so restore it to resume."""
+        return self._pipeline.engine.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self._pipeline.engine.iteration = iteration
+
+    # ---- steps ----
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch through the pipeline; a collective call, with the same batch on every rank.
+
+        Args:
+            *args: Arguments of the module, and with a `loss_fn` the target last. Every tensor has the batch size as
+                its first dimension (0-dimensional tensors go to every microbatch).
+            **kwargs: Further arguments of the module.
+
+        Returns:
+            The batch's loss, 0-dimensional, or a `LossOutput` if the module returns a dict. In training its `backward`
+            adds the gradients, averaged over replicas, to those that are there.
+
+        Raises:
+            BatchError: If the batch cannot be split, or ranks pass different batches.
+            ConfigurationError: On every rank, if the module returns no loss.
+        """
+        batch = (args, kwargs)
+        training = self.training and torch.is_grad_enabled()
+        self._check_batch(batch, training)
+        runner = self._pipeline.runner
+        if training:
+            output = runner.train(
+                self._loss,
+                self._training_microbatches(batch),
+                self._step_seed(0),
+                batch,
+                (),
+                loss_scale_of(self._scaler, self.device),
+                average_over=self._mesh.replica_group,
+            )
+        else:
+            microbatches = self._evaluation_microbatches(batch)
+            with torch.no_grad():
+                output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
+        return LossOutput(output) if isinstance(output, dict) else output
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward and backward, and add the gradients to those that are there.
+
+        Returns:
+            The batch's loss, detached; arguments and errors as for the call.
+        """
+        output = self(*args, **kwargs)
+        loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on a batch without loss and gradients; a collective call.
+
+        Args:
+            *args: Arguments of the module.
+            **kwargs: Further arguments of the module.
+
+        Returns:
+            What the module returns, the same on every rank of a replica: tensors of microbatches concatenated along
+            dimension 0.
+        """
+        batch = (args, kwargs)
+        with torch.no_grad():
+            merged = self._pipeline.runner.predict(
+                self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
+            )
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
+
+    def _step_seed(self, kind: int) -> tuple[int, ...]:
+        return (kind, self.replica, self.iteration)
+
+    def _loss(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        if self._loss_fn is None:
+            return self._output(batch)
+        (*inputs, target), kwargs = batch
+        return self._loss_fn(self.module(*inputs, **kwargs), target)
+
+    def _output(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = batch
+        return self.module(*args, **kwargs)
+
+    def _check_batch(self, batch: Any, training: bool) -> None:
+        index = self._num_checks[training]
+        self._num_checks[training] += 1
+        if index < _CHECKED_STEPS or index % _CHECK_EVERY == 0:
+            check_same_batch(batch, self._mesh.pipeline_group, self.device)
+
+    def _training_microbatches(self, batch: Any) -> int:
+        if self._num_microbatches is None:
+            self._num_microbatches = default_num_microbatches(
+                batch_size_of(batch), self._mesh.num_ranks, self._make_schedule
+            )
+        return self._num_microbatches
+
+    def _evaluation_microbatches(self, batch: Any) -> int:
+        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self._mesh.num_ranks)
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        clipped = list(self.parameters() if parameters is None else parameters)
+        return clip_by_global_norm(
+            clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=self._mesh.num_ranks
+        )
+
+    # ---- state ----
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state dict: its names, with placeholders for layers of other ranks."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
+        checkpoints.load_module_state(self.module, state_dict, strict=strict)
+        return _IncompatibleKeys([], [])
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
+        if self.replica > 0:
+            return {}
+        last_rank = self._pipeline.engine.last_rank
+        return checkpoints.gather_module_state(self.module, last_rank, self._mesh.pipeline_group)
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
+        if self.replica > 0:
+            return {}
+        return checkpoints.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a full optimizer state dict."""
+        checkpoints.load_optimizer_state(optimizer, state)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        # `to`, `cuda`, `bfloat16`: placeholders stay as they are
+        return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+
+
+def _default_device() -> torch.device:
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,105 @@
+"""What a plan can be told, for Python, the command line and Hydra alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import Quantity, is_number, items
+from lightning_pfo.core.wording import cut, did_you_mean, shortened
+
+NUM_PLANS = Quantity("a number of plans", "", 2, 10_000, is_whole=True)
+"""More plans than one can tell apart take memory and time without end."""
+
+
+@dataclass
+class PlanSettings:
+    """How to plan; the schedule and the profile apart.
+
+    A plain dataclass of plain types, as the command line and Hydra derive their schemas from it. `check` says whether
+    the values can be used.
+
+    Attributes:
+        num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
+        deadlines_s: Further iteration times in seconds. Beyond the least-energy plan's time, that plan is the best.
+        p2p_blocking_power_w: Power of a GPU in watts while it waits for a neighbour: one number, one for each clock in
+            MHz, a list with one of these per stage, or the path of a file that `lightning-pfo p2p-power` wrote; None
+            takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
+        regularise: Take out of the profile what only noise explains (see `profile.denoise`).
+        switch_latency_s: Time from a request until a clock changes. With it or the next two, plans change clocks less
+            often, and say how much energy that costs (see `limits`).
+        least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
+        change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies of the plans.
+    """
+
+    num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
+    deadlines_s: list[float] = field(
+        default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
+    )
+    p2p_blocking_power_w: Any = field(
+        default=None,
+        metadata={
+            "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
+            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
+        },
+    )
+    regularise: bool = field(
+        default=False, metadata={"help": "take out what only noise explains, instead of planning on the raw points"}
+    )
+    switch_latency_s: float = field(
+        default=0.0, metadata={"help": "time from a clock request until the clock changes, to plan with"}
+    )
+    least_dwell_s: float = field(default=0.0, metadata={"help": "time for which every clock is kept at least"})
+    change_cost_j: float = field(
+        default=0.0, metadata={"help": "joules that one clock change less is worth; not part of the energies"}
+    )
+
+    @property
+    def limits_changes(self) -> bool:
+        """Whether plans are to change clocks less often."""
+        return bool(self.switch_latency_s or self.least_dwell_s or self.change_cost_j)
+
+    def check(self) -> None:
+        """Check what can be checked before there is a profile.
+
+        Raises:
+            ConfigurationError: If a value is out of range.
+        """
+        if not NUM_PLANS.allows(self.num_plans):
+            raise ConfigurationError(
+                f"num_plans must be at least {NUM_PLANS.least} (fastest and least energy) and at most "
+                f"{NUM_PLANS.most:,}; got {shortened(self.num_plans)}."
+            )
+        limits = self.switch_latency_s, self.least_dwell_s, self.change_cost_j
+        if not all(is_number(limit) and 0 <= limit < math.inf for limit in limits):
+            raise ConfigurationError(
+                "switch_latency_s, least_dwell_s (seconds) and change_cost_j (joules) must be finite and at least 0; "
+                f"got {', '.join(map(shortened, limits[:2]))} and {shortened(limits[2])}. Changing a clock takes some "
+                "milliseconds, e.g. switch_latency_s=0.01."
+            )
+        deadlines_s = items("deadlines_s", self.deadlines_s)
+        if len(deadlines_s) > NUM_PLANS.most or not all(
+            is_number(time) and 0 < time < math.inf for time in deadlines_s
+        ):
+            raise ConfigurationError(
+                f"deadlines_s are at most {NUM_PLANS.most:,} iteration times in seconds, such as [2.84, 2.87]; got "
+                f"{shortened(deadlines_s)}."
+            )
+
+
+def changed(settings: PlanSettings, changes: Mapping[str, Any]) -> PlanSettings:
+    """The settings with some of them changed.
+
+    Raises:
+        ConfigurationError: If there is no such setting.
+    """
+    known = [entry.name for entry in fields(PlanSettings)]
+    for name in changes:
+        if name not in known:
+            raise ConfigurationError(
+                f"There is no setting {cut(name)!r} of a plan.{did_you_mean(name, known)} Known: {', '.join(known)}."
+            )
+    return replace(settings, **changes)

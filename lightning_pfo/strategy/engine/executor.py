@@ -1,0 +1,138 @@
+"""Running a schedule on one rank: its instructions, sends and receives, in the order of `p2p.p2p_program`.
+
+Posting a transfer never blocks. A rank waits at two places only: for the inputs of its next instruction, and at the end
+of the iteration for its last sends. What it has posted before follows one order that all ranks share, so the transfers
+of a program that `find_deadlock` has passed finish on every backend: gloo, where each goes its own way, and nccl, where
+all of a rank's transfers may share one queue.
+
+A receive gets its tensors when it is posted, and a send gives its tensors up when the peer is known to have them. So a
+rank holds those of the microbatches in flight, however many an iteration has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.engine.stage import Stage, Tensors
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A transfer that is under way.
+
+    Attributes:
+        number: Which of this rank's postings it belongs to.
+        peer: The other rank.
+        tensors: What is sent, or where it is received.
+        works: What to wait for.
+    """
+
+    number: int
+    peer: int
+    tensors: Tensors
+    works: Sequence[dist.Work]
+
+    def wait(self) -> Tensors:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+class Executor:
+    """Runs iterations of a schedule on one rank.
+
+    Args:
+        schedule: What every rank executes.
+        stages: The stages of this rank by index.
+        group: Process group of the pipeline; None is the world.
+    """
+
+    def __init__(
+        self, schedule: PipelineSchedule, stages: Mapping[int, Stage], group: dist.ProcessGroup | None
+    ) -> None:
+        rank = dist.get_rank(group)
+        self.stages = dict(stages)
+        self._group = group
+        self._steps: list[Instruction | list[Send | Receive]] = []
+        for step in p2p_program(schedule)[rank]:
+            if isinstance(step, Instruction):
+                self._steps.append(step)
+            elif self._steps and isinstance(self._steps[-1], list):
+                self._steps[-1].append(step)  # transfers that follow each other are posted together
+            else:
+                self._steps.append([step])
+        self._local_consumer = {
+            producer: consumer
+            for producer, consumer in schedule.handovers().items()
+            if schedule.rank_of(producer.stage) == schedule.rank_of(consumer.stage) == rank
+        }
+        self._ready: dict[Instruction, Tensors] = {}
+        self._arriving: dict[Instruction, _Posted] = {}
+        self._leaving: dict[int, deque[_Posted]] = defaultdict(deque)
+
+    def run(self) -> None:
+        """Run one iteration; a collective call of the pipeline's ranks."""
+        try:
+            for number, step in enumerate(self._steps):
+                if isinstance(step, Instruction):
+                    self._compute(step)
+                else:
+                    self._post(number, step)
+            for peer in self._leaving:
+                self._finish_sends(peer, len(self._steps))
+        finally:
+            self._ready.clear()
+            self._arriving.clear()
+            self._leaving.clear()
+            for stage in self.stages.values():
+                stage.forget()
+
+    def _compute(self, instruction: Instruction) -> None:
+        received = self._ready.pop(instruction, ())
+        if instruction in self._arriving:
+            posted = self._arriving.pop(instruction)
+            received = posted.wait()
+            # the peer has posted its ends of what this rank sent it before, so this does not block for long
+            self._finish_sends(posted.peer, posted.number)
+        produced = self.stages[instruction.stage].run(instruction, received)
+        # under the name of who needs it here, or of who made it if it leaves: its send follows
+        self._ready[self._local_consumer.get(instruction, instruction)] = produced
+
+    def _post(self, number: int, steps: Sequence[Send | Receive]) -> None:
+        operations: list[dist.P2POp] = []
+        transfers: list[tuple[Send | Receive, int, Tensors]] = []
+        for step in steps:
+            call: Any
+            if isinstance(step, Send):
+                call, peer = dist.isend, step.transfer.destination
+                tensors = self._ready.pop(step.transfer.producer)
+            else:
+                call, peer = dist.irecv, step.transfer.source
+                tensors = self.stages[step.transfer.consumer.stage].make_buffers(step.transfer.consumer)
+            transfers.append((step, peer, tensors))
+            operations += [dist.P2POp(call, tensor, group=self._group, group_peer=peer) for tensor in tensors]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        one_for_all = len(works) != len(operations)  # nccl's
+        position = 0
+        for step, peer, tensors in transfers:
+            own = works if one_for_all else works[position : position + len(tensors)]
+            position += len(tensors)
+            posted = _Posted(number, peer, tensors, own)
+            if isinstance(step, Send):
+                self._leaving[peer].append(posted)
+            else:
+                self._arriving[step.transfer.consumer] = posted
+
+    def _finish_sends(self, peer: int, number: int) -> None:
+        """Wait for sends to `peer` that were posted up to posting `number`, and let their tensors go."""
+        sends = self._leaving[peer]
+        while sends and sends[0].number <= number:
+            sends.popleft().wait()

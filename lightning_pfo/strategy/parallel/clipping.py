@@ -1,0 +1,65 @@
+"""Clipping gradients whose norm no process knows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.strategy.parallel.dtensor import local, num_shards
+
+
+def clip_by_global_norm(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    *,
+    shared: Sequence[nn.Parameter],
+    device: torch.device,
+    num_ranks: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Clip gradients by their norm over all stages, as on a single device.
+
+    A gradient, or a part of one, that several processes hold counts once: each adds its share.
+
+    Args:
+        parameters: Those of the optimizer on this rank; placeholders have no gradient and do not matter.
+        max_norm: Largest allowed 2-norm of all gradients together.
+        shared: Parameters that every rank of a pipeline holds with equal gradients.
+        device: Where the norm is reduced.
+        num_ranks: Number of ranks of a pipeline.
+        group: All processes: those of the pipeline, of its replicas, and of tensor parallelism. None is the world.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    is_shared = {id(parameter) for parameter in shared}
+    by_copies: dict[float, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            different = num_shards(parameter.grad) * (1 if id(parameter) in is_shared else num_ranks)
+            by_copies.setdefault(dist.get_world_size(group) / different, []).append(local(parameter.grad))
+    squared = torch.zeros((), device=device)
+    for copies, gradients in by_copies.items():
+        squared += torch.nn.utils.get_total_norm(gradients).to(device) ** 2 / copies
+    dist.all_reduce(squared, group=group)
+    norm = squared.sqrt()
+    for gradients in by_copies.values():
+        _scale_down(gradients, max_norm, norm)
+    return norm
+
+
+def _scale_down(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """As `torch.nn.utils.clip_grads_with_norm_` does, whose lists must not mix plain and divided tensors."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor)
+
+
+def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
+    """Limit every element of the gradients to `-max_value` .. `max_value`; each process does its part."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)

@@ -1,0 +1,188 @@
+"""The state of a split model and its optimizers: collected from the ranks that hold it, and given back to them.
+
+State dicts have the names, order and optimizer ids of a single device: placeholders keep the places of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.groups import global_rank
+
+Key = TypeVar("Key", bound=Hashable)
+Id = TypeVar("Id", int, str)
+
+
+def local_module_state(module: nn.Module) -> dict[str, Any]:
+    """The part of a module's state dict that this rank holds."""
+    return {key: value for key, value in module.state_dict().items() if not _is_placeholder(value)}
+
+
+def local_optimizer_state(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
+    """What an optimizer holds on this rank, by parameter id and name of the value."""
+    state = optimizer.state_dict()["state"]
+    return {(index, name): value for index, values in state.items() for name, value in values.items()}
+
+
+def gather_module_state(module: nn.Module, last_rank: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Collect the full state dict on the world's first rank (empty on other ranks); a collective call of all ranks.
+
+    Of what every rank has (what is outside the pipelined module), the copy of `last_rank` is kept: the rank of the last
+    stage alone runs whole steps, so only its buffers are up to date.
+    """
+    gathered = _gather(local_module_state(module), last_rank, group)
+    return {key: gathered[key] for key in module.state_dict() if key in gathered}
+
+
+def gather_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Collect the full optimizer state on the world's first rank (empty on others); a collective call of all ranks."""
+    gathered = _gather(local_optimizer_state(optimizer), 0, group)
+    if dist.get_rank() != 0:
+        return {}
+    return {"state": nest_optimizer_state(gathered), "param_groups": optimizer.state_dict()["param_groups"]}
+
+
+def nest_optimizer_state(values: Mapping[tuple[Id, str], Any]) -> dict[Id, dict[str, Any]]:
+    """Turn values by (parameter id, name) into the form of `Optimizer.state_dict()["state"]`."""
+    nested: dict[Id, dict[str, Any]] = {index: {} for index in sorted({index for index, _ in values})}
+    for (index, name), value in values.items():
+        nested[index][name] = value
+    return nested
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Load this rank's part of a full state dict.
+
+    Raises:
+        ConfigurationError: If `strict` and keys are missing or unexpected.
+    """
+    own = module.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    if strict and (missing or unexpected):
+        raise ConfigurationError(
+            f"The checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, unexpected "
+            f"{unexpected or 'nothing'}. Load a checkpoint of the same model, or pass strict=False."
+        )
+    local = {
+        key: _placed_like(value, own[key])
+        for key, value in state.items()
+        if key in own and not _is_placeholder(own[key])
+    }
+    module.load_state_dict(local, strict=False)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load this rank's part of a full optimizer state dict; parameters may have any ids there, such as names."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    ids = [parameter_id for group in state["param_groups"] for parameter_id in group["params"]]
+    local = {
+        parameter_id: {name: _for_optimizer(value, parameter) for name, value in state["state"][parameter_id].items()}
+        for parameter_id, parameter in zip(ids, parameters, strict=False)
+        if parameter_id in state["state"] and not parameter.is_meta
+    }
+    optimizer.load_state_dict({"state": local, "param_groups": state["param_groups"]})
+
+
+def _for_optimizer(value: Any, parameter: torch.Tensor) -> Any:
+    # a copy, because what was read may be backed by the checkpoint's file
+    return _placed_like(value, parameter).clone() if isinstance(value, torch.Tensor) else value
+
+
+def owned(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None = None) -> dict[Key, Any]:
+    """Of the values this rank holds, those it contributes to a checkpoint; each has one owner. A collective call.
+
+    Values that several ranks of `group` hold belong to `last_rank` if it is one of them, otherwise to the first.
+    """
+    return {key: local[key] for key in _owners(local, last_rank, group)[dist.get_rank(group)]}
+
+
+def _owners(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> list[dict[Key, Any]]:
+    """For each rank the keys it owns, with shape and dtype of tensors and other values as they are."""
+    described: list[dict[Key, Any]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(described, {key: _Layout.of(value) for key, value in local.items()}, group=group)
+    seen = set(described[last_rank])
+    for rank, part in enumerate(described):
+        if rank != last_rank:
+            described[rank] = {key: value for key, value in part.items() if key not in seen}
+            seen |= set(part)
+    return described
+
+
+def _gather(local: dict[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> dict[Key, Any]:
+    """Values of all ranks of `group` on the world's first rank, in CPU memory; sent one tensor at a time."""
+    local = {key: _whole(value) for key, value in local.items()}
+    if global_rank(group, 0) != 0:  # another replica holds the same
+        return {}
+    owners = _owners(local, last_rank, group)
+    device = _transport_device(group)
+    if dist.get_rank() != 0:
+        for key, layout in owners[dist.get_rank(group)].items():
+            if isinstance(layout, _Layout) and layout.num_bytes:
+                dist.send(_bytes_of(local[key].to(device)), dst=0, group=group)
+        return {}
+    gathered: dict[Key, Any] = {}
+    for rank, part in enumerate(owners):
+        for key, layout in part.items():
+            if rank == 0:
+                gathered[key] = local[key].cpu() if isinstance(local[key], torch.Tensor) else local[key]
+            elif isinstance(layout, _Layout):
+                buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+                if layout.num_bytes:
+                    dist.recv(buffer, src=global_rank(group, rank), group=group)
+                gathered[key] = buffer.cpu().view(layout.dtype).reshape(layout.shape)
+            else:
+                gathered[key] = layout
+    return gathered
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Stands for a tensor while ranks tell each other what they hold."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return _Layout(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _transport_device(group: dist.ProcessGroup | None) -> torch.device:
+    if "gloo" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _placed_like(value: Any, like: Any) -> Any:
+    """Shard `value` as `like` is sharded, if it is and their shapes are equal."""
+    if isinstance(like, DTensor) and not isinstance(value, DTensor) and value.shape == like.shape:
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta

@@ -1,0 +1,82 @@
+"""Moving gradients between the pipeline, which produces them inside a step, and Lightning, which expects them later.
+
+Lightning's closure runs `training_step`, then `zero_grad`, then `backward`. The pipeline has its gradients already when
+`training_step` returns; they are set aside and handed out when Lightning calls backward on the loss. So accumulation,
+loss division and the hooks around backward work as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.parallel.dtensor import local, placed_like
+
+Gradients = list[torch.Tensor | None]
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+    """Detach the gradients from the parameters and return them."""
+    gradients: Gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    """Attach gradients that `take_gradients` returned."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: torch.Tensor) -> None:
+    present = [local(gradient) for gradient in gradients if gradient is not None]
+    if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
+        torch._foreach_mul_(present, factor)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            local(parameter.grad).add_(local(gradient))
+
+
+class _LossWithGradients(torch.autograd.Function):
+    """Identity on the loss whose backward hands out gradients computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: torch.Tensor, loss: torch.Tensor, install: Callable[[torch.Tensor], None]) -> Any:
+        ctx.install = install
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None]:
+        ctx.install(grad_outputs[0])
+        return None, None, None
+
+
+def attach_gradients(
+    loss: torch.Tensor,
+    parameters: Sequence[nn.Parameter],
+    gradients: Gradients,
+    loss_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `loss` such that `backward` on it adds `gradients`, times its incoming gradient, to the parameters.
+
+    Args:
+        loss: 0-dimensional loss value.
+        parameters: Where the gradients belong.
+        gradients: One per parameter or None; consumed by the first backward.
+        loss_scale: What the loss was multiplied with when the gradients were computed.
+    """
+    handle = torch.zeros((), device=loss.device, requires_grad=True)
+
+    def install(factor: torch.Tensor) -> None:
+        _add_gradients(parameters, gradients, factor if loss_scale is None else factor / loss_scale)
+
+    attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]
+    return attached

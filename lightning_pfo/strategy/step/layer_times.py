@@ -1,0 +1,161 @@
+"""How long each layer takes: a training step of the whole model on one device, with time stamps between layers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.find import PipelinedModule
+from lightning_pfo.strategy.model.ownership import move_local_tensors
+from lightning_pfo.strategy.model.redirection import Redirection, redirected
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.step.metrics import metrics_of, without_synchronisation
+from lightning_pfo.strategy.step.runner import loss_of
+
+_REPEATS = 3
+
+
+class _Stamp(torch.autograd.Function):
+    """Identity that tells when its gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, on_backward: Callable[[], None]) -> torch.Tensor:
+        ctx.on_backward = on_backward
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.on_backward()
+        return gradients[0], None
+
+
+def measure_layer_times(
+    pipelined: PipelinedModule, step: Callable[[], torch.Tensor], device: torch.device, repeats: int = _REPEATS
+) -> list[float]:
+    """Measure forward and backward of each layer.
+
+    What runs between two layers counts for the one before; what runs before the first layer counts for that, and what
+    follows the last one, the loss too, for the last. So the times add up to that of the whole step.
+
+    Args:
+        pipelined: The module whose layers are timed.
+        step: Runs one microbatch forward, calling the module, and returns the loss. Its gradients are left in `.grad`.
+        device: Where it runs.
+        repeats: Number of steps measured, after one to warm up.
+
+    Returns:
+        Seconds for each layer, the median over steps.
+    """
+    runs = [_measure_once(pipelined, step, device) for _ in range(repeats + 1)]
+    return [median(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _measure_once(pipelined: PipelinedModule, step: Callable[[], torch.Tensor], device: torch.device) -> list[float]:
+    num_layers = len(pipelined.layers)
+    forward: dict[int, float] = {}
+    backward: dict[int, float] = {}
+
+    def note(stamps: dict[int, float], index: int) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        stamps[index] = time.perf_counter()
+
+    def call(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaves[position] = _Stamp.apply(leaf, partial(note, backward, index))  # type: ignore[no-untyped-call]
+                break
+        args, kwargs = tree_unflatten(leaves, structure)
+        if index > 0:
+            note(forward, index)
+        return layer(*args, **kwargs)
+
+    note(forward, 0)
+    with redirected([Redirection(site, partial(call, index)) for index, site in enumerate(pipelined.layers)]):
+        loss = step()
+    note(forward, num_layers)
+    note(backward, num_layers)
+    loss.backward()  # type: ignore[no-untyped-call]
+    note(backward, 0)
+    times_s = [0.0] * num_layers
+    for index in reversed(range(num_layers)):
+        backward.setdefault(index, backward[0])  # the layers before are frozen: backward ends with this one
+        times_s[index] = forward[index + 1] - forward[index] + backward[index] - backward[index + 1]
+    return times_s
+
+
+def measure_training_step(
+    owner: nn.Module, pipelined: PipelinedModule, step: Callable[[], Any], device: torch.device
+) -> list[float]:
+    """Measure the layers in a user's training step; nothing of the step remains, neither logs nor gradients nor state.
+
+    Args:
+        owner: The user's module, which logs.
+        pipelined: The module whose layers are timed.
+        step: The user's step on one microbatch.
+        device: Where to run it; the whole model has to fit there.
+
+    Raises:
+        ConfigurationError: If the model has no values yet.
+    """
+    if any(tensor.is_meta for tensor in (*owner.parameters(), *owner.buffers())):
+        raise ConfigurationError(
+            "partition='profile' runs the whole model on one device, but it was built on the meta device, for models "
+            "that are too large for that. Use partition='parameters' or 'type:REGEX'."
+        )
+    move_local_tensors(owner, device)
+    metrics = metrics_of(owner)
+    buffers = [(buffer, buffer.clone()) for buffer in owner.buffers()]
+    owner.__dict__["log"] = lambda *args, **kwargs: None
+    try:
+        with random_state.isolated(device), without_synchronisation(metrics):
+            return measure_layer_times(pipelined, lambda: loss_of(step()), device)
+    finally:
+        del owner.__dict__["log"]
+        for metric in metrics:
+            metric.reset()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter in owner.parameters():
+            parameter.grad = None
+
+
+def agree_on_layer_times(measure: Callable[[], list[float]] | None) -> list[float]:
+    """Measure on the first rank and tell all; a collective call of all processes.
+
+    Args:
+        measure: Returns the times; None where there is nothing to measure with.
+
+    Raises:
+        ConfigurationError: On every rank, if `measure` is None or fails.
+    """
+    if measure is None:
+        raise ConfigurationError(
+            "partition='profile' measures layers in a training step, so it needs Trainer.fit. Elsewhere use "
+            "partition='parameters', or measure with lightning_pfo.strategy.step.layer_times and use 'custom:...'."
+        )
+    message: list[Any] = [None, ""]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            message[0] = measure()
+        except Exception as error:
+            failure, message[1] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    if message[1]:
+        raise ConfigurationError(f"Measuring layers for partition='profile' failed on rank 0. {message[1]}")
+    times_s: list[float] = message[0]
+    return times_s

@@ -1,0 +1,233 @@
+"""One step of the user's module on the pipeline: split, capture, run, replay, share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.sequential import ModuleInputs
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
+from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
+from lightning_pfo.strategy.step.gradients import (
+    attach_gradients,
+    put_gradients,
+    take_gradients,
+)
+from lightning_pfo.strategy.step.metrics import metrics_of, set_batch_value, take_state_from
+from lightning_pfo.strategy.step.microbatches import batch_size_of, merge_outputs, split_batch
+from lightning_pfo.strategy.step.values import StepValues, ValueExchange
+
+Step = Callable[..., Any]
+"""A user's step: `step(batch, *rest)`."""
+
+
+class StepRunner:
+    """Runs `training_step` and its siblings on the pipeline.
+
+    Args:
+        engine: The pipeline engine of this rank.
+        owner: The user's module whose steps are run.
+        redirection: Patches the pipelined module of `owner`.
+        parameters: Parameters this rank holds.
+        shared: Parameters every rank holds.
+        everywhere: All parameters of the model, those of other ranks too; which of them are trained may change.
+        replica_group: Processes with the same stages in other replicas; None where there is one replica.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        owner: nn.Module,
+        redirection: StepRedirection,
+        parameters: list[nn.Parameter],
+        shared: list[nn.Parameter],
+        everywhere: list[nn.Parameter],
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._redirection = redirection
+        self._parameters = parameters
+        self._shared = shared
+        self._everywhere = everywhere
+        self._hosts = host_group(engine.group, engine.device)
+        self._exchanges: dict[str, ValueExchange] = {}
+        for metric in metrics_of(owner):
+            take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group)
+
+    def train(
+        self,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        loss_scale: torch.Tensor | None = None,
+        average_over: dist.ProcessGroup | None = None,
+        keep_gradients: bool = True,
+    ) -> Any:
+        """Run a training step with gradients.
+
+        Args:
+            step: The user's step.
+            num_microbatches: Number of microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            batch: What the step takes first.
+            rest: Its other arguments.
+            loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
+                is returned, logged and handed out does not have it.
+            average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
+            keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
+
+        Returns:
+            The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
+
+        Raises:
+            ConfigurationError: On every rank, if the step does not return a loss.
+        """
+        engine = self._engine
+        engine.set_num_microbatches(num_microbatches)
+        engine.iteration_begin()
+        earlier = take_gradients(self._parameters)
+        if not keep_gradients:
+            earlier = [None] * len(earlier)
+        try:
+            values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
+            engine.iteration_end()
+            sum_shared_gradients(self._shared, engine.group, self._hosts)
+            average_gradients(self._parameters, average_over)
+            gradients = take_gradients(self._parameters)
+        finally:
+            put_gradients(self._parameters, earlier)
+        self._log(values, batch_size_of(batch))
+        loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
+        return {"loss": loss} if values.structure[0] == "dict" else loss
+
+    def evaluate(
+        self, kind: str, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+    ) -> Any:
+        """Run a validation or test step; returns its scalar result, or None if it has none."""
+        values, _ = self._run(kind, step, num_microbatches, step_seed, batch, rest)
+        self._log(values, batch_size_of(batch))
+        result_kind = values.structure[0]
+        if result_kind is None:
+            return None
+        return {"loss": values.numbers[0]} if result_kind == "dict" else values.numbers[0]
+
+    def predict(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
+        """Run a predict step; every rank gets the merged outputs, on the CPU."""
+        engine = self._engine
+        values, results = self._run("predict", step, num_microbatches, step_seed, batch, rest)
+        self._log(values, batch_size_of(batch))
+        merged = None
+        if engine.is_last:
+            merged = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, merge_outputs(results))
+        return engine.all_gather(merged)[engine.last_rank]
+
+    def _run(
+        self,
+        kind: str,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        loss_scale: torch.Tensor | None = None,
+    ) -> tuple[StepValues, list[Any]]:
+        engine = self._engine
+        microbatches = split_batch(batch, num_microbatches)
+        recorder = LogRecorder(self._owner)
+        results: list[Any] = []
+        error: BaseException | None = None
+
+        def seeded_step(index: int) -> Any:
+            # first and last rank must draw the same numbers, e.g. for random masks made before the model
+            random_state.seed(engine.device, *step_seed, index, 0)
+            return step(microbatches[index], *rest)
+
+        def inputs(index: int) -> ModuleInputs:
+            return self._redirection.capture(partial(seeded_step, index))
+
+        def loss_function(output: Any, index: int) -> torch.Tensor:
+            nonlocal error
+            try:
+                result = self._redirection.replay(partial(seeded_step, index), output, recorder)
+                if kind != "train":
+                    results.append(result)
+                    return torch.zeros(())
+                loss = loss_of(result)
+                # nothing else is kept: what a step returns besides may be large
+                results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
+                loss = loss / num_microbatches
+                return loss if loss_scale is None else loss * loss_scale
+            except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
+                error = error or exception
+                return _zero_loss(output)
+
+        with random_state.isolated(engine.device):
+            signature = _signature(microbatches[0])
+            if kind == "train":  # what is trained decides which gradients stages send
+                signature = (signature, tuple(parameter.requires_grad for parameter in self._everywhere))
+            engine.run(num_microbatches, signature, step_seed, inputs, loss_function, train=kind == "train")
+        mine = None
+        if engine.is_last:
+            mine = StepValues(error=error) if error is not None else recorder.step_values(results)
+        if kind not in self._exchanges:
+            self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
+        return self._exchanges[kind].share(mine), results
+
+    def _log(self, values: StepValues, batch_size: int) -> None:
+        result_kind, logged = values.structure
+        numbers = values.numbers[0 if result_kind is None else 1 :]
+        for (name, metric_path, arguments), number in zip(logged, numbers, strict=True):
+            value: Any = number
+            if metric_path is not None:
+                value = self._owner.get_submodule(metric_path)
+                set_batch_value(value, number)
+            # all pipeline ranks log the same value, so there is nothing to synchronise between them
+            self._owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        ConfigurationError: If it returned none.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ConfigurationError(
+            "A pipelined training_step returns the loss as a one-element tensor that depends on the model's output, or "
+            f"a dict with it under 'loss'; got {_describe(result)}."
+        )
+    return loss.reshape(())
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
+    return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)
+
+
+def _zero_loss(output: Any) -> torch.Tensor:
+    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return sum((tensor.sum() * 0 for tensor in tensors), torch.zeros(()))
+
+
+def _signature(microbatch: Any) -> Any:
+    leaves, structure = tree_flatten(microbatch)
+    described = [
+        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        for leaf in leaves
+    ]
+    return (tuple(described), str(structure))

@@ -1,0 +1,150 @@
+"""What Lightning asks a strategy about checkpoints."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.state import full as whole
+from lightning_pfo.strategy.state import sharded as sharded_checkpoint
+from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.trainer.finetuning import restore_groups
+from lightning_pfo.strategy.trainer.processes import MeshStrategy
+from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
+
+_OWN_STATE = "pfo_pipeline"
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Writes a local checkpoint beside its place and renames it, so that a crash never costs the one before.
+
+    Lightning's own writes a file in the temporary directory and moves it, which copies it over the earlier checkpoint
+    where that is another file system. Remote paths (`s3://...`) are left to Lightning.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None or is_remote(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        save_file(checkpoint, Path(path))
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, location: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
+        if is_remote(path) or not Path(path).is_file():
+            return super().load_checkpoint(path, map_location, **options)
+        return load_file(Path(path), map_location, weights_only=weights_only)
+
+
+class CheckpointStrategy(MeshStrategy):
+    """Base of strategies that save a model whose parts lie on several ranks, as one file or as a folder of shards."""
+
+    _save_distributed_checkpoint = False
+    _seed = 0
+
+    @property
+    @abstractmethod
+    def _last_rank(self) -> int:
+        """The pipeline rank of the last stage, whose copy of what all ranks hold is saved."""
+
+    @abstractmethod
+    def _reseed(self, seed: int) -> None:
+        """Derive the random numbers inside microbatches from `seed` from now on."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = SafeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = SafeCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def gather_module_state(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """The whole state dict of a split module (the user's) on the first process, empty on others; collective."""
+        return whole.gather_module_state(module or self._module(), self._last_rank, self.mesh.pipeline_group)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._save_distributed_checkpoint:
+            return self.gather_module_state()
+        return sharded_checkpoint.module_shard(self._module(), self._last_rank, self.mesh.pipeline_group)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        sharded = self._save_distributed_checkpoint
+        collect = sharded_checkpoint.optimizer_shard if sharded else whole.gather_optimizer_state
+        return collect(getattr(optimizer, "_optimizer", optimizer), self.mesh.pipeline_group)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        filepath = self.broadcast(filepath)  # names may hold the time, which differs
+        checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
+        if not self._save_distributed_checkpoint:
+            gather_averages(self._module().trainer, checkpoint, self.gather_module_state)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif storage_options is not None:
+            raise ConfigurationError(
+                "Sharded checkpoints are written by torch.distributed.checkpoint, which takes no storage_options; got "
+                f"{storage_options!r}. Leave them out, or use save_distributed_checkpoint=False."
+            )
+        else:
+            sharded_checkpoint.save(checkpoint, Path(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is None:  # Lightning forgets to hand it on to strategies that load after setup
+            weights_only = getattr(self.launcher, "weights_only", None)
+        path = self.broadcast(checkpoint_path)
+        if sharded_checkpoint.is_sharded(Path(path)):
+            return sharded_checkpoint.load(Path(path), self._module(), self.optimizers, weights_only=weights_only)
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        return self.checkpoint_io.load_checkpoint(path, **options)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        whole.load_module_state(self._module(), checkpoint["state_dict"], strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        restore_groups(self._module().trainer)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            whole.load_optimizer_state(optimizer, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+        own_state = checkpoint.get(_OWN_STATE)
+        if own_state is not None:  # a single device's checkpoint has none
+            random_state.set_portable_state(own_state["random_state"])
+            self._reseed(own_state["seed"])
+
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module

@@ -1,0 +1,74 @@
+"""What a Trainer may ask for that a pipeline cannot do, refused before training with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.layers import check_compiler
+from lightning_pfo.strategy.trainer.precision import check_precision
+from lightning_pfo.strategy.trainer.weight_averaging import check_averages
+
+
+def check_configuration(
+    trainer: pl.Trainer,
+    device: torch.device,
+    *,
+    synchronises_batch_norm: bool,
+    divides_layers: bool,
+    compiles: bool,
+    shards_checkpoints: bool = False,
+) -> None:
+    """Check the Trainer's options.
+
+    Args:
+        trainer: The Trainer.
+        device: This rank's device.
+        synchronises_batch_norm: Whether `sync_batchnorm=True` was given.
+        divides_layers: Whether layers are divided over processes, by tensor parallelism or FSDP2.
+        compiles: Whether layers are compiled.
+        shards_checkpoints: Whether checkpoints are written in shards.
+
+    Raises:
+        ConfigurationError: If they cannot work on a pipeline.
+    """
+    module = trainer.lightning_module
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        raise ConfigurationError(
+            "pfo_pipeline runs training_step once per microbatch, which would repeat the optimizer steps of manual "
+            f"optimization; {type(module).__name__} sets automatic_optimization=False. Use automatic optimization."
+        )
+    if synchronises_batch_norm:
+        raise ConfigurationError(
+            "pfo_pipeline runs batch norm on microbatches, each replica with its own; got sync_batchnorm=True. Leave "
+            "it out, or use a norm that does not look at other samples, such as nn.GroupNorm or nn.LayerNorm."
+        )
+    check_precision(trainer.precision_plugin)
+    if compiles:
+        check_compiler(device)
+    check_averages(trainer, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
+    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "ModelPruning reads and replaces the weights of all layers, but a pipeline rank holds those of its own "
+            "stages. Prune the checkpoint on one device, or leave the callback out."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers can make their steps from the parameters of one rank.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
+                "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
+            )

@@ -1,0 +1,144 @@
+"""Starting the processes of a run: by running the script again, or by forking or spawning (notebooks)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.watch.rank_watch import RankDiedError
+
+_log = logging.getLogger(__name__)
+_LAUNCHER_PID = "PFO_LAUNCHER_PID"
+_INTERRUPTED = 128 + signal.SIGINT
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+"""As for Lightning's DDP: `popen` runs the script again; `fork` works in notebooks, as long as they used no CUDA."""
+
+
+def _weights_only_of(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
+    """What the user passed to `trainer.fit(weights_only=...)`; Lightning's older versions have no such argument."""
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    value: bool | None = arguments.get("weights_only")
+    return value
+
+
+def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run one of the Trainer's functions; tell the other ranks how it ends, and say which of them ended it."""
+    strategy: Any = trainer.strategy
+    try:
+        result = function(*args, **kwargs)
+    except BaseException as error:
+        if strategy.rank_watch is not None:
+            # what fails because another rank is gone fails a little before the news arrive
+            lost_connection = isinstance(error, RuntimeError) and not isinstance(error, PfoError)
+            death = strategy.rank_watch.death(wait_s=2.0 if lost_connection else 0.0)
+            strategy.rank_watch.failed(error)
+            if death is not None and isinstance(error, Exception) and not isinstance(error, PfoError):
+                raise RankDiedError(death) from error
+        raise
+    if strategy.rank_watch is not None:
+        strategy.rank_watch.done()
+    return result
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each further process, unless torchrun or SLURM started them all.
+
+    Until the processes are connected, they look after each other here; from then on `RankWatch` does.
+    """
+
+    weights_only: bool | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        strategy: Any = trainer.strategy
+        self.weights_only = _weights_only_of(function, args, kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check = self._check_children
+        started_by = os.environ.pop(_LAUNCHER_PID, None)
+        if started_by is not None:
+            check = partial(_check_launcher, int(started_by))
+        elif not self.cluster_environment.creates_processes_externally:
+            os.environ[_LAUNCHER_PID] = str(os.getpid())
+            self._call_children_scripts()
+            del os.environ[_LAUNCHER_PID]
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        with _checked_until_connected(strategy, check):
+            return _guarded(trainer, function, *args, **kwargs)
+
+    def _check_children(self) -> None:
+        for local_rank, process in enumerate(self.procs, start=1):
+            if process.poll() is not None:
+                self.kill(signal.SIGKILL)
+                if process.returncode == -signal.SIGINT:  # Ctrl-C, which this process hears only when it has connected
+                    _end("it was interrupted", _INTERRUPTED)
+                _end(f"the process of local rank {local_rank} ended with code {process.returncode} before it connected")
+
+
+def _check_launcher(pid: int) -> None:
+    if os.getppid() != pid:
+        _end("the process that started it has ended")
+
+
+@contextmanager
+def _checked_until_connected(strategy: Any, check: Callable[[], None]) -> Iterator[None]:
+    ended = threading.Event()
+
+    def look() -> None:
+        while strategy.rank_watch is None and not ended.wait(0.5):
+            check()
+
+    threading.Thread(target=look, name="pfo-launch-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _end(reason: str, status: int = 1) -> None:
+    _log.critical("This process is ended, because %s.", reason)
+    logging.shutdown()
+    os._exit(status)
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Forks or spawns the processes; the model of the calling process gets the trained weights of all stages."""
+
+    weights_only: bool | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self.weights_only = _weights_only_of(function, args, kwargs)
+        return super().launch(partial(_guarded, trainer, function), *args, trainer=trainer, **kwargs)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        fitted = trainer.state.fn == TrainerFn.FITTING
+        state = trainer.strategy.gather_module_state() if fitted else {}  # type: ignore[attr-defined]
+        with _state_dict_is(state, trainer.lightning_module):
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+@contextmanager
+def _state_dict_is(state: dict[str, Any], module: pl.LightningModule) -> Iterator[None]:
+    """Let `module.state_dict()` return `state`: its own has placeholders for the layers of other stages."""
+    module.__dict__["state_dict"] = lambda: state
+    try:
+        yield
+    finally:
+        del module.__dict__["state_dict"]

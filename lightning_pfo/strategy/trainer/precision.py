@@ -1,0 +1,68 @@
+"""Lightning's precision plugins on a pipeline: what they clip and check concerns all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
+from lightning_pfo.strategy.parallel.loss_scaling import skip_alone, skip_together
+
+_SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+
+
+def check_precision(plugin: Precision) -> None:
+    """Check that a precision plugin is one the pipeline was made for.
+
+    Raises:
+        ConfigurationError: If it is not.
+    """
+    if str(plugin.precision) not in _SUPPORTED:
+        raise ConfigurationError(
+            f"pfo_pipeline runs with precision {', '.join(map(repr, _SUPPORTED))}; got {plugin.precision!r}, which "
+            f"replaces layers in ways that were not tried on stages. Use precision='bf16-mixed'."
+        )
+
+
+def scaler_of(plugin: Precision) -> GradScaler | None:
+    """The loss scaler of a plugin, if it has one."""
+    return getattr(plugin, "scaler", None)
+
+
+def adapt_to_pipeline(plugin: Precision, shared: Sequence[nn.Parameter], device: torch.device, num_ranks: int) -> None:
+    """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
+
+    Args:
+        plugin: The Trainer's plugin; changed until `restore`.
+        shared: Parameters that every rank of a pipeline holds.
+        device: This rank's device.
+        num_ranks: Number of ranks of a pipeline.
+    """
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = list(plugin.main_params(optimizer))
+        clip_by_global_norm(parameters, clip_val, shared=shared, device=device, num_ranks=num_ranks)
+
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_by_value(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]
+    scaler = scaler_of(plugin)
+    if scaler is not None:
+        skip_together(scaler)
+
+
+def restore(plugin: Precision) -> None:
+    """Undo `adapt_to_pipeline`."""
+    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+        plugin.__dict__.pop(name, None)
+    scaler = scaler_of(plugin)
+    if scaler is not None:
+        skip_alone(scaler)

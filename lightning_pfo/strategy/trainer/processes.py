@@ -1,0 +1,194 @@
+"""The processes of a pipeline run in Lightning's terms: launching, connecting, arranging, talking to each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
+from typing_extensions import override
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.trainer.launchers import START_METHODS, ForkLauncher, ScriptLauncher
+from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
+
+_GRACE_S = 30.0
+
+
+class MeshStrategy(ParallelStrategy):
+    """Base of strategies whose processes form a mesh of data-parallel, pipeline and tensor-parallel ranks.
+
+    Args:
+        data_parallel_size: Number of replicas.
+        tensor_parallel_size: Number of processes that share the layers of a pipeline rank.
+        mesh_order: Which processes are neighbours; see `mesh_dimensions`.
+        start_method: One of `START_METHODS`.
+        process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
+        timeout: How long a rank waits for others in a collective.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Reads and writes checkpoint files.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ConfigurationError: If `mesh_order` or `start_method` is unknown.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int,
+        tensor_parallel_size: int,
+        mesh_order: str,
+        start_method: str,
+        process_group_backend: str | None,
+        timeout: timedelta,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        mesh_dimensions(mesh_order)
+        self._data_parallel_size = data_parallel_size
+        self._tensor_parallel_size = tensor_parallel_size
+        if start_method not in START_METHODS:
+            raise ConfigurationError(f"start_method is one of {', '.join(START_METHODS)}; got {start_method!r}.")
+        self._start_method: Any = start_method
+        self._mesh_order = mesh_order
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._num_nodes = 1
+        self.rank_watch: RankWatch | None = None
+        self._mesh: ProcessMesh | None = None
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes; set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of torch.distributed."""
+        return self._process_group_backend
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning must distribute the sampler: the ranks of a pipeline read the same batches."""
+        return self._data_parallel_size > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.replica}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Lightning would seed workers by process, and the ranks of a pipeline augment the same batch differently
+        _auto_add_worker_init_fn(dataloader, self.mesh.replica)
+        return super().process_dataloader(dataloader)
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """How processes are arranged.
+
+        Raises:
+            RuntimeError: Before the processes are connected.
+        """
+        if self._mesh is None:
+            raise RuntimeError("Accessing the mesh before setup_environment() is not possible; use it from setup on.")
+        return self._mesh
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            # also where it starts nothing: it limits the threads of each process to its share of the cores
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = ForkLauncher(self, self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        check_ranks()
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        check_mesh_sizes(self._data_parallel_size, self._tensor_parallel_size, self.world_size)
+        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        self._process_group_backend = backend
+        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        self.rank_watch = watch_ranks(
+            self.cluster_environment.main_address,
+            _abort_process_group,
+            one_node=self.num_nodes == 1,
+            grace_s=min(_GRACE_S, self._timeout.total_seconds()),
+        )
+        if self.rank_watch is not None:
+            self.rank_watch.begin()
+        self._mesh = make_mesh(
+            self.root_device.type, self._data_parallel_size, self._tensor_parallel_size, self._mesh_order
+        )
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if _distributed_is_initialized():
+            device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+            dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not _distributed_is_initialized():
+            return obj
+        message = [obj]
+        dist.broadcast_object_list(message, src)
+        return message[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas; the ranks of a pipeline hold the same metric values."""
+        if self._mesh is None or self._mesh.replica_group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self._mesh.replica_group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not _distributed_is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)

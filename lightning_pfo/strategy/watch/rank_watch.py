@@ -1,0 +1,314 @@
+"""Noticing that a rank has died, and telling the others which one.
+
+Every rank holds a connection to the first one, the hub. When a process ends, however it ends, the system closes its
+connections at once; when a whole node is lost, TCP's keepalive does within half a minute. The hub tells the others::
+
+    rank 1 --begin--> hub (rank 0)      a run (fit, validate, ...) begins and is done on every rank by itself
+    rank 2 --done---> hub
+    rank 2 closed     hub --dead 2--> rank 1, rank 3        if it was not done with a run that others are in
+
+A rank that is told breaks off its transfers, so that waiting for others ends with an error; if its run does not end (it
+waits elsewhere), the process is ended after a grace period. The same grace is given when a rank's run has raised and
+its process goes on, so that the others would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.watch.connection import CONNECT_TIMEOUT_S, Address, RankConnection, open_server
+
+_log = logging.getLogger(__name__)
+
+
+class RankDiedError(PfoError, RuntimeError):
+    """Another process of the run is gone, so the run cannot go on."""
+
+
+@dataclass
+class _Peer:
+    """What a rank knows of another one: the hub of all, the others of the hub."""
+
+    name: str
+    completed: int = 0
+    error: str = ""
+    gone: bool = False
+
+    def ending(self) -> str:
+        return f"{self.name} failed with {self.error}" if self.error else f"{self.name} died (its process has ended)"
+
+
+class RankWatch:
+    """Watches the other ranks of a run, from a thread of its own.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of processes.
+        break_off: Makes transfers that wait for others fail; called in the watching thread.
+        grace_s: How long a run may take to end after a rank has died, before this process is ended.
+    """
+
+    def __init__(self, rank: int, world_size: int, break_off: Callable[[], None], grace_s: float) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._break_off = break_off
+        self._grace_s = grace_s
+        self._run = 0
+        self._active = False
+        self._death: str | None = None
+        self._changed = threading.Condition()
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, RankConnection] = {}
+        self._server: socket.socket | None = None
+        self._token = ""
+        self._peers: dict[int, _Peer] = {}
+        self._started = 0
+        self._expected_to_end = 0
+        _watches.add(self)
+
+    # ---- connecting ----
+
+    def listen(self, host: str, *, local_only: bool) -> Address:
+        """Become the hub (rank 0); returns where the others connect."""
+        self._server = open_server(local_only=local_only)
+        self._token = secrets.token_hex(16)
+        self._peers = {rank: _Peer(f"rank {rank}") for rank in range(1, self._world_size)}
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._start_thread()
+        return Address("127.0.0.1" if local_only else host, self._server.getsockname()[1], self._token)
+
+    def connect(self, address: Address) -> None:
+        """Join the hub; without it this rank goes on unwatched, with a warning."""
+        try:
+            connected = socket.create_connection((address.host, address.port), timeout=CONNECT_TIMEOUT_S)
+        except OSError as error:
+            _log.warning(
+                "Rank %d cannot reach rank 0 at %s:%d (%s): if a process dies, others may notice only by the timeout.",
+                self._rank,
+                address.host,
+                address.port,
+                error,
+            )
+            return
+        connected.settimeout(None)
+        self._peers = {0: _Peer("rank 0")}
+        connection = self._add(connected, rank=0)
+        connection.send(token=address.token, rank=self._rank, host=socket.gethostname(), pid=os.getpid())
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._watch, name="pfo-rank-watch", daemon=True).start()
+
+    def _add(self, connected: socket.socket, rank: int | None) -> RankConnection:
+        connection = RankConnection(connected, rank)
+        self._selector.register(connected, selectors.EVENT_READ, connection)
+        if rank is not None:
+            self._connections[rank] = connection
+        return connection
+
+    def close_in_child(self) -> None:
+        """For forked children (data loaders): a copy of the connection would hide the end of this process."""
+        for connection in self._connections.values():
+            connection.socket.close()
+        if self._server is not None:
+            self._server.close()
+
+    # ---- runs of this rank ----
+
+    def begin(self) -> None:
+        """Say that a run begins.
+
+        Raises:
+            RankDiedError: If a rank is gone by now.
+        """
+        with self._changed:
+            self._run += 1
+            self._active = True
+            self._started = max(self._started, self._run)
+            self._tell(event="begin", run=self._run)
+            self._judge()
+            if self._death is not None:
+                raise RankDiedError(self._death)
+
+    def done(self) -> None:
+        """Say that the run has ended well."""
+        self._end(event="done", run=self._run)
+
+    def failed(self, error: BaseException) -> None:
+        """Say that the run has raised, so that the others do not wait for this rank."""
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no text
+        self._end(event="failed", run=self._run, error=text[:2000])
+
+    def _end(self, **message: Any) -> None:
+        with self._changed:
+            if self._active:
+                self._active = False
+                self._tell(**message)
+                self._changed.notify_all()
+
+    def _tell(self, **message: Any) -> None:
+        for connection in list(self._connections.values()):
+            connection.send(**message)
+
+    def death(self, wait_s: float = 0.0) -> str | None:
+        """Which rank has died in the present run, waiting a moment for the news; None if none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._death is not None, wait_s if self._connections else 0.0)
+            return self._death
+
+    # ---- the watching thread ----
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is None:
+                    assert self._server is not None
+                    self._add(self._server.accept()[0], rank=None)
+                else:
+                    self._read(key.data)
+
+    def _read(self, connection: RankConnection) -> None:
+        try:
+            messages = connection.receive()
+        except ValueError:  # not one of us
+            messages = None
+        with self._changed:
+            for message in messages or []:
+                if connection.rank is None:
+                    if message.get("token") != self._token:
+                        messages = None
+                        break
+                    connection.rank = message["rank"]
+                    self._connections[message["rank"]] = connection
+                    name = f"rank {message['rank']} (pid {message['pid']} on {message['host']})"
+                    self._peers[message["rank"]].name = name
+                else:
+                    self._take(connection.rank, message)
+            if messages is None:
+                self._selector.unregister(connection.socket)
+                connection.socket.close()
+                if connection.rank is not None:
+                    self._peers[connection.rank].gone = True
+                    self._judge()
+
+    def _take(self, rank: int, message: dict[str, Any]) -> None:
+        peer, event = self._peers[rank], message["event"]
+        if event == "begin":
+            self._started = max(self._started, message["run"])
+            peer.error = ""
+            self._judge()
+        elif event == "done":
+            peer.completed = message["run"]
+        elif event == "failed":
+            peer.error = message["error"]
+            self._expect_end(message["run"], peer.ending())
+            if self._rank == 0:
+                self._relay(rank, event="failed elsewhere", run=message["run"], text=peer.ending())
+        elif event == "failed elsewhere":
+            self._expect_end(message["run"], message["text"])
+        elif event == "dead":
+            self._declare(message["text"])
+
+    def _relay(self, source: int, **message: Any) -> None:
+        for rank, connection in list(self._connections.items()):
+            if rank != source:
+                connection.send(**message)
+
+    def _judge(self) -> None:
+        """Declare ranks dead that are gone although they are needed."""
+        for rank, peer in self._peers.items():
+            if peer.gone and peer.completed < self._started:
+                # where one has failed, others may end because of it
+                first = next((other for other in self._peers.values() if other.error), peer)
+                text = f"{first.ending()}. The run cannot go on without it."
+                if self._rank == 0:
+                    self._relay(rank, event="dead", text=text)
+                self._declare(text)
+
+    def _declare(self, text: str) -> None:
+        if self._death is None:
+            self._death = text
+            self._changed.notify_all()
+            if self._active:
+                _log.error("Rank %d: %s", self._rank, text)
+                self._expect_end(self._run, text)
+                try:
+                    self._break_off()
+                except Exception:  # the transfers may be gone already; the grace period ends what still waits
+                    _log.debug("Breaking off transfers failed.", exc_info=True)
+
+    def _expect_end(self, run: int, text: str) -> None:
+        """End this process if the run does not end by itself."""
+        if not self._active or self._run != run or self._expected_to_end == run:
+            return
+        self._expected_to_end = run
+
+        def wait() -> None:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._run != run or not self._active, self._grace_s):
+                    _log.critical("Rank %d is ended, because %s", self._rank, text)
+                    logging.shutdown()
+                    os._exit(1)
+
+        threading.Thread(target=wait, name="pfo-rank-watch-grace", daemon=True).start()
+
+
+def watch_ranks(host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float) -> RankWatch | None:
+    """Watch the processes of the present world, once for all runs in it; a collective call.
+
+    Args:
+        host: Name or address of the first rank's node.
+        break_off: See `RankWatch`.
+        one_node: Whether all processes are on one node.
+        grace_s: See `RankWatch`.
+
+    Returns:
+        The watch, or None if this is the only process.
+    """
+    global _present
+    world = dist.group.WORLD
+    if dist.get_world_size() == 1:
+        return None
+    if _present is None or _present[0] is not world:
+        watch = RankWatch(dist.get_rank(), dist.get_world_size(), break_off, grace_s)
+        message = [watch.listen(host, local_only=one_node) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(message)
+        if dist.get_rank() != 0:
+            watch.connect(cast(Address, message[0]))
+        _present = (world, watch)
+    return _present[1]
+
+
+def check_ranks() -> None:
+    """Refuse to go on in a world in which a rank has died.
+
+    Raises:
+        RankDiedError: If one has.
+    """
+    death = None if _present is None else _present[1].death()
+    if death is not None:
+        raise RankDiedError(death)
+
+
+_present: tuple[Any, RankWatch] | None = None
+_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for watch in list(_watches):
+        watch.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

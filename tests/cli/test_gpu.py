@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo import cli
+from lightning_pfo.device import gpu_config_from, load_gpu_config, open_gpu
+from lightning_pfo.device.config import GpuConfig
+from lightning_pfo.device.report import probe_permission, report_gpu, watch_counter
+from tests.device.fake_driver import FakeDriver, fake_driver
+
+__all__ = ["fake_driver"]
+
+
+def run(environment: dict[str, str], *settings: str) -> str:
+    command = [sys.executable, "-m", "lightning_pfo", "gpu", "watch_s=0.05", *settings]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_real_gpus_as_json(fake_driver: FakeDriver) -> None:
+    reports = json.loads(run(fake_driver.environment(num_gpus=2), "json=true"))
+    assert [report["uuid"] for report in reports] == ["GPU-00000000-fake", "GPU-11111111-fake"]
+    first = reports[0]
+    assert (first["name"], first["is_emulated"], first["index"]) == ("Fake GPU 0", False, 0)
+    assert (first["top_clock_mhz"], first["min_clock_mhz"], first["clock_step_mhz"]) == (1410, 210, 15)
+    assert first["num_clocks"] == 81
+    assert (first["scan_max_mhz"], first["scan_min_mhz"], first["scan_step_mhz"]) == (1410, 705, 30)
+    assert (first["may_set_clocks"], first["permission"]) == (True, "")
+    assert first["energy_source"] == "counter"
+
+
+def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
+    run(fake_driver.environment())
+    for gpu in (0, 1):
+        changes = [change.clock_mhz for change in fake_driver.changes() if change.gpu == gpu]
+        assert changes == [1410, None, *[1050, 1410] * 4, None]
+    assert fake_driver.leases() == []
+
+
+def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
+    (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true"))
+    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"] < 0.25
+    hidden = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json")  # no clock shows what was asked for
+    assert json.loads(hidden)[0]["clock_latency_s"] is None
+
+
+def test_without_the_probe_no_clock_is_touched(fake_driver: FakeDriver) -> None:
+    assert "unknown" in run(fake_driver.environment(), "probe=false")
+    assert fake_driver.changes() == []
+
+
+def test_no_permission_says_how_to_get_it(fake_driver: FakeDriver) -> None:
+    output = " ".join(run(fake_driver.environment("no_permission", num_gpus=1)).split())
+    assert "needs root or the capability CAP_SYS_ADMIN" in output
+    assert "set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip install 'lightning-pfo[zeus]'" in output
+    unsupported = " ".join(run(fake_driver.environment("not_supported", num_gpus=1)).split())
+    assert "GPU or driver cannot do it" in unsupported
+    assert "root" not in unsupported  # which would not help
+    assert fake_driver.changes() == []
+
+
+def test_a_gpu_that_fails_does_not_hide_the_others(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    environment = fake_driver.environment(num_gpus=3, failing_gpu=1)
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_pfo",
+        "gpu",
+        "watch_s=0.05",
+        "json=true",
+        f"write={tmp_path / 'x.yaml'}",
+    ]
+    done = subprocess.run(
+        [*command, "index=2"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "lightning-pfo: error: Reading the energy counter of Fake GPU 1 failed: NVML says 'GPU"
+    )
+    assert [report["index"] for report in json.loads(done.stdout)] == [0, 2]
+    assert "Fake GPU 2" in (tmp_path / "x.yaml").read_text()
+
+
+def test_no_counter_means_power_integration(fake_driver: FakeDriver) -> None:
+    (report,) = json.loads(run(fake_driver.environment("no_energy_counter", num_gpus=1), "json=true"))
+    assert (report["energy_source"], report["counter_tick_s"]) == ("power", None)
+
+
+def test_a_written_configuration_works(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    path = tmp_path / "new" / "fake_gpu.yaml"
+    assert "gpu=fake_gpu" in run(fake_driver.environment(), "--write", str(path), "--index=1").replace("\n", " ")
+    config = gpu_config_from(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    assert (config.kind, config.model) == ("nvml", "Fake GPU 1")
+    assert (config.scan_max_mhz, config.scan_min_mhz, config.scan_step_mhz) == (1410, 705, 30)
+
+
+def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from omegaconf import OmegaConf
+
+    path = tmp_path / "copy.yaml"
+    assert cli.main(["gpu", "gpu=emulated_a40", "json=true", "watch_s=0.02", f"write={path}"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)
+    assert report["name"] == "NVIDIA A40 (emulated)"
+    assert (report["uuid"], report["is_emulated"], report["may_set_clocks"]) == ("", True, True)
+    original, copy = load_gpu_config("emulated_a40"), gpu_config_from(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+    assert copy.power_limit_w == original.power_limit_w
+    assert copy.voltage_rise == original.voltage_rise
+    assert open_gpu(copy, 0).supported_clocks_mhz() == open_gpu(original, 0).supported_clocks_mhz()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("watch_s=0", "above 0"),
+        ("index=3", "from 0 to 0; got 3"),
+        ("write=copy.json", "end in .yaml; got 'copy.json'. Use write=copy.yaml"),
+        (
+            "write=/proc/nobody/x.yaml",
+            "a folder that you may write to; got '/proc/nobody/x.yaml' (/proc/",
+        ),
+    ],
+)
+def test_impossible_settings(setting: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["gpu", "gpu=emulated_a100", "watch_s=0.02", "probe=false", f"write={tmp_path / 'x.yaml'}", setting]
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tick_s", [0.02, 0.1])
+def test_the_counter_s_tick_is_found(tick_s: float) -> None:
+    source, found_s = watch_counter(open_gpu(GpuConfig(kind="emulated", counter_tick_s=tick_s), 0), 7 * tick_s)
+    assert source == "counter"
+    assert found_s == pytest.approx(tick_s, rel=0.4)
+
+
+def test_few_clocks_are_all_scanned() -> None:
+    gpu = open_gpu(GpuConfig(kind="emulated", top_clock_mhz=1400, min_clock_mhz=400, clock_step_mhz=50), 0)
+    report = report_gpu(gpu, 0, watch_s=0.01)
+    assert (report.scan_max_mhz, report.scan_min_mhz, report.scan_step_mhz) == (1400, 700, 50)
+
+
+def test_a_gpu_held_by_another_job_is_not_probed(fake_driver: FakeDriver) -> None:
+    script = """
+import os, sys, time
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.report import probe_permission
+gpu = open_gpu("nvml", 0)
+gpu.claim_clocks()
+print(probe_permission(open_gpu("nvml", 0)))
+gpu.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=fake_driver.environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("(None, ")
+    assert "held by process" in done.stdout
+    assert fake_driver.changes() == []
+
+
+def test_the_probe_of_an_emulated_gpu_puts_its_clock_back() -> None:
+    gpu = open_gpu(GpuConfig(kind="emulated", clock_latency_s=0), 0)
+    assert probe_permission(gpu) == (True, "")
+    assert gpu.graphics_clock_mhz() == gpu.supported_clocks_mhz()[0]

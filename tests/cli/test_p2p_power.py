@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo import cli
+from lightning_pfo.device.config import load_gpu_config
+from lightning_pfo.device.emulated.physics import GpuPhysics
+from lightning_pfo.experiment.p2p_power import clocks_to_measure
+from lightning_pfo.planner.profile.blocking_power import read_blocking_power
+from tests.device.fake_driver import FakeDriver, fake_driver
+
+__all__ = ["fake_driver"]
+
+
+def measure(environment: dict[str, str], *settings: str) -> tuple[str, list[dict[str, float]], str]:
+    command = [sys.executable, "-m", "lightning_pfo", "p2p-power", "json=true", "seconds=0.3", *settings]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    return report["gpu"], report["blocked"], done.stderr
+
+
+def test_an_emulated_gpu_draws_its_modelled_blocked_power(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    name, blocked, _ = measure(fake_driver.environment(), "gpu=emulated_a100", "num_clocks=2")
+    physics = GpuPhysics(load_gpu_config("emulated_a100"))
+    assert name == "NVIDIA A100-SXM4-80GB (emulated)"
+    assert [power["clock_mhz"] for power in blocked] == [1410, 705]
+    for power in blocked:
+        assert power["power_w"] == pytest.approx(physics.blocked_power_w(power["clock_mhz"]), rel=0.03)
+    (tmp_path / "power.json").write_text(json.dumps({"gpu": name, "blocked": blocked}))
+    for_the_planner = read_blocking_power(tmp_path / "power.json")
+    assert for_the_planner == {power["clock_mhz"]: power["power_w"] for power in blocked}
+
+
+def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver) -> None:
+    name, blocked, _ = measure(fake_driver.environment(), "gpu=nvml", "num_clocks=2")
+    assert name == "Fake GPU 0"
+    assert [power["power_w"] for power in blocked] == pytest.approx([300, 300], rel=0.03)
+    assert [change.clock_mhz for change in fake_driver.changes()] == [1410, 705, None]
+    assert fake_driver.leases() == []
+
+
+def test_without_permission_its_own_clock_is_measured(fake_driver: FakeDriver) -> None:
+    _, blocked, stderr = measure(fake_driver.environment("no_permission"), "gpu=nvml")
+    assert [power["clock_mhz"] for power in blocked] == [1410]
+    assert "CAP_SYS_ADMIN" in stderr
+
+
+def test_clocks_are_spread_from_the_top_to_half_of_it() -> None:
+    supported = tuple(range(1410, 209, -15))
+    assert clocks_to_measure(supported, 1) == [1410]
+    assert clocks_to_measure(supported, 2) == [1410, 705]
+    assert clocks_to_measure(supported, 3) == [1410, 1050, 705]
+    assert clocks_to_measure((1000, 900), 5) == [1000, 900]
+
+
+@pytest.mark.parametrize("setting", ["num_clocks=0", "seconds=0"])
+def test_impossible_settings(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["p2p-power", "gpu=emulated_a100", setting]) == 2
+    assert "num_clocks is at least 1 and seconds above 0" in capsys.readouterr().err

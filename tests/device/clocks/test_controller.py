@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from itertools import pairwise
+
+import pytest
+
+from lightning_pfo.core.errors import ClockPermissionError, DeviceError
+from lightning_pfo.device import ClockController, EmulatedGpu, load_gpu_config
+from tests.waiting import wait_until
+
+
+class RecordingGpu(EmulatedGpu):
+    """Records what is done to it; `gate` lets a test hold the worker inside a change."""
+
+    def __init__(self) -> None:
+        super().__init__(load_gpu_config("emulated_a100"))
+        self.calls: list[int | str] = []
+        self.threads: set[str] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.failure: Exception | None = None
+
+    def lock_graphics_clock(self, clock_mhz: int) -> None:
+        self.entered.set()
+        assert self.gate.wait(30)
+        self.threads.add(threading.current_thread().name)
+        if self.failure is not None:
+            raise self.failure
+        super().lock_graphics_clock(clock_mhz)
+        self.calls.append(clock_mhz)
+
+    def restore(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        super().restore()
+        self.calls.append("restore")
+
+
+@pytest.fixture
+def gpu() -> RecordingGpu:
+    return RecordingGpu()
+
+
+def test_applies_requests_and_restores(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        for clock_mhz in (1410, 1200, 1305):
+            clocks.request(clock_mhz)
+            assert clocks.wait(30)
+    assert gpu.calls == [1410, 1200, 1305, "restore"]
+    assert clocks.num_changes == 3
+    assert clocks.error is None
+
+
+def test_latest_wins_and_the_caller_never_waits(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        gpu.gate.clear()
+        clocks.request(1410)
+        assert gpu.entered.wait(30)
+        for clock_mhz in gpu.supported_clocks_mhz()[1:]:
+            clocks.request(clock_mhz)  # would block for ever if it waited for the gate
+        assert not clocks.wait(0.01)
+        gpu.gate.set()
+        assert clocks.wait(30)
+    assert gpu.calls == [1410, 210, "restore"]
+    assert clocks.num_changes == 2
+
+
+def test_repeated_values_are_free(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        for clock_mhz in (1410, 1410, 1200, 1200, 1200, 1410):
+            clocks.request(clock_mhz)
+            assert clocks.wait(30)
+    assert gpu.calls == [1410, 1200, 1410, "restore"]
+
+
+def test_repeated_values_do_not_even_wake_the_worker(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        gpu.gate.clear()
+        clocks.request(1410)
+        assert gpu.entered.wait(30)
+        for _ in range(5):
+            clocks.request(1200)
+        assert clocks._wake_ups.qsize() == 1
+        gpu.gate.set()
+
+
+def test_a_value_that_returns_while_the_worker_is_busy_is_not_set_again(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        gpu.gate.clear()
+        clocks.request(1410)
+        assert gpu.entered.wait(30)
+        clocks.request(1200)
+        clocks.request(1410)
+        gpu.gate.set()
+        assert clocks.wait(30)
+    assert gpu.calls == [1410, "restore"]
+
+
+def test_only_the_worker_touches_clocks(gpu: RecordingGpu) -> None:
+    with ClockController(gpu) as clocks:
+        clocks.request(1200)
+    assert gpu.threads == {"pfo-clock-controller"}
+
+
+def test_without_a_request_nothing_is_touched_or_started(gpu: RecordingGpu) -> None:
+    before = threading.active_count()
+    with ClockController(gpu) as clocks:
+        assert clocks.wait(0)
+        assert threading.active_count() == before
+    assert gpu.calls == []
+
+
+def test_requests_after_close_are_ignored(gpu: RecordingGpu) -> None:
+    clocks = ClockController(gpu)
+    clocks.request(1410)
+    assert clocks.wait(30)
+    clocks.close()
+    clocks.close()
+    clocks.request(1200)
+    assert not clocks.wait(0)
+    assert gpu.calls == [1410, "restore"]
+
+
+def test_close_while_a_change_is_under_way_restores_after_it(gpu: RecordingGpu) -> None:
+    clocks = ClockController(gpu)
+    gpu.gate.clear()
+    clocks.request(1200)
+    assert gpu.entered.wait(30)
+    clocks.request(1000)
+    closing = threading.Thread(target=clocks.close)
+    closing.start()
+    wait_until(lambda: clocks._is_closed)
+    gpu.gate.set()
+    closing.join(30)
+    assert gpu.calls == [1200, "restore"]
+
+
+def test_restores_on_an_exception(gpu: RecordingGpu) -> None:
+    def train() -> None:
+        with ClockController(gpu) as clocks:
+            clocks.request(1200)
+            assert clocks.wait(30)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert gpu.calls == [1200, "restore"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "level", "message"),
+    [
+        (ClockPermissionError("You may not."), "WARNING", "Training goes on without clock control"),
+        (DeviceError("Lost."), "WARNING", "training goes on. Lost."),
+        (TypeError("Oops."), "ERROR", "because of a bug"),
+    ],
+)
+def test_first_failure_is_kept_logged_once_and_makes_the_controller_inert(
+    gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, failure: Exception, level: str, message: str
+) -> None:
+    with caplog.at_level(logging.WARNING), ClockController(gpu) as clocks:
+        clocks.request(1410)
+        assert clocks.wait(30)
+        gpu.failure = failure
+        clocks.request(1200)
+        assert not clocks.wait(30)
+        gpu.failure = ValueError("a later one")
+        clocks.request(1000)
+        assert not clocks.wait(30)
+        assert clocks.error is failure
+        wait_until(lambda: gpu.calls == [1410, "restore"])  # better no lock than a stale one
+    assert [record.levelname for record in caplog.records] == [level]
+    assert message in caplog.text
+    assert gpu.calls == [1410, "restore"]
+
+
+def test_a_hung_driver_does_not_hang_the_end(
+    gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_pfo.device.clocks.controller._CLOSE_TIMEOUT_S", 0.02)
+    clocks = ClockController(gpu)
+    gpu.gate.clear()
+    clocks.request(1200)
+    assert gpu.entered.wait(30)
+    clocks.close()
+    assert "--reset-gpu-clocks" in caplog.text
+    gpu.gate.set()  # when it answers after all, its clocks are restored
+    wait_until(lambda: gpu.calls == [1200, "restore"])
+
+
+def test_guarded_on_the_main_thread_signals_restore_what_another_thread_asked_for(gpu: RecordingGpu) -> None:
+    caught: list[int] = []
+    replaced = signal.signal(signal.SIGTERM, lambda signum, _: caught.append(signum))
+    try:
+        clocks = ClockController(gpu)
+        clocks.guard()
+        asking = threading.Thread(target=clocks.request, args=(1200,))  # as the follower of a CUDA device does
+        asking.start()
+        asking.join()
+        assert clocks.wait(30)
+        signal.raise_signal(signal.SIGTERM)
+        assert gpu.calls[-1] == "restore"
+        assert caught == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, replaced)
+
+
+def test_many_threads_many_requests_end_consistently(gpu: RecordingGpu) -> None:
+    supported = gpu.supported_clocks_mhz()
+    clocks = ClockController(gpu)
+    clocks.request(supported[0])
+
+    def hammer(offset: int) -> None:
+        for i in range(500):
+            clocks.request(supported[(i * 7 + offset) % len(supported)])
+
+    threads = [threading.Thread(target=hammer, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clocks.wait(30)
+    assert gpu.calls[-1] == clocks._target.clock_mhz
+    clocks.close()
+    assert gpu.calls[-1] == "restore"
+    assert clocks.num_changes == len(gpu.calls) - 1
+    assert all(a != b for a, b in pairwise(gpu.calls))

@@ -1,0 +1,116 @@
+"""Killed with SIGKILL, nothing can be restored from within: leases and the watchdog do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
+from tests.device.processes import children_of, run, start
+from tests.waiting import wait_until
+
+__all__ = ["fake_driver"]
+
+NUM_KILLS = int(os.environ.get("LIGHTNING_PFO_TEST_KILLS", "48"))
+
+
+def test_nothing_stays_locked_after_kills_at_random_moments(fake_driver: FakeDriver) -> None:
+    environment = fake_driver.environment(num_gpus=8)
+    command = [sys.executable, "-m", "tests.device.killed_processes", str(NUM_KILLS), "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    changes = fake_driver.changes()
+    assert len({change.pid for change in changes if change.clock_mhz is not None}) > NUM_KILLS // 4
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+    print(done.stdout)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_the_watchdog_restores_and_says_so(signum: signal.Signals, fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    lease = json.loads(fake_driver.leases()[0].read_text())
+    assert lease["version"] == 1
+    assert lease["holder"]["pid"] == process.pid
+    assert lease["gpu_uuid"] == "GPU-00000000-fake"
+    assert lease["found"] == {"graphics_clock_mhz": 1410, "memory_clock_mhz": 1593, "power_limit_mw": 400000}
+    assert lease["changed"] == ["graphics_clock"]
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=60)  # until the watchdog ends: it holds stderr
+    assert f"process {process.pid} left clocks changed; restored those of Fake GPU 0" in stderr
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+    (reset,) = [change for change in fake_driver.changes() if change.clock_mhz is None]
+    assert reset.pid != process.pid
+
+
+def test_a_forked_child_does_not_keep_the_watchdog_waiting(fake_driver: FakeDriver) -> None:
+    script = """
+import os, signal, time
+from lightning_pfo.device import open_gpu
+gpu = open_gpu("nvml", 0)
+gpu.lock_graphics_clock(1200)
+if os.fork() == 0:
+    os.close(1), os.close(2)
+    gpu.close()  # not the child's to restore
+    time.sleep(30)
+    os._exit(0)
+time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    started_s = time.monotonic()
+    done = run(fake_driver.environment(), script)
+    assert done.returncode == -signal.SIGKILL
+    assert "restored those of" in done.stderr
+    assert time.monotonic() - started_s < 25
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_modules_in_the_job_s_folder_do_not_keep_the_watchdog_from_starting(
+    fake_driver: FakeDriver, tmp_path: Path
+) -> None:
+    (tmp_path / "select.py").write_text("raise ImportError('not the one you want')\n")
+    script = tmp_path / "elsewhere" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import os, signal\nfrom lightning_pfo.device import open_gpu\n"
+        "open_gpu('nvml', 0).lock_graphics_clock(1200)\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=fake_driver.environment() | {"PYTHONPATH": str(PROJECT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "restored those of Fake GPU 0" in done.stderr
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_ctrl_c_and_term_to_everybody_leave_the_watchdog_alone(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    (watchdog,) = children_of(process.pid)
+    wait_until(lambda: Path(f"/proc/{watchdog}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+    time.sleep(0.3)  # until it ignores signals
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(watchdog, signum)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert fake_driver.locked_gpus() == {}
+
+
+def test_the_watchdog_imports_nothing_heavy() -> None:
+    heavy = {"torch", "lightning", "omegaconf", "numpy", "pandas", "hydra", "pynvml"}
+    script = f"import sys, lightning_pfo.device.safety.watchdog; print(sorted({heavy} & set(sys.modules)))"
+    done = run(dict(os.environ) | {"PYTHONPATH": str(PROJECT)}, script)
+    assert done.stdout == "[]\n", done.stderr

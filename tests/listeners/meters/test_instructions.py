@@ -1,0 +1,94 @@
+import math
+import random
+import time
+
+import pytest
+
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.events import InstructionListener
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.listeners.meters import instructions
+from lightning_pfo.listeners.meters.instructions import InstructionMeter, mean_and_stderr
+from tests.listeners.fakes import FakeSource
+
+
+def test_computing_and_waiting_are_told_apart(world):
+    meter = InstructionMeter(world.gpu, world.source)
+
+    class Waits(InstructionListener):
+        def on_instruction_begin(self, event):
+            world.spend(0.5, 80)
+
+    world.source.add_listener(Waits())
+    world.source.add_listener(meter)
+    world.source.run_iteration(lambda inst: world.spend(0.1 if inst.type.value == "F" else 0.2, 300))
+    forward = meter.instructions[0, InstructionType.FORWARD]
+    backward = meter.instructions[0, InstructionType.BACKWARD]
+    assert forward.times_s == pytest.approx([0.1, 0.1])
+    assert forward.energies_j == pytest.approx([30, 30])
+    assert backward.times_s == pytest.approx([0.2, 0.2])
+    assert meter.blocked_power_w() == pytest.approx(80)
+    meter.reset()
+    assert not meter.instructions
+    assert math.isnan(meter.blocked_power_w())
+    meter.close()
+
+
+def test_mean_and_standard_error():
+    assert mean_and_stderr([2.0]) == (2.0, 0.0)
+    assert mean_and_stderr([1.0, 3.0]) == (2.0, 1.0)
+    assert mean_and_stderr([5.0] * 4 + [900.0] + [5.0] * 4 + [-900.0]) == (5.0, 0.0)
+
+
+@pytest.fixture
+def ticking_meter():
+    """An emulated GPU whose counter ticks every 20 ms while instructions take 4 to 8 ms, in real time."""
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.02, clock_latency_s=0, throttle_clock_mhz=1200))
+    meter = InstructionMeter(gpu, FakeSource(num_microbatches=8))
+    yield meter
+    meter.close()
+
+
+def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
+    gpu, source = ticking_meter._gpu, ticking_meter._source
+    chance = random.Random(1)
+
+    class Waits(InstructionListener):
+        def on_instruction_begin(self, event):
+            gpu.set_waiting("blocked")
+            time.sleep(chance.uniform(0, 0.008))
+
+        def on_instruction_end(self, event):
+            gpu.set_waiting("idle")
+
+    def compute(instruction):
+        gpu.begin_work()
+        gpu.finish_work(0.004 if instruction.type is InstructionType.FORWARD else 0.008, 0.0)
+
+    source.add_listener(Waits())
+    source.add_listener(ticking_meter)
+    for _ in range(8):
+        source.run_iteration(compute)
+    measured = ticking_meter.measured()
+    power_w = gpu.physics.computing_power_w(1200)
+    for kind in (InstructionType.FORWARD, InstructionType.BACKWARD):
+        result = measured[0, kind]
+        assert result.samples == 64
+        assert result.energy_j / result.time_s == pytest.approx(power_w, rel=0.1)
+        assert result.limits == {"thermal"}
+        assert result.clock_mhz <= 1200
+    assert ticking_meter.blocked_power_w() < 0.6 * power_w
+    assert 0 < ticking_meter.energy_error() < 0.3
+
+
+def test_too_few_ticks_are_an_error_that_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(instructions, "_TICK_TIMEOUT_S", 0.05)
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=30.0))
+    meter = InstructionMeter(gpu, FakeSource())
+    meter._source.add_listener(meter)
+    meter._source.run_iteration(lambda inst: time.sleep(0.002))
+    with pytest.raises(DeviceError, match=r"had 0 in .* too few for 2 of 2 kinds .* more iterations_per_clock"):
+        meter.measured()
+    assert meter.energy_error() == math.inf
+    meter.close()

@@ -1,0 +1,46 @@
+import time
+
+import pytest
+
+from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
+from lightning_pfo.listeners.meters.iterations import IterationMeter
+from tests.listeners.fakes import FakeSource
+
+
+def test_iterations_are_measured_once_ready(world):
+    ready = iter([False, True])
+    meter = IterationMeter(world.gpu, world.source, DeviceFollower(no_mark), is_ready=lambda: next(ready))
+    world.source.add_listener(meter)
+    world.source.run_iteration(lambda inst: world.spend(1, 100))
+    assert meter.take() is None
+    world.source.run_iteration(lambda inst: world.spend(1, 100))
+    measured = meter.take()
+    assert (measured.iteration, measured.time_s, measured.energy_j) == (1, 4.0, 400.0)
+    assert meter.take() is None
+
+
+def meter_of_60_w(tick_s):
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", idle_power_w=60, counter_tick_s=tick_s))
+    source = FakeSource()
+    meter = IterationMeter(gpu, source, DeviceFollower(no_mark), is_ready=lambda: True)
+    source.add_listener(meter)
+    return meter, source
+
+
+def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_them():
+    meter, source = meter_of_60_w(tick_s=0.05)
+    for _ in range(14):
+        source.run_iteration(lambda instruction: time.sleep(0.02))
+        time.sleep(0.01)
+    meter.close()
+    times_s = [end_s - begin_s for begin_s, end_s in list(meter._intervals_s)[-12:]]
+    assert meter.mean_energy_j(12) == pytest.approx(60 * sum(times_s) / 12, rel=0.05)
+
+
+def test_single_iterations_are_exact_where_the_counter_does_not_tick():
+    meter, source = meter_of_60_w(tick_s=0)
+    source.run_iteration(lambda instruction: time.sleep(0.002))
+    meter.close()
+    assert meter.mean_energy_j(1) is None
+    assert meter.take().energy_j == pytest.approx(60 * (meter._intervals_s[0][1] - meter._intervals_s[0][0]), rel=0.05)

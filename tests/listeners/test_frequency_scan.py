@@ -1,0 +1,138 @@
+import math
+
+import pytest
+
+from lightning_pfo.listeners.frequency_scan import EnergyValley, FrequencyScan
+from lightning_pfo.listeners.meters.instructions import InstructionMeter
+from tests.listeners.fakes import FakeClocks, FakeGpu, FakeSource
+
+
+@pytest.mark.parametrize(
+    ("energies", "patience", "passed_after"),
+    [
+        ([9, 8, 7, 8, 9, 10, 11, 12], 5, 8),
+        ([9, 8, 9, 10, 11, 12, 11, 12, 13, 14, 15, 16], 5, 12),
+        ([1, 2, 3], 1, 2),
+        ([5, 5, 5, 5, 5, 5, 5], 2, None),
+    ],
+)
+def test_a_valley_is_passed_after_rises_in_a_row(energies, patience, passed_after):
+    valley = EnergyValley(patience)
+    passed = []
+    for count, energy in enumerate(energies, start=1):
+        valley.add(energy)
+        if valley.passed:
+            passed.append(count)
+    assert (passed[0] if passed else None) == passed_after
+
+
+def scan_until_done(
+    energy_of,
+    clocks_mhz,
+    num_iterations=200,
+    patience=2,
+    iterations_per_clock=2,
+    is_ready=lambda: True,
+    energy_error=lambda: 0.0,
+):
+    source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu()
+    meter = InstructionMeter(gpu, source)
+    meter.energy_error = energy_error
+    written = []
+    scan = FrequencyScan(
+        source,
+        clocks,
+        clocks_mhz,
+        meter,
+        iterations_per_clock=iterations_per_clock,
+        max_iterations_per_clock=10,
+        target_error=0.02,
+        warmup_iterations=1,
+        patience=patience,
+        gpu_name="A100 (emulated)",
+        on_clock_done=lambda rows: written.append(list(rows)),
+        is_ready=is_ready,
+    )
+    source.add_listener(scan)
+    source.add_listener(meter)
+
+    def compute(instruction):
+        gpu.energy_mj += energy_of(
+            instruction.type.value, clocks.requests[-1] if clocks.requests else 0, source.iteration
+        )
+
+    while not scan.done and source.iteration < num_iterations:
+        source.run_iteration(compute)
+    meter.close()
+    return source, clocks, scan, written
+
+
+def test_each_instruction_stops_after_its_own_valley():
+    forward = {50: 9000, 40: 8000, 30: 9000, 20: 9500, 10: 9900}
+    backward = {50: 9000, 40: 8000, 30: 7000, 20: 8000, 10: 9000}
+    clocks_mhz = (50, 40, 30, 20, 10, 5)
+    source, clocks, scan, written = scan_until_done(
+        lambda kind, mhz, _: (forward if kind == "F" else backward)[mhz], clocks_mhz
+    )
+    assert scan.done
+    assert clocks.requests == [50, 40, 30, 20, 10]
+    assert source.iteration == 5 * 3
+    rows = [(row.instruction, row.frequency, row.energy, row.samples) for row in written[-1]]
+    assert rows == [
+        *(("forward", 50, 9.0, 4), ("backward", 50, 9.0, 4), ("forward", 40, 8.0, 4), ("backward", 40, 8.0, 4)),
+        *(("forward", 30, 9.0, 4), ("backward", 30, 7.0, 4), ("forward", 20, 9.5, 4), ("backward", 20, 8.0, 4)),
+        ("backward", 10, 9.0, 4),
+    ]
+    assert [len(rows) for rows in written] == [2, 4, 6, 8, 9]
+
+
+def test_the_scan_ends_with_the_last_clock():
+    _, clocks, scan, written = scan_until_done(lambda kind, mhz, _: mhz * 1000, (30, 20, 10))
+    assert scan.done
+    assert clocks.requests == [30, 20, 10]
+    assert len(written[-1]) == 6
+    assert scan.clock_mhz == 30
+
+
+def test_the_warm_up_is_not_measured():
+    def energy_of(kind, mhz, iteration):
+        return 1_000_000 if iteration % 3 == 0 else 1000
+
+    _, _, _, written = scan_until_done(energy_of, (30, 20))
+    assert all(row.energy == 1.0 and row.energy_stderr == 0 for row in written[-1])
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    _, _, _, written = scan_until_done(lambda kind, mhz, iteration: 1000 if iteration % 3 == 1 else 3000, (30,))
+    assert written[-1][0].energy == 2.0
+    assert written[-1][0].energy_stderr == pytest.approx(math.sqrt(4 / 3) / 2)  # of 1, 1, 3, 3
+
+
+def test_scanning_waits_until_measurements_mean_something():
+    ready = iter([False, False])
+    source, clocks, scan, _ = scan_until_done(lambda *_: 1, (30,), is_ready=lambda: next(ready, True))
+    assert source.iteration == 2 + 3
+    assert scan.done
+    assert clocks.requests == [30]
+
+
+def test_uncertain_energies_are_measured_for_longer():
+    errors = iter([0.2, 0.02 * math.sqrt(1.4), 0.02, 0.01, math.inf, 0.9, 0.8])
+    source, _, scan, written = scan_until_done(lambda *_: 1, (30, 20, 10), energy_error=lambda: next(errors))
+    assert scan.done
+    assert next(errors, None) is None
+    # twice as long at most at once, then as much as the standard error says, and never longer than allowed
+    assert [row.samples / 2 for row in written[-1][::2]] == [6, 2, 10]
+    assert source.iteration == 3 + 6 + 2 + 10
+
+
+def test_flags_say_what_to_doubt():
+    from lightning_pfo.listeners.frequency_scan import _flags
+    from lightning_pfo.listeners.meters.instructions import Measured
+
+    def measured(clock_mhz, stderr_j, limits=frozenset()):
+        return Measured(0.02, 0.0, 5.0, stderr_j, 50, clock_mhz, limits)
+
+    assert _flags(measured(1400.0, 0.05), 1410, 0.02) == ""
+    assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410, 0.02) == "clock_not_reached power_cap"
+    assert _flags(measured(math.nan, 0.051), 1410, 0.02) == "energy_uncertain"

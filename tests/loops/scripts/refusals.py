@@ -1,0 +1,85 @@
+"""What cannot work is refused with a reason; every rank writes FOLDER/rank_N.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from net import Net, make_loaders
+from torch import nn
+
+from lightning_pfo.accelerate import prepare_pipeline
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.loops.plain import PipelinedModel
+from tests.ranks import run_ranks
+
+results = {}
+loss_fn = nn.functional.cross_entropy
+
+
+def attempt(name, case):
+    try:
+        case()
+    except PfoError as error:
+        results[name] = [type(error).__name__, str(error)]
+
+
+def other_batches():
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers", num_microbatches=2)
+    model(torch.full((4, 6), float(dist.get_rank())), torch.zeros(4, dtype=torch.long))
+
+
+def other_norm():
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers")
+    accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
+
+
+def odd_batch():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4)
+    model.step(torch.zeros(6, 6), torch.zeros(6, dtype=torch.long))
+
+
+def prepared_model():
+    accelerator = Accelerator(cpu=True)
+    prepare_pipeline(accelerator, accelerator.prepare(Net()), loss_fn=loss_fn)
+
+
+def prepared_loader():
+    accelerator = Accelerator(cpu=True)
+    prepare_pipeline(accelerator, Net(), None, accelerator.prepare(make_loaders()[0]), loss_fn)
+
+
+def no_loss():
+    PipelinedModel(Net(), pipeline_module="layers", num_microbatches=4).step(torch.zeros(8, 6))
+
+
+def fp8_layers():
+    accelerator = Accelerator(cpu=True)
+    accelerator.state._mixed_precision = "fp8"  # Accelerate itself refuses it without a GPU
+    prepare_pipeline(accelerator, Net(), loss_fn=loss_fn)
+
+
+def without_cpu():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
+
+
+CASES = (other_batches, other_norm, odd_batch, prepared_model, prepared_loader, no_loss, fp8_layers)
+
+
+def main():
+    for case in CASES:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        attempt(case.__name__, case)
+    if not torch.cuda.is_available():
+        attempt("without_cpu", without_cpu)
+    Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+run_ranks(main, 2)

@@ -1,0 +1,81 @@
+"""The ways to start processes, what is refused, and the examples."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import ROOT, run_script
+from tests.loops.launching import run_with_accelerate, run_with_torchrun, torchrun
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def test_one_process_is_a_pipeline_of_one_stage():
+    output = run_script(SCRIPTS / "alone.py", fresh=True).stdout
+    assert "on 1 processes" in output
+    assert "imported: set()" in output
+
+
+def test_accelerate_launch_on_cpus_starts_one_process_and_we_say_so():
+    result = run_with_accelerate("--cpu", "--num_processes", 2, SCRIPTS / "alone.py", expect_success=False)
+    assert result.returncode != 0
+    assert "ConfigurationError: `accelerate launch --cpu --num_processes N` starts a single process" in result.stdout
+    assert "accelerate launch --cpu --no_python torchrun --nproc_per_node N script.py" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    run_script(SCRIPTS / "refusals.py", folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("other_batches", "BatchError", r"ranks \[1\] received another one than rank 0"),
+        ("odd_batch", "BatchError", r"6 samples cannot be divided .* Use num_microbatches=3"),
+        ("other_norm", "ConfigurationError", r"2-norm; got norm_type=1"),
+        ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
+        ("prepared_loader", "ConfigurationError", r"Leave the loader out of accelerator\.prepare"),
+        ("no_loss", "ConfigurationError", r"returns the loss as a one-element tensor .* shape \(2, 3\)"),
+        ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
+        pytest.param(
+            "without_cpu",
+            "ConfigurationError",
+            r"2 processes, but this Accelerator counts 1.* Write Accelerator\(cpu=True\)",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate finds the GPUs by itself"),
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message):
+    for rank in refusals:
+        assert rank[case][0] in (kind, "StepFailedError")  # the latter quotes what another rank raised
+        assert re.search(message, rank[case][1])
+
+
+def test_the_accelerate_example_profiles_plans_and_trains(tmp_path):
+    # the way that accelerate launch works on CPUs, as our message says
+    command = ("--cpu", "--num_processes", 1, "--no_python", sys.executable, "-m", *torchrun(2))
+    output = run_with_accelerate(*command, SCRIPTS / "run_example.py", tmp_path).stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert re.search(r"under the plan: .* J per iteration on NVIDIA .* \(emulated\)", output)
+    assert output.count("imported: set()") == 2
+    assert len(report["losses"]) == 2 * 16
+    assert report["energy_j"] > 0
+    assert report["time_s"] > 8 * 0.003
+    assert {"profile.csv", "plans", "checkpoint"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_plain_torch_example_learns_and_saves_the_whole_model(tmp_path):
+    script = ROOT / "examples" / "plain_torch" / "train.py"
+    output = run_with_torchrun(script, "--output", tmp_path / "weights.pt", "--schedule", "interleaved_1f1b").stdout
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))
+    assert last < first
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert len(weights) == 2 * 10
+    assert not any(tensor.is_meta for tensor in weights.values())

@@ -1,0 +1,71 @@
+"""Data, tensor and pipeline parallelism at once, and FSDP2 within a stage, train like one device."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+pytestmark = pytest.mark.timeout(600)
+SCRIPT = Path(__file__).parents[1] / "scripts" / "three_dimensions.py"
+RANKS = range(8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three_dimensions")
+    run_script(SCRIPT, folder, timeout_s=550)
+    return folder
+
+
+def read(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["tensor", "sharded", "sharded_zero_bubble"])
+def test_losses_and_weights_are_those_of_one_device(folder, name):
+    """Clipping by global norm, accumulation, two parameter groups, parameters outside the layers."""
+    single = read(folder, "single")
+    ranks = [read(folder, f"{name}_{rank}") for rank in RANKS]
+    losses = {seen["place"][0]: seen["loss"] for seen in ranks}
+    means = [sum(of_replicas) / 2 for of_replicas in zip(losses[0], losses[1], strict=True)]
+    assert means == pytest.approx(single["loss"], abs=2e-5)
+    assert losses[0] != losses[1]
+    held = {}
+    for seen in ranks:
+        assert seen["loss"] == losses[seen["place"][0]]
+        assert seen["val"][: len(single["val"])] == pytest.approx(single["val"], abs=2e-5)
+        assert seen["validated"] == pytest.approx(single["val"][-1], abs=2e-5)
+        for key, weights in seen["weights"].items():
+            assert held.setdefault(key, weights) == weights, key  # the same, to the last bit, wherever it is held
+    assert set(held) == set(single["weights"])
+    for key, weights in single["weights"].items():
+        for mine, theirs in zip(held[key], weights, strict=True):
+            assert mine == pytest.approx(theirs, abs=2e-5), key
+
+
+def test_processes_are_where_the_mesh_order_says(folder):
+    def places(name):
+        return [tuple(read(folder, f"{name}_{rank}")["place"]) for rank in RANKS]
+
+    # replica, stage, part of a layer
+    assert places("tensor") == [(d, p, t) for d in (0, 1) for p in (0, 1) for t in (0, 1)]
+    assert places("sharded") == [(d, p, t) for d in (0, 1) for t in (0, 1) for p in (0, 1)]
+    assert read(folder, "tensor_0")["dimensions"] == ["data_parallel", "pipeline_parallel", "tensor_parallel"]
+    assert read(folder, "sharded_0")["dimensions"] == ["data_parallel", "tensor_parallel", "pipeline_parallel"]
+
+
+def test_what_is_divided_is_held_in_parts(folder):
+    whole = {"norm.weight": 8, "up.weight": 128, "down.bias": 8}
+    num_parts = {
+        "tensor": {"norm.weight": 1, "up.weight": 2, "down.bias": 1},
+        "sharded": {"norm.weight": 2, "up.weight": 4, "down.bias": 2},
+        "sharded_zero_bubble": {"norm.weight": 2, "up.weight": 2, "down.bias": 2},
+    }
+    for name, parts in num_parts.items():
+        seen = read(folder, f"{name}_0")
+        for key, number in parts.items():
+            assert seen["num_held"][f"model.0.{key}"] == whole[key] / number
+        assert seen["num_held"]["stem.weight"] == 48  # outside the layers: on every rank
+        assert seen["num_states"] == sum(seen["num_held"].values())

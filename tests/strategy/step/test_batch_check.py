@@ -1,0 +1,29 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_pfo.strategy.step.batch_check import checksum
+
+
+def test_other_order_values_and_shapes_have_other_checksums():
+    x = torch.arange(12.0).reshape(4, 3)
+    batch = [x, {"y": torch.tensor([1, 0, 1, 0])}]
+    others = [
+        [x.flip(0), batch[1]],
+        [x, {"y": torch.tensor([0, 1, 0, 1])}],
+        [x[:2], {"y": torch.tensor([1, 0])}],
+        [x.reshape(6, 2), batch[1]],
+        [x + 1e-6, batch[1]],
+    ]
+    assert len({checksum(b) for b in [batch, *others]}) == 6
+    assert checksum([x.clone(), {"y": batch[1]["y"].clone()}]) == checksum(batch)
+
+
+@given(st.permutations(range(16)))
+def test_permuted_samples_are_noticed(order):
+    x = torch.arange(16.0) ** 2
+    assert (checksum(x[list(order)]) == checksum(x)) == (list(order) == sorted(order))
+
+
+def test_not_a_number_does_not_hide_differences():
+    assert checksum(torch.tensor([float("nan"), 1.0])) != checksum(torch.tensor([float("nan"), 2.0]))

@@ -1,0 +1,19 @@
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.step.gradients import attach_gradients, put_gradients, take_gradients
+
+
+def test_gradients_are_handed_out_by_backward_times_its_factor():
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    a.grad = torch.ones(2)
+    earlier = take_gradients([a, b])
+    assert a.grad is None
+    gradients = [torch.tensor([2.0, 4.0]), None]
+    put_gradients([a, b], earlier)
+    loss = attach_gradients(torch.tensor(3.0), [a, b], gradients)
+    assert float(loss) == 3.0
+    assert torch.equal(a.grad, torch.ones(2))
+    (loss / 2).backward()
+    assert torch.equal(a.grad, torch.tensor([2.0, 3.0]))
+    assert b.grad is None

@@ -1,0 +1,164 @@
+"""Real Trainer runs in real processes, compared with one device."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+DEVICES = 3
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("equality")
+    run_script(SCRIPTS / "equality.py", folder)
+    return {devices: json.loads((folder / f"{devices}.json").read_text()) for devices in (1, 4)}
+
+
+def test_the_pipeline_trains_like_one_device(runs):
+    """Two epochs: clipping, accumulation, shuffling, two parameter groups, LR schedule, layers outside the model."""
+    single, pipeline = runs[1], runs[4]
+    assert len(single["train"]) == 12
+    for key in ("train", "val", "lr", "best"):
+        assert pipeline[key] == pytest.approx(single[key], abs=2e-5), key
+    assert pipeline["step"] == single["step"]
+    assert single["train"][-1] < single["train"][0]
+
+
+def test_metrics_predictions_and_tests_are_those_of_one_device(runs):
+    single, pipeline = runs[1], runs[4]
+    for name in ("train_f1_step", "train_f1"):  # of the last batch: F1 is not the mean over microbatches
+        assert 0 < pipeline["metrics"].pop(name, 0.5) <= 1
+        single["metrics"].pop(name, None)
+    assert pipeline["metrics"] == pytest.approx(single["metrics"], abs=2e-5)
+    assert {"train_loss_step", "train_loss_epoch", "train_accuracy", "batch", "val_loss"} <= set(single["metrics"])
+    assert {"train_f1_epoch", "metric_auroc", "metric_accuracy", "val_accuracy"} <= set(single["metrics"])
+    assert pipeline["confusion"] == single["confusion"]
+    assert pipeline["test"][0] == pytest.approx(single["test"][0], abs=2e-5)
+    assert len(pipeline["predictions"]) == 37
+    for mine, theirs in zip(pipeline["predictions"], single["predictions"], strict=True):
+        assert mine == pytest.approx(theirs, abs=2e-5)
+
+
+def test_the_checkpoint_is_that_of_one_device(runs):
+    single, pipeline = runs[1], runs[4]
+    assert pipeline["keys"] == single["keys"]
+    assert pipeline["optimizer_ids"] == single["optimizer_ids"]
+    for key, weights in single["weights"].items():
+        assert pipeline["weights"][key] == pytest.approx(weights, abs=2e-5), key
+    assert pipeline["validate_best"][0] == pytest.approx(single["validate_best"][0], abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenarios")
+    run_script(SCRIPTS / "scenarios.py", folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(DEVICES)]
+
+
+def test_events_come_in_the_order_of_the_schedule(ranks):
+    for rank, seen in enumerate(ranks):
+        begun = [line.split()[1:] for line in seen["events"] if line.startswith("begin")]
+        ended = [line.split()[1:] for line in seen["events"] if line.startswith("end")]
+        planned = [[inst, str(iteration)] for iteration in range(2) for inst in seen["schedule"][rank]]
+        assert begun == ended == planned
+        assert seen["schedule"] == ranks[0]["schedule"]
+
+
+def test_nobody_is_given_an_example_to_call_the_split_module_with(ranks):
+    for seen in ranks:
+        during, after = seen["examples"]
+        assert during is None
+        assert after is not None
+
+
+def test_instructions_do_not_overlap_and_lie_within_iterations(ranks):
+    for seen in ranks:
+        inside = iteration = None
+        for line in seen["events"]:
+            word, *what = line.split()
+            if word == "begin":
+                assert inside is None
+                assert what[1] == iteration
+                inside = what
+            elif word == "end":
+                assert inside == what
+                inside = None
+            elif word == "iteration":
+                iteration = what[0] if what[1:] == [] else None
+        assert iteration is None
+
+
+def test_the_last_forward_includes_the_loss(ranks):
+    lines = ranks[-1]["events"]
+    losses = [index for index, line in enumerate(lines) if line == "loss" and lines[index - 1].startswith("begin")]
+    assert len(losses) == 8
+    for index in losses:
+        assert lines[index - 1].startswith("begin 2F")
+        assert lines[index + 1] == lines[index - 1].replace("begin", "end")
+    assert not any(line == "loss" for line in ranks[1]["events"])
+
+
+def test_ranks_see_the_same_batches_and_random_numbers(ranks):
+    first, second = ranks[0]["randomness_first"], ranks[0]["randomness_second"]
+    assert len(first["batches"]) == 12
+    assert len(set(first["batches"])) == 12
+    assert first["losses"] == second["losses"]
+    for seen in ranks:
+        assert seen["randomness_first"]["batches"] == first["batches"]
+        assert seen["randomness_first"]["losses"] == first["losses"]
+    # the first rank draws for what it feeds the model, the last for what it computes the loss with
+    assert ranks[0]["randomness_first"]["noise"] == ranks[-1]["randomness_first"]["noise"]
+
+
+def test_workers_of_data_loaders_augment_alike_on_all_ranks(ranks):
+    assert len(set(ranks[0]["augmented"])) == 2
+    assert [seen["augmented"] for seen in ranks] == [ranks[0]["augmented"]] * DEVICES
+
+
+def test_batch_norm_sees_each_microbatch_once(ranks):
+    assert [seen["batches_tracked"] for seen in ranks] == [[12], [], []]
+
+
+def test_tuples_between_layers_and_a_dict_at_the_end(ranks):
+    assert ranks[0]["tuple_losses"] == pytest.approx(ranks[0]["tuple_expected"], abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "words"),
+    [
+        ("manual", "ConfigurationError", ["automatic_optimization=False", "Use automatic optimization"]),
+        ("calls_twice", "ConfigurationError", ["'model' exactly once", "a second time", "torch.cat"]),
+        ("never_calls", "ConfigurationError", ["returned without calling it", "self.model(...)"]),
+        ("returns_nothing", "ConfigurationError", ["returns the loss", "got None"]),
+        ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),
+        ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),
+        ("logs_an_object", "ConfigurationError", ["'object' is a object", "a one-element tensor or a metric"]),
+        ("few_layers", "PartitionError", ["2 layers for 3 stages", "devices=2"]),
+        ("ambiguous", "ConfigurationError", ["pipeline_module='model'", "'other' (1 layers)"]),
+        ("indivisible", "BatchError", ["training batch of 10 samples", "num_microbatches=5", "multiple of 4"]),
+        ("last_batch", "BatchError", ["6 samples (the last, smaller one)", "drop_last=True"]),
+        ("other_batches", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
+        ("split_before", "ConfigurationError", ["split before", "Build the model anew"]),
+        ("few_microbatches", "ConfigurationError", ["num_microbatches=2 for 3 stages", "num_microbatches=3 or more"]),
+        ("other_precision", "ConfigurationError", ["'transformer-engine'", "precision='bf16-mixed'"]),
+        ("divided_output", "ConfigurationError", ["got a DTensor", "use_local_output=True"]),
+        ("sync_batchnorm", "ConfigurationError", ["sync_batchnorm=True", "nn.GroupNorm"]),
+        ("sharded_by_the_user", "ConfigurationError", ["'model.0'", "PfoPipelineStrategy(fully_shard=True)"]),
+        ("pruned", "ConfigurationError", ["ModelPruning", "leave the callback out"]),
+        ("lbfgs", "ConfigurationError", ["LBFGS", "torch.optim.AdamW"]),
+        ("swa_with_batch_norm", "ConfigurationError", ["statistics of batch norm", "callbacks.WeightAveraging"]),
+        ("compiled_zero_bubble", "ConfigurationError", ["'zbv'", "schedule='1f1b'"]),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(ranks, case, kind, words):
+    kinds = [seen["errors"][case][0] for seen in ranks]
+    quoted = ("StepFailedError", "PfoError")  # how other ranks report the error of the rank where it happened
+    assert kind in kinds
+    assert all(found == kind or found in quoted for found in kinds), kinds
+    for seen in ranks:
+        for word in words:
+            assert word in seen["errors"][case][1]
