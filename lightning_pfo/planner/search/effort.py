@@ -48,7 +48,6 @@ class Round:
         spliced_pairs: Pairs of assignments joined for each open target.
         sweeps: How often the events of the best assignments are moved.
         moved_per_target: At most so many assignments are, for each target of the frontier.
-        fewest_moved: And none if there are fewer: setting up costs as much as a few.
     """
 
     width: int
@@ -60,7 +59,6 @@ class Round:
     spliced_pairs: int
     sweeps: int
     moved_per_target: float
-    fewest_moved: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,8 @@ class Effort:
 
     rounds: tuple[Round, ...]
     points_per_relaxation: float = 5.2
-    own_relaxations: int = 16
-    sharpened_flows: int = 8
+    own_relaxations: int = 8
+    sharpened_flows: int = 4
     largest_gap: float = 0.0022
     median_gap: float = 0.001
     kept_gap: float = 0.0018
@@ -101,22 +99,29 @@ _MORE_KEPT = (
 )
 """The same at other times around."""
 
-_FIRST = Round(5, 4, 1, _FREE[:1], _KEPT[:1], 2.0, 1, 2, 1.0, fewest_moved=10)
-_SECOND = Round(12, 8, 2, _FREE, _KEPT, 1.0, 4, 2, 0.5)
-_THIRD = Round(32, 8, 2, _FREE, _KEPT, 0.25, 6, 2, 0.25)
+_FIRST = Round(5, 4, 1, _FREE[:1], _KEPT[:1], 2.0, 1, 2, 0.0)
+_SECOND = Round(12, 8, 1, _FREE, _KEPT, 0.7, 4, 2, 0.3)
+_THIRD = Round(32, 8, 1, _FREE, _KEPT, 0.2, 6, 2, 0.1)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
-        "fast": Effort((_FIRST,), points_per_relaxation=8, sharpened_flows=0, long_sweeps=(4,)),
+        "fast": Effort(
+            (_FIRST, Round(5, 4, 1, _FREE[:1], _KEPT[:2], 0.3, 2, 2, 0.3)),
+            points_per_relaxation=8,
+            own_relaxations=2,
+            sharpened_flows=1,
+            long_sweeps=(4,),
+        ),
         "default": Effort((_FIRST, _SECOND, _THIRD)),
         "best": Effort(
             (
                 _FIRST,
-                Round(12, 8, 2, _FREE, _MORE_KEPT, 3.0, 4, 4, 2.0),
-                Round(32, 8, 2, _MORE_FREE, _MORE_KEPT, 6.0, 6, 8, 2.0),
+                _SECOND,
+                _THIRD,
+                Round(32, 8, 2, _MORE_FREE, _MORE_KEPT, 3.0, 6, 4, 1.0),
+                Round(64, 8, 2, _MORE_FREE, _MORE_KEPT, 3.0, 8, 8, 2.0),
             ),
-            points_per_relaxation=4,
-            own_relaxations=1000,
+            own_relaxations=16,
             sharpened_flows=1000,
             largest_gap=0.001,
             median_gap=0.0003,

@@ -185,7 +185,7 @@ class _Search:
         if number:
             self._relax_at(targets.times[open_targets[: effort.own_relaxations]].tolist())
         guides = [guide for target in open_targets for guide in self._guides(target, work)]
-        self._search_near(guides[: max(int(work.guides_per_target * len(targets)), 1)], work)
+        self._search_near(guides[: math.ceil(work.guides_per_target * len(targets))], work)
         open_targets = pool.open_targets(targets, with_shared=number == 0)
         if open_targets:
             self._splice(open_targets, work.spliced_pairs)
@@ -283,7 +283,7 @@ class _Search:
             pool.add(joined, np.array(deadlines)[target])
 
     def _move_events(self, work: Round) -> None:
-        """Move events of the best assignments where the gap is still too large, if that are enough."""
+        """Move events of the best assignments where the gap is still too large."""
         pool, targets = self._pool, self._targets
         best, _ = pool.best(targets)
         moved: list[tuple[int, float]] = []
@@ -293,8 +293,8 @@ class _Search:
                 moved += [(found, time) for found in pool.cheapest_within(time, _MOVED_PER_KEPT)]
             else:
                 moved.append((int(best[target]), float(pool.times[best[target]])))
-        moved = list(dict.fromkeys(moved))[: max(int(work.moved_per_target * len(targets)), 1)]
-        if len(moved) >= work.fewest_moved:
+        moved = list(dict.fromkeys(moved))[: math.ceil(work.moved_per_target * len(targets))]
+        if moved:
             columns, deadlines = zip(*moved, strict=True)
             better = self._moves.improve(pool.assignments[:, list(columns)], np.array(deadlines), work.sweeps)
             pool.add(better, deadlines)
