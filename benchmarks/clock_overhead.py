@@ -42,7 +42,7 @@ from lightning_pfo.device import Gpu, GpuConfig, load_gpu_config, open_gpu
 from lightning_pfo.device.backends.nvml import nvml_available
 from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.listeners import PlannedRun
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 
 WIDTH = 4096
 LIMIT_PERCENT = 0.5

@@ -95,8 +95,8 @@ def add_noise(profile: Profile, deviation: float, seed: int = 0) -> Profile:
 
 def emulate(gpu: str, stage_factors: Sequence[float], forward_s: float = 0.05) -> tuple[Profile, float]:
     """The profile of an emulated GPU (`conf/gpu/emulated_GPU.yaml`) and its power in watts while blocked."""
-    from lightning_pfo.device.emulated.physics import GpuPhysics
     from lightning_pfo.device.config import load_gpu_config
+    from lightning_pfo.device.emulated.physics import GpuPhysics
 
     physics = GpuPhysics(load_gpu_config(f"emulated_{gpu}"))
     config = physics.config

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data import StdlibText, TextConfig
-from model import Gpt, GptConfig
 from omegaconf import MISSING
 
+from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.experiment import run_experiment
-from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.hydra_main import hydra_main
+from lightning_pfo.hydra_app import hydra_main
+
+from data import StdlibText, TextConfig
+from model import Gpt, GptConfig
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 
 
 def make_model(width=128, num_blocks=8):

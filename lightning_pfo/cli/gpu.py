@@ -14,12 +14,13 @@ import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.core.ranges import check_between
 from lightning_pfo.device.backends import nvml, zeus
 from lightning_pfo.device.config import GpuConfig, load_gpu_config
 from lightning_pfo.device.open import open_gpu
@@ -32,7 +33,10 @@ class Settings:
 
     gpu: str = field(default="auto", metadata={"help": "auto, nvml, emulated_a40, ...: a file of conf/gpu"})
     json: bool = field(default=False, metadata={"help": "print JSON, for programs"})
-    write: str = field(default="", metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml"})
+    write: str = field(
+        default="",
+        metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml", "is_path": True},
+    )
     index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
     probe: bool = field(
         default=True,
@@ -48,8 +52,7 @@ def run(settings: Settings) -> None:
         ConfigurationError: If a setting is impossible.
         DeviceError: After all others were reported, if a GPU fails.
     """
-    if settings.watch_s <= 0:
-        raise ConfigurationError(f"watch_s must be above 0; got {settings.watch_s}. Use watch_s=1.")
+    check_between("watch_s", settings.watch_s, 0.001, 3600)
     if settings.write and Path(settings.write).suffix != ".yaml":
         raise ConfigurationError(
             f"write is a file of conf/gpu, whose names end in .yaml; got {settings.write!r}. Use "
@@ -91,16 +94,16 @@ def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
 
 
 def _print(reports: list[GpuReport], written: str) -> None:
-    console = Console()
+    console = plain_console()
     for report in reports:
-        console.print(_table(report))
+        show_table(_table(report))
     for reason in sorted({report.permission for report in reports} - {""}):
-        console.print(reason, highlight=False, markup=False)
+        console.print(reason)
     if written:
         path = Path(written)
         is_found = path.resolve().parent == (conf_dir() / "gpu").resolve()
         hint = "use it with" if is_found else f"moved to {conf_dir() / 'gpu'}, it is used with"
-        console.print(f"written to {path}; {hint} gpu={path.stem}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"written to {path}; {hint} gpu={path.stem}")
 
 
 def config_text(report: GpuReport, config: GpuConfig) -> str:

@@ -11,10 +11,10 @@ import json
 import sys
 from dataclasses import asdict, dataclass, field
 
-from rich.console import Console
 from rich.table import Table
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.cli.console import plain_console, show_table
+from lightning_pfo.core.ranges import check_between
 from lightning_pfo.device import open_gpu
 
 
@@ -35,11 +35,8 @@ def run(settings: Settings) -> None:
         ConfigurationError: If a number is out of range, or torch sees only one GPU.
         DeviceError: If the GPU cannot be measured. Without permission to set clocks, its own clock is measured.
     """
-    if settings.num_clocks < 1 or settings.seconds <= 0:
-        raise ConfigurationError(
-            f"num_clocks is at least 1 and seconds above 0; got {settings.num_clocks} and {settings.seconds}. "
-            "Use num_clocks=3 seconds=3."
-        )
+    check_between("num_clocks", settings.num_clocks, 1, 1000)
+    check_between("seconds", settings.seconds, 0.1, 3600)
     from lightning_pfo.experiment.p2p_power import (
         measure_blocked_power,  # imports torch, which the list of commands need not
     )
@@ -59,7 +56,6 @@ def run(settings: Settings) -> None:
     table.add_column("power (W)", justify="right")
     for power in measured:
         table.add_row(str(power.clock_mhz), f"{power.power_w:.2f}")
-    console = Console()
-    console.print(table)
+    show_table(table)
     by_clock = ", ".join(f"{power.clock_mhz}: {power.power_w:.2f}" for power in measured)
-    console.print(f"For the planner: 'p2p_blocking_power_w={{{by_clock}}}'", highlight=False, soft_wrap=True)
+    plain_console().print(f"For the planner: 'p2p_blocking_power_w={{{by_clock}}}'")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Optional
 
-from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
@@ -31,14 +31,18 @@ from lightning_pfo.planner.profile.profile_csv import read_profile
 from lightning_pfo.planner.settings import PlanSettings
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
+_WRITTEN = (
+    "frontier.csv", "frontier.json", "frontier.png", "timeline_fastest.png", "timeline_chosen.png", "timelines.png",
+    "energy_valleys.png", _NOISE_NAME,
+)  # fmt: skip
 
 
 @dataclass
 class Settings(PlanSettings):
     """What `lightning-pfo plan` can be told: besides how to plan, for what, and what to write."""
 
-    profile: str = field(kw_only=True, metadata={"help": "profile CSV to plan from"})
-    output_dir: str = field(kw_only=True, metadata={"help": "directory to write to"})
+    profile: str = field(kw_only=True, metadata={"help": "profile CSV to plan from", "is_path": True})
+    output_dir: str = field(kw_only=True, metadata={"help": "directory to write to", "is_path": True})
     num_microbatches: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "microbatches per iteration; an order of your own says it itself"}
     )
@@ -62,10 +66,10 @@ def run(settings: Settings) -> None:
         PfoError: If the profile or a setting cannot be used; nothing is written then.
     """
     check_selection(settings.select)
-    check_can_write("output_dir", settings.output_dir, is_folder=True)
+    check_can_write("output_dir", settings.output_dir, is_folder=True, names=_WRITTEN)
     profile = read_profile(settings.profile)
     findings = regularise(profile)
-    with Status("planning", console=Console(stderr=True)) as status:
+    with Status("planning", console=plain_console(stderr=True)) as status:
         frontier = plan_frontier(
             profile,
             settings,
@@ -82,25 +86,35 @@ def run(settings: Settings) -> None:
     save_frontier(frontier, folder)
 
     _draw(frontier, chosen, settings, folder)
+    _write_noise(findings.notes, settings, folder)
     _report(frontier, chosen, settings)
     _report_noise(findings.notes, settings, folder)
 
 
-def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
-    """All findings go into a file, the first ones to the terminal."""
+def _write_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """All findings go into a file."""
     path = folder / _NOISE_NAME
     path.unlink(missing_ok=True)  # of an earlier plan
+    if notes:
+        heading = f"{settings.profile}: {_noise_heading(notes, settings)}"
+        write_text_atomically(path, "\n".join([heading, *notes]) + "\n")
+
+
+def _report_noise(notes: Sequence[str], settings: Settings, folder: Path) -> None:
+    """The first findings go to the terminal."""
     if not notes:
         return
-    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
-    heading = f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
-    write_text_atomically(path, "\n".join([f"{settings.profile}: {heading}", *notes]) + "\n")
-    print_line = Console(highlight=False, markup=False, soft_wrap=True).print
-    print_line(f"{heading}:")
+    print_line = plain_console().print
+    print_line(f"{_noise_heading(notes, settings)}:")
     for note in notes[:_NOTES_SHOWN]:
         print_line(f"  {note}")
     if len(notes) > _NOTES_SHOWN:
-        print_line(f"  all of them are in {path}")
+        print_line(f"  all of them are in {folder / _NOISE_NAME}")
+
+
+def _noise_heading(notes: Sequence[str], settings: Settings) -> str:
+    done = "taken out" if settings.regularise else "planned on as it is; regularise=true takes it out"
+    return f"{counted(len(notes), 'finding')} of noise in the profile ({done})"
 
 
 def _draw(frontier: Frontier, chosen: FrequencyPlan, settings: Settings, folder: Path) -> None:
@@ -146,11 +160,11 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
             f"{100 * (1 - plan.iteration_energy_j / base.iteration_energy_j):.2f} %",
             f"{100 * (1 - plan.lower_bound_j / base.iteration_energy_j):.2f} %",
         )
-    console = Console()
-    console.print(table)
+    show_table(table)
+    console = plain_console()
     changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
     if settings.limits_changes:
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
-    console.print(f"{changes}.", highlight=False, soft_wrap=True)
-    console.print(f"written to {settings.output_dir}", highlight=False, soft_wrap=True)
+    console.print(f"{changes}.")
+    console.print(f"written to {settings.output_dir}")

@@ -4,15 +4,16 @@ Reads the leases that jobs leave on this machine and undoes those of dead proces
 force=true. GPUs that lightning-pfo has not changed are not touched. Example:
 
   lightning-pfo restore-clocks
+  lightning-pfo restore-clocks uuid=GPU-5d3c force=true
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
-from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.cli.console import plain_console
+from lightning_pfo.core.errors import ConfigurationError, DeviceError
+from lightning_pfo.device.config import load_gpu_config
 from lightning_pfo.device.safety.claim import undo_stale
 from lightning_pfo.device.safety.lease import Lease, read_leases, runtime_dir
 
@@ -21,7 +22,8 @@ from lightning_pfo.device.safety.lease import Lease, read_leases, runtime_dir
 class Settings:
     """What `lightning-pfo restore-clocks` can be told."""
 
-    gpu: str = field(default="", metadata={"help": "only this GPU: the beginning of its UUID; empty: all"})
+    gpu: str = field(default="auto", metadata={"help": "auto for all, or nvml, zeus, ...: a file of conf/gpu"})
+    uuid: str = field(default="", metadata={"help": "only GPUs whose UUID begins so"})
     force: bool = field(
         default=False, metadata={"help": "also where the process that locked them still lives, e.g. because it hangs"}
     )
@@ -31,12 +33,20 @@ def run(settings: Settings) -> None:
     """Undo leases, say what was done.
 
     Raises:
+        ConfigurationError: If there is no such `gpu`.
         DeviceError: After all GPUs were tried, if one refused or is held by a living process.
     """
-    console = Console(highlight=False, soft_wrap=True)
-    leases = [lease for lease in read_leases() if lease.gpu_uuid.startswith(settings.gpu)]
+    console = plain_console()
+    if settings.gpu.startswith("GPU-"):
+        raise ConfigurationError(
+            f"gpu is a file of conf/gpu, as everywhere; got {settings.gpu!r}. For one GPU use uuid={settings.gpu}."
+        )
+    kind = load_gpu_config(settings.gpu).kind
+    leases = [
+        lease for lease in read_leases() if kind in ("auto", lease.backend) and lease.gpu_uuid.startswith(settings.uuid)
+    ]
     if not leases:
-        console.print(f"Nothing to restore: no lease{_of(settings.gpu)} in {runtime_dir()}.")
+        console.print(f"Nothing to restore: no lease{_of(kind, settings.uuid)} in {runtime_dir()}.")
     refusals: list[str] = []
     for lease in leases:
         try:
@@ -61,5 +71,7 @@ def _restore(lease: Lease, force: bool) -> str:
     return f"{which}: its clocks were restored meanwhile."
 
 
-def _of(gpu: str) -> str:
-    return f" of a GPU {gpu}..." if gpu else ""
+def _of(kind: str, uuid: str) -> str:
+    which = [f"set through {kind}"] if kind != "auto" else []
+    which += [f"of a GPU {uuid}..."] if uuid else []
+    return "".join(f" {words}" for words in which)

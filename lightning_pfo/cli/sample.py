@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from rich.console import Console
-
+from lightning_pfo.cli.console import plain_console
 from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.wording import counted
 from lightning_pfo.planner.frontier.frontier_files import load_frontier, save_frontier
@@ -22,8 +21,8 @@ from lightning_pfo.planner.frontier.thin import thin_frontier
 class Settings:
     """What `lightning-pfo sample` can be told."""
 
-    frontier: str = field(metadata={"help": "frontier.json to read, or its directory"})
-    output_dir: str = field(metadata={"help": "directory to write to"})
+    frontier: str = field(metadata={"help": "frontier.json to read, or its directory", "is_path": True})
+    output_dir: str = field(metadata={"help": "directory to write to", "is_path": True})
     every: int = field(default=1, metadata={"help": "keep each n-th plan, counted from the fastest"})
     num_plans: Optional[int] = field(  # noqa: UP045 (OmegaConf reads the annotation)
         default=None, metadata={"help": "keep about so many, evenly spread over iteration times"}
@@ -41,8 +40,6 @@ def run(settings: Settings) -> None:
     frontier = load_frontier(settings.frontier)
     thinned = thin_frontier(frontier, every=settings.every, num_plans=settings.num_plans)
     save_frontier(thinned, settings.output_dir)
-    Console().print(
-        f"{len(thinned.plans)} of {counted(len(frontier.plans), 'plan')} written to {settings.output_dir}",
-        highlight=False,
-        soft_wrap=True,
+    plain_console().print(
+        f"{len(thinned.plans)} of {counted(len(frontier.plans), 'plan')} written to {settings.output_dir}"
     )

@@ -1,8 +1,13 @@
 """The errors this project raises. Every message states the rule, the value received and the value that would work."""
 
+from lightning_pfo.core.wording import LONGEST_MESSAGE, cut
+
 
 class PfoError(Exception):
-    """Base of all errors raised by lightning_pfo on purpose."""
+    """Base of all errors raised by lightning_pfo on purpose; its text is a screenful at most, whatever it repeats."""
+
+    def __str__(self) -> str:
+        return cut(super().__str__(), LONGEST_MESSAGE)
 
 
 class ConfigurationError(PfoError, ValueError):

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,7 +42,27 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
+def write_texts_together(folder: str | os.PathLike[str], texts: Mapping[str, str]) -> None:
+    """Write files (UTF-8) into a folder, all of them or none: on a full disk the files of before are whole.
+
+    They are written beside first, and renamed, in their order, when the last one is complete. Missing folders are made.
+
+    Args:
+        folder: Where they go.
+        texts: Text of each file, by name.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".writing-") as beside:
+        for name, text in texts.items():
+            (Path(beside) / name).write_text(text, encoding="utf-8")
+        for name in texts:
+            (Path(beside) / name).replace(target / name)
+
+
+def check_can_write(
+    setting: str, path: str | os.PathLike[str], *, is_folder: bool = False, names: Sequence[str] = ()
+) -> None:
     """Check that a file, or files into a folder, can be written, before the work whose result they hold.
 
     Only writing shows it: folders that are missing are made, and removed again.
@@ -51,29 +71,39 @@ def check_can_write(setting: str, path: str | os.PathLike[str], *, is_folder: bo
         setting: What the path was given as, for the message.
         path: The file or folder.
         is_folder: Whether it is a folder.
+        names: Names of the files that will be written into the folder.
 
     Raises:
         ConfigurationError: If it cannot be written.
     """
     target = Path(path)
     folder = target if is_folder else target.parent
-    missing = [one for one in (folder, *folder.parents) if not os.path.exists(one)]  # noqa: PTH110 (Path.exists may raise)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        reason = "it is a folder" if target.is_dir() and not is_folder else None
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}"
-    finally:
-        for one in missing:
-            with suppress(OSError):
-                one.rmdir()
+    reason = "it holds a NUL character" if "\0" in str(target) else _why_not_written(folder)
+    if reason is None and target.is_dir() and not is_folder:
+        reason = "it is a folder"
+    if reason is None:
+        reason = next((f"{folder / name} is a folder" for name in names if (folder / name).is_dir()), None)
     if reason is not None:
         wanted = "a folder" if is_folder else "a file in a folder"
         raise ConfigurationError(
             f"{setting} is {wanted} that you may write to; got {str(path)!r} ({reason}). Give another path."
         )
+
+
+def _why_not_written(folder: Path) -> str | None:
+    """Why no file can be written into a folder; None if one can."""
+    missing = [one for one in (folder, *folder.parents) if not os.path.exists(one)]  # noqa: PTH110 (Path.exists may raise)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    finally:
+        for one in missing:
+            with suppress(OSError):
+                one.rmdir()
+    return None
 
 
 def temporary_sibling(path: str | os.PathLike[str]) -> Path:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+from lightning_pfo.core.wording import shortened
+
+_TEXT = re.compile(r"([0-9]{1,20})([FBIW])([0-9]{1,20})")
 
 
 class InstructionType(str, Enum):
@@ -37,7 +39,7 @@ class InstructionType(str, Enum):
             if kind.profile_name == name:
                 return kind
         raise ValueError(
-            f"Unknown instruction name {name!r}; use one of {', '.join(kind.profile_name for kind in cls)}."
+            f"Unknown instruction name {shortened(name)}; use one of {', '.join(kind.profile_name for kind in cls)}."
         )
 
 
@@ -61,7 +63,7 @@ class Instruction:
         """
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise ValueError(f"An instruction reads <stage><F|B|I|W><microbatch>, such as 2F0; got {text!r}.")
+            raise ValueError(f"An instruction reads <stage><F|B|I|W><microbatch>, such as 2F0; got {shortened(text)}.")
         return cls(int(match[1]), InstructionType(match[2]), int(match[3]))
 
 

@@ -76,6 +76,9 @@ POWER = Quantity("a finite power in watts, at least 0", "W", 0.0, 1e9)
 ERROR = Quantity("a finite standard error, at least 0", "", 0.0, sys.float_info.max)
 """Quantities of profiles and plans. A standard error is a weight beside others, so any size will do."""
 
+NUM_PLANS = Quantity("a number of plans", "", 2, 10_000, is_whole=True)
+"""More plans than one can tell apart take memory and time without end."""
+
 
 def items(name: str, values: Any) -> tuple[Any, ...]:
     """The items of a sequence.

@@ -12,6 +12,8 @@ _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = _BRIEF.maxset = _BRIEF.maxfrozenset = _BRIEF.maxarray = 8
 _BRIEF.maxlevel = 3
 _MOST_CHARACTERS = 240
+LONGEST_MESSAGE = 3000
+"""Characters of a whole message: a screenful."""
 
 
 def shortened(value: object) -> str:

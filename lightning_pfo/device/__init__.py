@@ -1,4 +1,13 @@
-"""GPUs: one protocol, real ones through NVML, a live emulated one, and safe control of their clocks."""
+"""GPUs: one protocol, real ones and an emulated one, and safe control of their clocks. Knows nothing of pipelines.
+
+Read in this order:
+
+1. `gpu`: what the project asks of a GPU; `config`: the settings that choose one, and shape an emulated one;
+2. `clocks`: setting clocks off the training thread; `energy`: who used the energy between a counter's ticks;
+3. `safety`: clocks are restored however a process ends; `backends`: real GPUs, built on it;
+4. `emulated`: a GPU that is only modelled;
+5. `open`: from a setting to a GPU; `report`: what a GPU can do.
+"""
 
 from lightning_pfo.device.clocks.controller import ClockController
 from lightning_pfo.device.config import GpuConfig, gpu_config_from, known_gpu_configs, load_gpu_config

@@ -3,17 +3,22 @@
 Read `config` (what can be set), `hydra_main` (the command line of a script), `run` (the phases), then `checks`,
 `training`, `report` and `pictures`. `p2p_power` is a job of its own: what a GPU draws while it waits for another.
 
-Composing a configuration imports neither torch nor Lightning; running an experiment does.
+Composing a configuration imports neither torch nor Lightning; running an experiment does. Scripts import something of
+this package first, so that Ctrl-C during the seconds that the rest takes ends them with one line.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning_pfo.experiment.processes import explain_interrupts
+
 if TYPE_CHECKING:
     from lightning_pfo.experiment.run import run_experiment
 
 __all__ = ["run_experiment"]
+
+explain_interrupts()
 
 
 def __getattr__(name: str) -> Any:

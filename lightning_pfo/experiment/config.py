@@ -7,7 +7,7 @@ A script declares its own `model` and `data` sections and gets everything checke
         model: GptConfig = MISSING
         data: TextConfig = MISSING
 
-    @hydra_main("gpt", Config)  # lightning_pfo.experiment.hydra_main
+    @hydra_main("gpt", Config)  # lightning_pfo.hydra_app
     def main(config: Config) -> None: ...
 """
 

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.wording import did_you_mean
 from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.processes import is_first_process
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 
@@ -70,11 +71,12 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
 
         @functools.wraps(task)
         def main() -> None:
-            sys.argv[1:] = map(with_selection, sys.argv[1:])  # the other ranks get the same command line
+            sys.argv[1:] = map(with_folder, map(with_selection, sys.argv[1:]))  # the other ranks get the same
             run = hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)
             # Asked for a full error, Hydra raises it instead of printing its own text.
             try:
                 with _environment(_TRACEBACK, "1"), _errors_explained(wants_traceback):
+                    _check_folder(sys.argv[1:])
                     run()
             except SystemExit as leaving:
                 _leave(leaving)
@@ -108,6 +110,28 @@ def with_selection(argument: str) -> str:
     except PfoError:
         return argument  # Hydra says which options there are
     return f'plan.select="{value}"'
+
+
+def with_folder(argument: str) -> str:
+    """Take the folder of `output_dir=` as it stands: Hydra makes the number 7 of 007, and a folder named ~ of ~/out.
+
+    Quoted values, sweeps and interpolations stay Hydra's.
+    """
+    key, _, value = argument.partition("=")
+    if key != "output_dir" or not re.fullmatch(r"[^,'\"\\${}()]+", value):
+        return argument
+    return f'output_dir="{os.path.expanduser(value)}"'  # noqa: PTH111 (Path would drop ./)
+
+
+def _check_folder(arguments: Sequence[str]) -> None:
+    """Check that no empty folder is given, which would be the present one.
+
+    Raises:
+        ConfigurationError: If one is.
+    """
+    for argument in arguments:
+        if re.fullmatch(r"output_dir=(''|\"\")?", argument):
+            raise ConfigurationError("output_dir is a folder; got ''. Give output_dir=PATH, or leave it out.")
 
 
 def check_no_foreign_keys(section: Any, path: str = "") -> None:
@@ -227,11 +251,6 @@ def _parent_ends(within_s: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def is_first_process() -> bool:
-    """Whether this process speaks for all of them, as far as the environment tells before they have met."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class BlockedPower:
 def clocks_to_measure(supported_mhz: Sequence[int], count: int) -> list[int]:
     """Choose clocks evenly from the highest to the lowest one above half of it."""
     upper = [clock for clock in supported_mhz if clock >= supported_mhz[0] / 2]
-    last = len(upper) - 1
+    last, count = len(upper) - 1, min(count, len(upper))
     return list(dict.fromkeys(upper[round(i * last / max(1, count - 1))] for i in range(count)))
 
 

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from rich.console import Console
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
+from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import GpuConfig, open_gpu
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.hydra_main import is_first_process
 from lightning_pfo.experiment.pictures import draw_pictures
+from lightning_pfo.experiment.processes import is_first_process
 from lightning_pfo.experiment.report import Report, TrainingResult
 from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
 from lightning_pfo.planner import (
@@ -111,17 +111,9 @@ def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, Frequen
         schedule=config.schedule.name,
     )
     select = config.plan.select
-    chosen = _bounded_baseline(frontier) if select == TOP_CLOCKS else select_plan(frontier, select)
+    chosen = frontier.baseline if select == TOP_CLOCKS else select_plan(frontier, select)
     save_frontier(frontier, output_dir / "plans")
     return frontier, chosen
-
-
-def _bounded_baseline(frontier: Frontier) -> FrequencyPlan:
-    """The top clocks as a plan. What bounds a slower plan bounds them too."""
-    baseline = frontier.baseline
-    slower = [plan for plan in frontier.plans if plan.iteration_time_s >= baseline.iteration_time_s]
-    bounds_j = [plan.lower_bound_j for plan in slower or [frontier.least_energy]]
-    return dataclasses.replace(baseline, lower_bound_j=max(bounds_j))
 
 
 def _report(
@@ -148,16 +140,16 @@ def _report(
     report.write(output_dir / "report.json")
     draw_pictures(frontier, chosen, report, output_dir)
     say.console.print()
-    say.console.print(report.table())
-    say.console.print(f"Written to {output_dir}: report.json, profile.csv, plans, pictures.", soft_wrap=True)
+    show_table(report.table(), say.console)
+    say.console.print(f"Written to {output_dir}: report.json, profile.csv, plans, pictures.")
 
 
 class _Narrator:
     """Says on rank 0 what happens, with the time since the start."""
 
     def __init__(self) -> None:
-        self.console = Console(quiet=not is_first_process(), highlight=False)
+        self.console = plain_console(quiet=not is_first_process())
         self._start_s = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        self.console.print(f"\\[{time.monotonic() - self._start_s:5.1f} s] {text}")
+        self.console.print(f"[{time.monotonic() - self._start_s:5.1f} s] {text}")

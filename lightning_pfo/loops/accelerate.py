@@ -21,29 +21,24 @@ replaced by ones that know of the pipeline.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType, convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.loops.accelerator import adapt
+from lightning_pfo.loops.compat import is_prepared, knows_loader, knows_model, mark_prepared
 from lightning_pfo.loops.plain import PipelinedModel
-from lightning_pfo.strategy.parallel import random_state
 
-_STATE_FILE = "lightning_pfo.json"
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _PRECISIONS = ("no", "bf16", "fp16")
 
@@ -54,7 +49,7 @@ class AcceleratedPipeline(PipelinedModel):
     def __init__(self, accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, scaler=accelerator.scaler, **kwargs)
         self._autocast = accelerator.autocast
-        self._is_accelerate_prepared = True  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
+        mark_prepared(self)  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; see `PipelinedModel.forward`."""
@@ -97,7 +92,7 @@ def prepare_pipeline(
         loss_fn: `loss_fn(output, target)`; the call of the model then takes the target as its last argument.
         num_microbatches: Microbatches per batch; None chooses up to four per rank.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
-        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.schedule.make_schedule`.
+        schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
@@ -128,8 +123,7 @@ def prepare_pipeline(
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")
-    _adapt(accelerator, pipeline)
-    accelerator._models.append(pipeline)
+    adapt(accelerator, pipeline)
     prepared_optimizer = None
     if optimizer is not None:
         after = dict(model.named_parameters(remove_duplicate=False))
@@ -173,12 +167,12 @@ def _refuse_unsupported(accelerator: Accelerator, model: nn.Module, dataloader: 
             f"{accelerator.mixed_precision!r}, which replaces layers in ways that were not tried on stages. Use "
             f"Accelerator(mixed_precision='bf16')."
         )
-    if isinstance(model, DistributedDataParallel) or model in accelerator._models:
+    if isinstance(model, DistributedDataParallel) or knows_model(accelerator, model):
         raise ConfigurationError(
             "prepare_pipeline takes the model itself, but this one went through accelerator.prepare, which makes every "
             "process hold all of it. Leave the model out of accelerator.prepare."
         )
-    if getattr(dataloader, "_is_accelerate_prepared", False) or dataloader in accelerator._dataloaders:
+    if is_prepared(dataloader) or knows_loader(accelerator, dataloader):
         raise ConfigurationError(
             "prepare_pipeline takes a plain DataLoader, but this one went through accelerator.prepare, which gives "
             "every process other batches. Leave the loader out of accelerator.prepare, or prepare it afterwards."
@@ -197,109 +191,5 @@ def _follow_parameters(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.Par
 def _make_checkpoints_full(optimizer: Any, pipeline: PipelinedModel) -> None:
     """Let `accelerator.save_state` and `load_state` deal in whole state dicts, as on a single process."""
     inner = optimizer.optimizer
-    optimizer.state_dict = lambda: pipeline.full_optimizer_state(inner)
-    optimizer.load_state_dict = lambda state: pipeline.load_optimizer_state(inner, state)
-
-
-def _adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
-    """Replace the methods of an accelerator that take every process for a replica with data of its own."""
-    clip, get_state_dict, unwrap = accelerator.clip_grad_norm_, accelerator.get_state_dict, accelerator.unwrap_model
-    prepare_scheduler, save_state, load_state = (
-        accelerator.prepare_scheduler,
-        accelerator.save_state,
-        accelerator.load_state,
-    )
-    parameters = set(pipeline.parameters())
-
-    def clip_grad_norm_(to_clip: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
-        to_clip = list(to_clip)
-        if not parameters.intersection(to_clip):
-            return clip(to_clip, max_norm, norm_type)
-        if norm_type != 2:
-            raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
-        accelerator.unscale_gradients()
-        return pipeline.clip_grad_norm_(max_norm, to_clip)
-
-    def prepare_same_data_loader(loader: Any, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:
-        if getattr(loader, "_is_accelerate_prepared", False):
-            return loader
-        config = accelerator.dataloader_config
-        prepared = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=pipeline.num_replicas,  # all ranks of a pipeline read the same batches
-            process_index=pipeline.replica,
-            split_batches=config.split_batches,
-            even_batches=config.even_batches,
-            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
-            rng_types=["torch"],  # shuffling draws from it: every epoch starts from rank 0's
-            dispatch_batches=False,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-        )
-        prepared._is_accelerate_prepared = True
-        accelerator._dataloaders.append(prepared)
-        return prepared
-
-    def prepare_single_step_scheduler(scheduler: Any) -> Any:
-        prepared = prepare_scheduler(scheduler)
-        prepared.split_batches = True  # a batch does not grow with the number of processes
-        return prepared
-
-    def gather_over_replicas(data: Any, use_gather_object: bool = False) -> Any:
-        if pipeline.num_replicas == 1:
-            return data  # every rank has all of it
-        ends = accelerator.gradient_state.end_of_dataloader and accelerator.gradient_state.remainder > 0
-        size = accelerator.gradient_state.remainder if ends else None  # the last batches were filled up
-        if use_gather_object:
-            parts: list[Any] = [None] * pipeline.num_replicas
-            dist.all_gather_object(parts, data, group=pipeline.replica_group)
-            return [item for part in parts for item in part][:size]
-
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            tensors = [torch.empty_like(tensor) for _ in range(pipeline.num_replicas)]
-            dist.all_gather(tensors, tensor.contiguous(), group=pipeline.replica_group)
-            return torch.cat(tensors)[:size] if tensor.dim() else torch.stack(tensors)
-
-        return tree_map_only(torch.Tensor, gather, data)
-
-    def save_state_and_wait(*args: Any, **kwargs: Any) -> Any:
-        location = save_state(*args, **kwargs)
-        accelerator.wait_for_everyone()  # until rank 0 has written it
-        return location
-
-    def load_state_everywhere(*args: Any, **kwargs: Any) -> None:
-        load_state(*args, **kwargs)
-        # files of fewer processes say nothing about the others
-        message = [accelerator.step]
-        dist.broadcast_object_list(message, src=0)
-        accelerator.step = message[0]
-        random_state.synchronise()
-
-    def save_progress(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        if accelerator.is_main_process:
-            write_text_atomically(Path(folder) / _STATE_FILE, json.dumps({"iteration": pipeline.iteration}))
-
-    def load_progress(models: list[nn.Module], folder: str) -> None:
-        path = Path(folder) / _STATE_FILE
-        if path.exists():  # a checkpoint of a plain loop has none
-            pipeline.iteration = int(json.loads(path.read_text())["iteration"])
-
-    accelerator.clip_grad_norm_ = clip_grad_norm_
-    accelerator.prepare_data_loader = prepare_same_data_loader
-    accelerator.prepare_scheduler = prepare_single_step_scheduler
-    accelerator.gather_for_metrics = gather_over_replicas
-    accelerator.get_state_dict = lambda model, unwrap=True: (
-        pipeline.full_state_dict() if model is pipeline else get_state_dict(model, unwrap)
-    )
-    accelerator.unwrap_model = lambda model, *args, **kwargs: (
-        pipeline.module if model is pipeline else unwrap(model, *args, **kwargs)
-    )
-    accelerator.save_state = save_state_and_wait
-    accelerator.load_state = load_state_everywhere
-    accelerator.register_save_state_pre_hook(save_progress)
-    accelerator.register_load_state_pre_hook(load_progress)
-    for scheduler in accelerator._schedulers:
-        scheduler.split_batches = True
+    pipeline.patches.set(optimizer, "state_dict", lambda: pipeline.full_optimizer_state(inner))
+    pipeline.patches.set(optimizer, "load_state_dict", lambda state: pipeline.load_optimizer_state(inner, state))

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
@@ -23,9 +21,11 @@ from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.find import calls_its_layers
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
+from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders, tree_map_only
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
-from lightning_pfo.strategy.state import full as checkpoints
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.step.batch_check import check_same_batch
 from lightning_pfo.strategy.step.microbatches import (
     batch_size_of,
@@ -46,7 +46,7 @@ class LossOutput(dict[str, torch.Tensor]):
         return self["loss"]
 
 
-class PipelinedModel(nn.Module):
+class PipelinedModel(ModuleWithPlaceholders):
     """A model split into pipeline stages, one or more per process of torch.distributed.
 
     In training its call runs all microbatches forward and backward through the pipeline and returns the batch's loss;
@@ -72,6 +72,9 @@ class PipelinedModel(nn.Module):
         scaler: Scales the loss of fp16 autocast, as on one device: `scaler.scale(loss).backward()` (or `step`),
             `scaler.step(optimizer)`, `scaler.update()`. Where one rank finds an overflow, all skip the step.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
+
+    Attributes:
+        patches: What was changed in objects of others; `release` undoes it.
 
     Raises:
         ConfigurationError: If there is no process group, or the model cannot be split as asked.
@@ -115,6 +118,7 @@ class PipelinedModel(nn.Module):
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         self.module = module
+        self.patches = Patches()
         self.device = device if device is not None else _default_device()
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
@@ -122,7 +126,7 @@ class PipelinedModel(nn.Module):
         self._loss_fn = loss_fn
         self._scaler = scaler
         if scaler is not None:
-            skip_together(scaler)
+            skip_together(scaler, self.patches)
         self._num_microbatches = num_microbatches
         self._make_schedule = partial(
             make_checked_schedule,
@@ -137,6 +141,7 @@ class PipelinedModel(nn.Module):
             self if is_split_as_a_whole else module,
             self._make_schedule,
             self.device,
+            self.patches,
             owner=self,
             pipeline_module="module" if is_split_as_a_whole else pipeline_module,
             partition=partition,
@@ -296,29 +301,32 @@ class PipelinedModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
-        checkpoints.load_module_state(self.module, state_dict, strict=strict)
-        return _IncompatibleKeys([], [])
+        full.load_module_state(self.module, state_dict, strict=strict)
+        return IncompatibleKeys([], [])
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
         if self.replica > 0:
             return {}
         last_rank = self._pipeline.engine.last_rank
-        return checkpoints.gather_module_state(self.module, last_rank, self._mesh.pipeline_group)
+        return full.gather_module_state(self.module, last_rank, self._mesh.pipeline_group)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
         if self.replica > 0:
             return {}
-        return checkpoints.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
+        return full.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a full optimizer state dict."""
-        checkpoints.load_optimizer_state(optimizer, state)
+        full.load_optimizer_state(optimizer, state)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        # `to`, `cuda`, `bfloat16`: placeholders stay as they are
-        return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+    def release(self) -> None:
+        """Give the module, the scaler and the metrics back as they were, for use without the pipeline.
+
+        Layers of other ranks stay placeholders; for all of them load `full_state_dict` into a new model.
+        """
+        self.patches.close()
 
 
 def _default_device() -> torch.device:

@@ -20,6 +20,7 @@ from lightning_pfo.pictures.style import (
     PLAN,
     TOP_CLOCKS,
     difference,
+    drawable,
     new_figure,
     save_figure,
     tidy,
@@ -80,9 +81,10 @@ def draw_frontier(
         axes.set_ylim(floor, ceiling)
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
-    schedule, device = frontier.schedule, frontier.profile.device
+    schedule, device = frontier.schedule, drawable(frontier.profile.device, 36)
     size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
-    axes.set_title(f"{device}{', ' if device else ''}{schedule.name}, {size}", loc="left", color=INK, fontsize=11)
+    title = f"{device}{', ' if device else ''}{drawable(schedule.name, 20)}, {size}"
+    axes.set_title(title, loc="left", color=INK, fontsize=11 if len(title) <= 64 else 9)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     tidy(axes)

@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.pictures.style import GRID, INK, MUTED, new_figure, save_figure, tidy
+from lightning_pfo.pictures.style import GRID, INK, MUTED, drawable, new_figure, save_figure, tidy
 from lightning_pfo.planner.profile.profile import InstructionProfile, Profile
 
 _LEAST: dict[str, Any] = {"marker": "o", "markersize": 9, "markeredgecolor": "white", "linestyle": "none"}
@@ -60,7 +60,7 @@ def draw_energy_valleys(profile: Profile, path: str | os.PathLike[str], *, title
         handles=[*lines, least], loc="outside lower center", ncols=columns, frameon=False, fontsize=8, labelcolor=INK
     )
     if title:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+        figure.suptitle(drawable(title, 38 * len(kinds)), x=0.01, ha="left", fontsize=12, color=INK)
     save_figure(figure, path)
 
 

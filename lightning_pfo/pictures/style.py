@@ -11,11 +11,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.path import Path
+from matplotlib.text import Text
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from lightning_pfo.core.files import atomic_path
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import cut
 from lightning_pfo.planner.pipeline.timeline import Timeline
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
@@ -28,6 +30,12 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     figure = Figure(figsize=(width_in, height_in), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def drawable(name: str, most: int) -> str:
+    """A name in one line of at most `most` characters, without those that no font draws."""
+    printable = "".join(character if character.isprintable() else " " for character in name)
+    return cut(" ".join(printable.split()), most)
 
 
 def tidy(axes: Axes) -> None:
@@ -69,5 +77,7 @@ def difference(before: FrequencyPlan | Timeline, after: FrequencyPlan | Timeline
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write the figure, whole or not at all; the suffix of `path` chooses the format."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of GPUs and models stand as they are, dollars too
     with atomic_path(path) as temporary:
         figure.savefig(temporary, facecolor="white")

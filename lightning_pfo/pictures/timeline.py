@@ -22,6 +22,7 @@ from lightning_pfo.pictures.style import (
     INK,
     MUTED,
     difference,
+    drawable,
     new_figure,
     save_figure,
     tidy,
@@ -69,13 +70,13 @@ def draw_timelines(
     first = next(iter(timelines.values()))
     for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
         _draw(axes, timeline, colour, norm, width, 72 * _BAR * bar_height)
-        heading = f"{title}: " if title else ""
+        heading = f"{drawable(title, 40)}: " if title else ""
         energy = f"{timeline.iteration_energy_j:,.{0 if timeline.iteration_energy_j >= 1e4 else 1}f} J"
         ahead = f" ({', '.join(difference(first, timeline))})" if timeline is not first else ""
         axes.set_title(
             f"{heading}{timeline.iteration_time_s:.4g} s, {energy}{ahead}", loc="left", fontsize=11, color=INK
         )
-    rows[-1].set_xlabel(f"time (s) on {device}" if device else "time (s)", color=INK)
+    rows[-1].set_xlabel(f"time (s) on {drawable(device, 60)}" if device else "time (s)", color=INK)
     _add_scale(figure, rows.tolist(), norm, colour)
     _add_key(figure, list(timelines.values()))
     save_figure(figure, path)
@@ -118,7 +119,7 @@ def _draw(axes: Axes, timeline: Timeline, colour: str, norm: Normalize, width_in
     schedule, end = timeline.schedule, timeline.iteration_time_s
     for rank in range(len(schedule.orders)):
         axes.add_patch(Rectangle((0, rank - _BAR / 2), end, _BAR, color=_BLOCKED, linewidth=0, zorder=1))
-    rank_of = [rank for rank, order in enumerate(schedule.orders) for _ in order]
+    rank_of = [rank for rank, _ in schedule.places]
     starts, ends = np.array(timeline.starts_s), np.array(timeline.starts_s) + timeline.durations_s
     top = np.array(rank_of) - _BAR / 2
     corners = [(starts, top), (ends, top), (ends, top + _BAR), (starts, top + _BAR)]

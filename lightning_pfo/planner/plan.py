@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
-from lightning_pfo.core.ranges import check_whole
+from lightning_pfo.core.ranges import Quantity
 from lightning_pfo.core.schedules.registry import (
     check_schedule_name,
     file_of,
@@ -32,9 +32,9 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
-from lightning_pfo.planner.limits.switching import limit_switching
+from lightning_pfo.planner.limits.switching import check_effort, limit_switching
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
-from lightning_pfo.planner.network.assignments import TOLERANCE
+from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.pipeline.problem import Problem, Rows
@@ -46,6 +46,7 @@ from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
@@ -57,7 +58,7 @@ _MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
 """From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
 the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
 
-_MOST_MICROBATCHES = 100_000
+_COUNT = Quantity("a number of microbatches or stages", "", 1, 100_000, is_whole=True)
 
 
 class Solver(Protocol):
@@ -72,6 +73,7 @@ class Solver(Protocol):
         num_points: int,
         times: Sequence[float],
         deadlines: Sequence[float],
+        bound: LowerBound,
         on_progress: Progress | None,
     ) -> list[TradeoffPoint]:
         """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
@@ -83,6 +85,7 @@ class Solver(Protocol):
             num_points: Number of times near which assignments are wanted.
             times: Times in seconds that must be kept to; brought into the range of the frontier.
             deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
+            bound: Where to collect what is proven; for these options and this rate.
             on_progress: Called with what is being done, how much of it is done, and how much there is.
         """
         ...
@@ -119,8 +122,11 @@ def plan_frontier(
     settings = changed(settings or PlanSettings(), changes)
     settings.check()
     for name, number in {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
-        if number is not None:
-            check_whole(name, number, 1, _MOST_MICROBATCHES)
+        if number is not None and not _COUNT.allows(number):
+            raise ConfigurationError(
+                f"{name} is a whole number, at least {_COUNT.least} and at most {_COUNT.most:,}; got "
+                f"{name}={shortened(number)}."
+            )
     if not isinstance(schedule, (str, PipelineSchedule)):
         raise ConfigurationError(f"schedule is a name or a PipelineSchedule; got {shortened(schedule)}.")
     if not isinstance(profile, Profile):
@@ -128,10 +134,13 @@ def plan_frontier(
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
+    if settings.limits_changes:
+        check_effort(len(schedule.instructions), settings.num_plans + len(settings.deadlines_s))
     problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
 
     baseline = predict(problem, top_clocks)
     kept_times_s = [baseline.iteration_time_s]
+    bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
     points = solver_for(schedule)(
         problem.network,
         problem.options,
@@ -139,6 +148,7 @@ def plan_frontier(
         num_points=settings.num_plans,
         times=kept_times_s,
         deadlines=settings.deadlines_s,
+        bound=bound,
         on_progress=on_progress,
     )
     plans = _plans(problem, points)
@@ -148,6 +158,7 @@ def plan_frontier(
             profile,
             problem.blocking,
             problem.options,
+            least_energy_j=partial(_least_energy_j, bound),
             starts=[baseline],
             deadlines_s=[*kept_times_s, *settings.deadlines_s],
             switch_latency_s=settings.switch_latency_s,
@@ -155,6 +166,7 @@ def plan_frontier(
             change_cost_j=settings.change_cost_j,
             on_progress=on_progress,
         )
+    baseline = replace(baseline, lower_bound_j=_least_energy_j(bound, baseline.iteration_time_s))
     limits = settings.switch_latency_s, settings.least_dwell_s
     return Frontier(schedule, profile, problem.blocking, baseline, tuple(plans), *limits)
 
@@ -183,6 +195,7 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
         num_points=2,
         times=(),
         deadlines=[deadline_s],
+        bound=LowerBound(OptionTable(problem.network, problem.options), problem.power_w),
         on_progress=None,
     )
     within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
@@ -212,8 +225,13 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
     for point in points:
         clocks = [options.knobs[k] for options, k in zip(problem.options, point.choice, strict=True)]
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
-        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, point.bound))
+        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
+
+
+def _least_energy_j(bound: LowerBound, time_s: float) -> float:
+    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
+    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
 
 
 def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
@@ -249,17 +267,3 @@ def _resolve_schedule(
             f"the profile {profile.num_stages}. Profile a pipeline of {schedule.num_stages} stages."
         )
     return schedule
-
-
-def _make_schedule(name: str, profile: Profile, num_microbatches: int | None, stages_per_rank: int) -> PipelineSchedule:
-    if num_microbatches is None:
-        raise ConfigurationError(
-            f"Planning for schedule {name!r} needs the number of microbatches per iteration: "
-            "give num_microbatches, e.g. num_microbatches=12."
-        )
-    if profile.num_stages % stages_per_rank:
-        raise ConfigurationError(
-            f"Schedule {name!r} with {stages_per_rank} stages per rank needs a multiple of {stages_per_rank} stages; "
-            f"the profile has {profile.num_stages}. Give stages_per_rank, or profile another number of stages."
-        )
-    return make_schedule(name, profile.num_stages // stages_per_rank, num_microbatches, stages_per_rank)

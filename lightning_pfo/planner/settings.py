@@ -8,11 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.ranges import Quantity, is_number, items
+from lightning_pfo.core.ranges import NUM_PLANS, is_number, items
 from lightning_pfo.core.wording import cut, did_you_mean, shortened
-
-NUM_PLANS = Quantity("a number of plans", "", 2, 10_000, is_whole=True)
-"""More plans than one can tell apart take memory and time without end."""
 
 
 @dataclass
@@ -43,7 +40,8 @@ class PlanSettings:
         default=None,
         metadata={
             "help": "power of a GPU while it waits, in watts: 85, or by clock {1410: 85, 705: 66}, or a list of "
-            "these by stage, or the file of p2p-power json=true; none takes the profile's own"
+            "these by stage, or the file of p2p-power json=true; none takes the profile's own",
+            "is_path": True,
         },
     )
     regularise: bool = field(
@@ -81,9 +79,9 @@ class PlanSettings:
                 "milliseconds, e.g. switch_latency_s=0.01."
             )
         deadlines_s = items("deadlines_s", self.deadlines_s)
-        if len(deadlines_s) > NUM_PLANS.most or not all(
-            is_number(time) and 0 < time < math.inf for time in deadlines_s
-        ):
+        # Which of them can be kept to is known when there is a fastest plan.
+        are_times = all(is_number(time) and not 1e100 < abs(time) < math.inf for time in deadlines_s)
+        if len(deadlines_s) > NUM_PLANS.most or not are_times:
             raise ConfigurationError(
                 f"deadlines_s are at most {NUM_PLANS.most:,} iteration times in seconds, such as [2.84, 2.87]; got "
                 f"{shortened(deadlines_s)}."

@@ -19,7 +19,6 @@ from lightning_pfo.strategy.model.layers import (
     check_compilable,
     compile_layers,
     recompute_activations,
-    restore_layers,
 )
 from lightning_pfo.strategy.model.materialise import materialise
 from lightning_pfo.strategy.model.ownership import (
@@ -35,6 +34,7 @@ from lightning_pfo.strategy.model.split import find_split
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
 from lightning_pfo.strategy.parallel.groups import copy_from_first
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.capture import StepRedirection
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times
 from lightning_pfo.strategy.step.runner import StepRunner
@@ -48,9 +48,6 @@ class Pipeline:
     Attributes:
         engine: Runs the stages of this rank; where listeners subscribe.
         runner: Runs the user's steps on the engine.
-        module: The module that was split.
-        layers: The layers of this rank's stages.
-        redirection: What patches the pipelined module.
         shared: Parameters that every rank holds.
         held: Parameters this rank holds.
         description: The stages, for people.
@@ -58,23 +55,16 @@ class Pipeline:
 
     engine: PipelineEngine
     runner: StepRunner
-    module: nn.Module
-    layers: list[nn.Module]
-    redirection: StepRedirection
     shared: list[nn.Parameter]
     held: list[nn.Parameter]
     description: str
-
-    def release(self) -> None:
-        """Give the module back: its steps and layers run as the user wrote them."""
-        self.redirection.remove()
-        restore_layers(self.module, self.layers)
 
 
 def build_pipeline(
     model: nn.Module,
     make_schedule: Callable[[int], PipelineSchedule],
     device: torch.device,
+    patches: Patches,
     *,
     owner: nn.Module | None = None,
     pipeline_module: str | None = None,
@@ -100,6 +90,7 @@ def build_pipeline(
         model: The user's module; changed in place.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
+        patches: Closing it gives the module back: its steps, layers and metrics are as the user wrote them.
         owner: The module that logs; None is `model`.
         pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
             unambiguous.
@@ -146,9 +137,9 @@ def build_pipeline(
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
     own_layers = [layer for stage in stages for layer in split.layers(stage, boundaries)]
     if activation_checkpointing:
-        recompute_activations(split.pipelined.module, own_layers)
+        recompute_activations(split.pipelined.module, own_layers, patches)
     if compile:
-        compile_layers(own_layers)
+        compile_layers(own_layers, patches)
     modules = {stage: split.stage_module(stage, boundaries, parts, device) for stage in stages}
     if shard_over is not None:
         shard_over_replicas((layer for module in modules.values() for layer in module.layers), shard_over, shared)
@@ -166,11 +157,11 @@ def build_pipeline(
         engine.set_num_microbatches(num_microbatches)
     owner = model if owner is None else owner
     redirection = StepRedirection(owner, split.pipelined.module, split.pipelined.name)
-    redirection.install()
+    redirection.install(patches)
     held = local_parameters(model)
-    runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), replica_group)
+    runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), patches, replica_group)
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
-    return Pipeline(engine, runner, split.pipelined.module, own_layers, redirection, shared, held, description)
+    return Pipeline(engine, runner, shared, held, description)
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

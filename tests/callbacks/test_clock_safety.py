@@ -39,13 +39,18 @@ def test_an_exception_restores_the_clocks(fake_driver):  # noqa: F811
 
 
 def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, tmp_path):  # noqa: F811
-    """To all processes as Ctrl-C in a terminal, or to the one that a batch system started; three jobs side by side."""
+    """To all processes, as Ctrl-C in a terminal or as torchrun does, or to the one that a batch system started."""
     jobs = []
     try:
-        for signum, to_all in [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)]:
+        # where Lightning starts the other rank, it imports all anew
+        for launch, signum, to_all in [
+            ("script", signal.SIGINT, True),
+            ("script", signal.SIGTERM, False),
+            ("forks", signal.SIGTERM, True),
+        ]:
             (folder := tmp_path / f"{signum.name}_{to_all}").mkdir()
             driver = replace(fake_driver, log_path=folder / "clock_changes.log")
-            process = start_script(SCRIPT, "signal", "script", **environment_of(driver))
+            process = start_script(SCRIPT, "signal", launch, **environment_of(driver))
             jobs.append((driver, process, os.killpg if to_all else os.kill, signum))
         for driver, process, send, signum in jobs:
             for line in process.stdout:

@@ -1,10 +1,9 @@
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from lightning_pfo.cli import main, without_dashes
+from lightning_pfo.cli import main
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, write_profile
 
@@ -150,22 +149,62 @@ def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(profile_c
 
 
 def test_ctrl_c_ends_a_command_without_a_traceback(profile_csv, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lightning_pfo.cli.plan.plan_frontier", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt  # as Python does, but for a test run that itself ignores SIGINT, as in the background
+
+    monkeypatch.setattr("lightning_pfo.cli.plan.plan_frontier", interrupt)
     arguments = [f"profile={profile_csv}", "num_microbatches=4", f"output_dir={tmp_path / 'out'}"]
     assert main(["plan", *arguments]) == 130
     assert capsys.readouterr().err.strip().endswith("Interrupted.")
     assert not (tmp_path / "out").exists()
 
 
+def test_names_may_hold_what_rich_and_matplotlib_read_as_markup(profile_csv, tmp_path, capsys):
+    profile_csv.write_text(profile_csv.read_text().replace("A100 (emulated)", r"GPU [/x] $\frac$ [bold]"))
+    out = tmp_path / "out[/a]"
+    arguments = [f"profile={profile_csv}", "num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=3"]
+    assert main(["plan", *arguments, f"output_dir={out}", "all_pictures=true"]) == 0
+    printed = capsys.readouterr().out
+    assert r"GPU [/x] $\frac$ [bold]" in " ".join(printed.split())
+    assert f"written to {out}" in printed
+    assert (out / "energy_valleys.png").exists()
+    assert main(["sample", f"frontier={out}", f"output_dir={out}/few"]) == 0
+    assert f"plans written to {out}/few" in capsys.readouterr().out
+
+
+def test_a_folder_in_the_place_of_a_file_is_named_before_planning(profile_csv, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_pfo.cli.plan.plan_frontier", lambda *_, **__: pytest.fail("it was planned"))
+    (tmp_path / "out" / "frontier.png").mkdir(parents=True)
+    assert main(["plan", f"profile={profile_csv}", "num_microbatches=4", f"output_dir={tmp_path / 'out'}"]) == 2
+    assert "out/frontier.png is a folder). Give another path." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"blocked": ' + "[" * 100_000])
+def test_a_power_file_of_brackets_is_no_power_file(content, profile_csv, tmp_path, capsys):
+    (tmp_path / "power.json").write_text(content)
+    arguments = [f"profile={profile_csv}", "num_microbatches=4", f"output_dir={tmp_path / 'out'}"]
+    assert main(["plan", *arguments, f"p2p_blocking_power_w={tmp_path / 'power.json'}"]) == 2
+    assert "is neither a number nor a file that holds blocking powers" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    ("given", "read"),
+    "arguments",
     [
-        (["--write", "conf/gpu/x.yaml"], ["write=conf/gpu/x.yaml"]),
-        (["--write=a=b", "json=true"], ["write=a=b", "json=true"]),
-        (["--json"], ["json=true"]),
-        (["--json", "--num-clocks", "3", "gpu=nvml"], ["json=true", "num_clocks=3", "gpu=nvml"]),
-        (["--json", "gpu=nvml"], ["json=true", "gpu=nvml"]),
+        ["x" * 600_000],
+        ["plan", "x" * 600_000],
+        ["plan", f"{'x' * 600_000}=1"],
+        ["plan", f"profile={'x' * 600_000}", "output_dir=o", "num_microbatches=4"],
+        ["plan", "profile=p", f"output_dir={'x' * 600_000}", "num_microbatches=4"],
+        ["plan", "profile=p", "output_dir=o", f"num_microbatches={'x' * 600_000}"],
+        ["plan", "profile=p", "output_dir=o", "num_microbatches=4", f"select={'x' * 600_000}"],
+        ["plan", "profile=p", "output_dir=o", "num_microbatches=4", f"deadlines_s=[{'1,' * 5_000}"],
+        ["gpu", f"gpu={'x' * 600_000}"],
+        ["gpu", "gpu=emulated_a40", f"write={'x' * 600_000}"],
     ],
 )
-def test_settings_may_be_spelled_with_dashes(given, read):
-    assert without_dashes(given) == read
+def test_an_error_repeats_no_more_than_a_screenful(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert "..." in error
+    assert len(error) < 4000

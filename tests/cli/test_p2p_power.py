@@ -59,7 +59,24 @@ def test_clocks_are_spread_from_the_top_to_half_of_it() -> None:
     assert clocks_to_measure((1000, 900), 5) == [1000, 900]
 
 
-@pytest.mark.parametrize("setting", ["num_clocks=0", "seconds=0"])
-def test_impossible_settings(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("num_clocks=0", "num_clocks is between 1 and 1000; got 0."),
+        ("num_clocks=1000000000", "num_clocks is between 1 and 1000; got 1000000000."),
+        ("seconds=0", "seconds is between 0.1 and 3600; got 0.0."),
+        ("seconds=-1", "seconds is between 0.1 and 3600; got -1.0."),
+        ("seconds=.inf", "seconds is between 0.1 and 3600; got inf."),
+        ("seconds=.nan", "seconds is between 0.1 and 3600; got nan."),
+    ],
+)
+def test_impossible_settings(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_pfo.cli.p2p_power.open_gpu", lambda *_: pytest.fail("it would measure without end"))
     assert cli.main(["p2p-power", "gpu=emulated_a100", setting]) == 2
-    assert "num_clocks is at least 1 and seconds above 0" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"lightning-pfo: error: {message}\n"
+
+
+def test_more_clocks_than_there_are_is_all_of_them() -> None:
+    assert clocks_to_measure((1000, 900, 800), 10**9) == [1000, 900, 800]

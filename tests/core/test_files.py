@@ -1,5 +1,7 @@
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
@@ -87,6 +89,8 @@ def test_trying_whether_a_folder_can_be_written_leaves_nothing(tmp_path, name):
         ("file/profile.csv", False, r"is a file in a folder that you may write to; got '.*\.csv' \(.*File exists\)"),
         ("folder", False, r"\(it is a folder\)"),
         ("/proc/new", True, r"\(/proc/new: "),
+        ("a\0b", True, r"\(it holds a NUL character\)"),
+        ("a\0b", False, r"\(it holds a NUL character\)"),
     ],
 )
 def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
@@ -96,6 +100,12 @@ def test_what_cannot_be_written_is_named(tmp_path, path, is_folder, message):
         files.check_can_write("output_dir", tmp_path / path, is_folder=is_folder)
     assert (tmp_path / "file").read_text() == "kept"
     assert {found.name for found in tmp_path.iterdir()} == {"file", "folder"}
+
+
+def test_a_folder_where_a_file_is_to_be_is_named(tmp_path):
+    (tmp_path / "frontier.json").mkdir()
+    with pytest.raises(ConfigurationError, match=r"output_dir is a folder .*/frontier\.json is a folder\)"):
+        files.check_can_write("output_dir", tmp_path, is_folder=True, names=["frontier.csv", "frontier.json"])
 
 
 def test_a_folder_that_others_keep_closed_is_named(tmp_path):
@@ -109,3 +119,37 @@ def test_a_folder_that_others_keep_closed_is_named(tmp_path):
             files.check_can_write("output", closed / "new" / "profile.csv")
     finally:
         os.seteuid(user)
+
+
+def test_files_written_together_are_all_there_or_none_is(tmp_path):
+    folder = tmp_path / "new" / "plans"
+    files.write_texts_together(folder, {"a.py": "1", "b.json": "2"})
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a.py": "1", "b.json": "2"}
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    assert (folder / "a.py").stat().st_mode == plain.stat().st_mode
+
+
+SMALL_FILES = """
+import resource, signal, sys
+from pathlib import Path
+from lightning_pfo.core.files import write_texts_together
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+texts = {f"{number}.py": "new" for number in range(4)}
+texts[sys.argv[2]] = "x" * 5000
+try:
+    write_texts_together(sys.argv[1], texts)
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_where_one_file_has_no_room_those_of_before_are_whole(tmp_path, number):
+    folder = tmp_path / "plans"
+    files.write_texts_together(folder, {f"{i}.py": "old" for i in range(4)})
+    command = [sys.executable, "-c", SMALL_FILES, str(folder), f"{number}.py"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "OSError\n"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{i}.py": "old" for i in range(4)}

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 
-from lightning_pfo.device import ClockController, EmulatedGpu, open_gpu
+from lightning_pfo.device import ClockController, EmulatedGpu, GpuConfig, open_gpu
 from lightning_pfo.device.safety import guard
 
 logging.basicConfig(stream=sys.stderr)
@@ -29,7 +29,8 @@ class Announcer:
 def main(gpu_name: str, ending: str, index: str = "0") -> None:
     if ending == "own handler":
         signal.signal(signal.SIGTERM, lambda *_: (print("own handler", flush=True), sys.exit(7)))
-    gpu = open_gpu(gpu_name, int(index))
+    is_real = gpu_name in ("nvml", "zeus")  # then all else is a default, and reading the name's file would cost more
+    gpu = open_gpu(GpuConfig(kind=gpu_name) if is_real else gpu_name, int(index))
     clocks = ClockController(gpu)
     supported = gpu.supported_clocks_mhz()
     clocks.request(supported[3])

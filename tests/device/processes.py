@@ -13,19 +13,29 @@ from tests.launch import heed_signals
 STARTED: list[subprocess.Popen[str]] = []
 
 
-def start(environment: dict[str, str], gpu: str, ending: str, index: int = 0) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.device.locking_process", gpu, ending, str(index)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_signals,
-    )
-    STARTED.append(process)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n", process.communicate(timeout=60)
-    return process
+def start(environment: dict[str, str], gpu: str, ending: str) -> subprocess.Popen[str]:
+    """Start `locking_process` on the first GPU; it has locked its clocks."""
+    return start_several(environment, gpu, ending, 1)[0]
+
+
+def start_several(environment: dict[str, str], gpu: str, ending: str, num_gpus: int) -> list[subprocess.Popen[str]]:
+    """The same on each of several GPUs."""
+    processes = []
+    for index in range(num_gpus):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.device.locking_process", gpu, ending, str(index)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=heed_signals,
+        )
+        STARTED.append(process)
+        processes.append(process)
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n", process.communicate(timeout=60)
+    return processes
 
 
 def run(environment: dict[str, str], script: str) -> subprocess.CompletedProcess[str]:

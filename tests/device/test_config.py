@@ -124,7 +124,8 @@ def test_energy_has_a_valley_between_the_lowest_and_the_top_clock(model: str) ->
     config = load_gpu_config(f"emulated_{model}")
     physics = GpuPhysics(config)
     clocks = physics.supported_clocks_mhz
-    energies = [physics.energy_j(mhz, 1 - config.memory_share, config.memory_share) for mhz in clocks]
+    times_s = [physics.time_s(mhz, 1 - config.memory_share, config.memory_share) for mhz in clocks]
+    energies = [time_s * physics.computing_power_w(mhz) for time_s, mhz in zip(times_s, clocks, strict=True)]
     lowest = energies.index(min(energies))
     assert 0 < lowest < len(clocks) - 1
     assert all(above >= below - 1e-9 for above, below in pairwise(energies[: lowest + 1]))
@@ -150,7 +151,7 @@ def test_power_by_hand() -> None:
     for clock_mhz, power_w in by_hand.items():
         assert physics.computing_power_w(clock_mhz) == pytest.approx(power_w)
         assert physics.blocked_power_w(clock_mhz) == pytest.approx(40 + 0.1 * (power_w - 90))
-        assert physics.energy_j(clock_mhz, 0.2, 0.1) == pytest.approx((0.2 * 2000 / clock_mhz + 0.1) * power_w)
+        assert physics.time_s(clock_mhz, 0.2, 0.1) == pytest.approx(0.2 * 2000 / clock_mhz + 0.1)
 
 
 @given(

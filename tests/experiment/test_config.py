@@ -2,7 +2,9 @@
 
 import ast
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -16,7 +18,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import EmulatedGpu
 from lightning_pfo.experiment.config import ExperimentConfig, TrainerConfig
-from lightning_pfo.experiment.hydra_main import check_no_foreign_keys, with_selection
+from lightning_pfo.experiment.hydra_main import check_no_foreign_keys, with_folder, with_selection
 from tests.device.fake_clock import FakeClock
 from tests.example_scripts import ROOT, load_example
 from tests.launch import run_script
@@ -120,9 +122,9 @@ def test_foreign_keys_are_refused():
 SCRIPT = """
 import dataclasses, json, os, signal
 from pathlib import Path
-from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.experiment.hydra_main import hydra_main
+from lightning_pfo.hydra_app import hydra_main
 
 @hydra_main("gpt", ExperimentConfig)
 def main(config):
@@ -263,6 +265,48 @@ def test_full_errors_on_request(run, tmp_path):
 def test_ctrl_c_says_interrupted_once(run, tmp_path):
     result = run("seed=15", f"output_dir={tmp_path / 'out'}")
     assert (result.returncode, result.stdout) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    ("argument", "override"),
+    [
+        ("output_dir=007", 'output_dir="007"'),
+        ("output_dir=my out #2", 'output_dir="my out #2"'),
+        ("output_dir=~/out", 'output_dir="/home/me/out"'),
+        ("output_dir='007'", "output_dir='007'"),
+        ("output_dir=a,b", "output_dir=a,b"),
+        ("output_dir=${name}/x", "output_dir=${name}/x"),
+        ("output_dir=", "output_dir="),
+        ("seed=007", "seed=007"),
+    ],
+)
+def test_the_folder_is_taken_as_it_stands(argument, override, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert with_folder(argument) == override
+
+
+def test_results_are_in_the_folder_that_was_given(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("output_dir=007", "seed=3").returncode == 0
+    assert json.loads((tmp_path / "007" / "seen.json").read_text())["output_dir"] == "007"
+
+
+@pytest.mark.parametrize("given", ["", "''"])
+def test_an_empty_folder_is_refused(run, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(f"output_dir={given}")
+    error = "Error: output_dir is a folder; got ''. Give output_dir=PATH, or leave it out.\n"
+    assert (result.returncode, result.stdout) == (1, error)
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+@pytest.mark.parametrize("example", ["gpt", "resnet"])
+def test_ctrl_c_while_torch_is_imported_is_one_line(example, tmp_path):
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    script = ROOT / "examples" / example / "train.py"
+    result = run_script(script, expect_success=False, fresh=True, timeout_s=60, **environment)
+    assert (result.returncode, result.stdout) == (-signal.SIGINT, "Interrupted.\n")
 
 
 def test_a_bug_keeps_its_traceback(run, tmp_path):

@@ -8,6 +8,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.pictures import frontier as frontier_picture
 from lightning_pfo.pictures import profile as profile_picture
 from lightning_pfo.pictures import timeline as timeline_picture
@@ -81,6 +82,36 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
     assert any("less energy, same time" in text for text in written[1])
     assert any("same energy\nsame time" in text for text in written[3])
     assert figures[-1].axes[0].bbox.width > 0.85 * figures[-1].bbox.width
+
+
+ODD_NAMES = [
+    "X" * 300,
+    "two\nlines\tand\x00controls",
+    "50 % of A_1 [ lab 3 ] {x} \\frac",
+    "\ud800",
+    "i" * 300,
+    " ",
+]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_names_of_any_kind_are_drawn_on_one_line_inside_the_picture(make_profile, monkeypatch, name):
+    figures = []
+    for module in (frontier_picture, profile_picture, timeline_picture):
+        monkeypatch.setattr(module, "save_figure", lambda figure, _: figures.append(figure))
+    profile = replace(make_profile([0.02, 0.03]), gpus=(name,))
+    schedule = replace(make_schedule("1f1b", 2, 4), name=f"file:{name}")
+    frontier = plan_frontier(profile, schedule=schedule, num_plans=3)
+    draw_frontier(frontier, "picture", chosen=frontier.fastest)
+    draw_timelines({f"Chosen plan ({name})": frontier.timeline(frontier.fastest)}, "picture", device=name)
+    draw_energy_valleys(profile, "picture")
+    for figure in figures:
+        figure.draw_without_rendering()
+        ticks = {label for tick in figure.findobj(Tick) for label in (tick.label1, tick.label2)}
+        texts = [text for text in figure.findobj(Text) if text.get_text() and text not in ticks]
+        assert all("\n" not in text.get_text() for text in texts if text not in figure.axes[0].texts)
+        assert all(text.get_window_extent().x0 >= 0 for text in texts)
+        assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts), [t.get_text() for t in texts]
 
 
 def test_groups_of_stages_have_short_labels():

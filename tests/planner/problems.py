@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 from hypothesis import strategies as st
 
 from lightning_pfo.planner.network.dag import make_network
@@ -28,4 +29,24 @@ def problems(num_nodes, **kinds):
     """A DAG and the options of its nodes."""
     return st.tuples(
         edge_sets(num_nodes).map(lambda edges: make_network(num_nodes, edges)), options_of(num_nodes, **kinds)
+    )
+
+
+def assignments_of(table):
+    """Times and costs of all assignments: brute force."""
+    every = np.array(list(itertools.product(*(range(len(table.kinds[kind].times)) for kind in table.kind_of)))).T
+    return table.longest_paths(every), table.total_costs(every)
+
+
+def least_costs(table, flows):
+    """Sum over the activities of the least cost of an option plus flow times its time; the last axis are activities."""
+    menus = [list(zip(opts.times, opts.costs, strict=True)) for opts in table.kinds]
+    return np.array(
+        [
+            sum(
+                min(cost + phi * time for time, cost in menus[kind])
+                for kind, phi in zip(table.kind_of, flow, strict=True)
+            )
+            for flow in flows
+        ]
     )

@@ -7,6 +7,12 @@ F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 
 def play_in_ticks(profile, plan, power_at, latency_s, tick_s=5e-5):
     """Time and energy of a plan with forwards and full backwards; `power_at(clock)` is the blocking power."""
+    now, ranks = ranks_in_ticks(profile, plan, power_at, latency_s, tick_s)
+    return now, sum(rank.energy for rank in ranks)
+
+
+def ranks_in_ticks(profile, plan, power_at, latency_s, tick_s=5e-5):
+    """Time of an iteration, and the ranks at its end."""
     schedule = plan.schedule
     ranks = [Rank(profile, schedule, plan, rank, power_at, latency_s) for rank in range(schedule.num_ranks)]
     finished, now = set(), 0.0
@@ -14,7 +20,7 @@ def play_in_ticks(profile, plan, power_at, latency_s, tick_s=5e-5):
         ended = [inst for rank in ranks if (inst := rank.tick(now, tick_s, finished))]
         now += tick_s
         finished.update(ended)
-    return now, sum(rank.energy for rank in ranks)
+    return now, ranks
 
 
 class Rank:
@@ -24,6 +30,8 @@ class Rank:
         self.waits = {wait.position: wait for wait in plan.wait_clocks if wait.rank == rank}
         self.last_stage = schedule.num_stages - 1
         self.clock, self.pending, self.agenda = self.row[0], [], []
+        self.asked = []  # when, for a clock that had not been asked for last
+        self.last_asked = self.row[0]
         self.position, self.progress, self.computing, self.energy = 0, 0.0, False, 0.0
         self.begin_wait(0.0)
 
@@ -31,24 +39,30 @@ class Rank:
     def done(self):
         return self.position == len(self.order)
 
+    def ask(self, now, clock):
+        self.pending.append((now + self.latency_s, clock))
+        if clock != self.last_asked:
+            self.asked.append(now)
+            self.last_asked = clock
+
     def begin_wait(self, now):
         wait = self.waits.get(self.position)
         following = self.row[0] if self.done else self.row[self.position]
         if wait is None:
-            self.pending.append((now + self.latency_s, following))
+            self.ask(now, following)
         else:
-            self.pending.append((now + self.latency_s, wait.clock_mhz))
+            self.ask(now, wait.clock_mhz)
             self.agenda = [] if self.done else [(now + wait.hold_s, following)]
 
     def tick(self, now, tick_s, finished):
         while self.agenda and self.agenda[0][0] <= now + 1e-12:
-            self.pending.append((now + self.latency_s, self.agenda.pop(0)[1]))
+            self.ask(now, self.agenda.pop(0)[1])
         while self.pending and self.pending[0][0] <= now + 1e-12:
             self.clock = self.pending.pop(0)[1]
         if not self.computing and not self.done and self.needs() <= finished:
             self.computing, self.progress = True, 0.0
             while self.agenda:
-                self.pending.append((now + self.latency_s, self.agenda.pop(0)[1]))
+                self.ask(now, self.agenda.pop(0)[1])
         if not self.computing:
             self.energy += self.power_at(self.clock) * tick_s
             return None
@@ -60,6 +74,7 @@ class Rank:
             return None
         self.computing = False
         self.position += 1
+        self.asked_within = list(self.asked)  # what is asked for at the end of the last one is for the next iteration
         self.begin_wait(now + tick_s)
         return inst
 

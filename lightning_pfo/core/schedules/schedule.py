@@ -61,6 +61,11 @@ class PipelineSchedule:
         return tuple(tuple(values[span]) for span in self._spans)
 
     @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Rank and position of each of `instructions`."""
+        return tuple((rank, position) for rank, order in enumerate(self.orders) for position in range(len(order)))
+
+    @cached_property
     def _spans(self) -> tuple[slice, ...]:
         return tuple(slice(*bounds) for bounds in pairwise(accumulate(map(len, self.orders), initial=0)))
 

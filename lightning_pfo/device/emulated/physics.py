@@ -68,10 +68,6 @@ class GpuPhysics:
         dynamic_w = self.computing_power_w(clock_mhz) - self.config.static_power_w
         return self.config.idle_power_w + self.config.blocked_activity * dynamic_w
 
-    def energy_j(self, clock_mhz: float, compute_s: float, memory_s: float) -> float:
-        """Energy of an instruction at a clock; see `time_s`."""
-        return self.time_s(clock_mhz, compute_s, memory_s) * self.computing_power_w(clock_mhz)
-
     def _uncapped_power_w(self, clock_mhz: float) -> float:
         config = self.config
         voltage = self._voltage(clock_mhz) / self._voltage(config.top_clock_mhz)

@@ -14,7 +14,7 @@ from functools import partial
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import mean_powers
-from lightning_pfo.device.energy.sampler import EnergyReader
+from lightning_pfo.device.energy.reader import EnergyReader
 from lightning_pfo.listeners.device_follower import DeviceFollower
 
 _LOOK_EVERY_S = 0.1

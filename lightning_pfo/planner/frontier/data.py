@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.pipeline.timeline import Timeline, simulate_plan
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PREDICTED = ("iteration_time_s", "iteration_energy_j", "lower_bound_j")
 
 
 @dataclass(frozen=True)
@@ -60,3 +66,21 @@ class Frontier:
     def timeline(self, plan: FrequencyPlan) -> Timeline:
         """One iteration of `plan` as the profile predicts it."""
         return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency_s)
+
+    def rows(self) -> list[dict[str, float]]:
+        """The numbers of each plan, as in `frontier.csv`: from the slowest, number 0, to the fastest."""
+        return [
+            {
+                "plan": number,
+                **{name: getattr(plan, name) for name in (*PREDICTED, "gap")},
+                "clock_changes": plan.num_clock_changes,
+                "switching_cost_j": plan.switching_cost_j,
+            }
+            for number, plan in enumerate(reversed(self.plans))
+        ]
+
+    def to_frame(self) -> pd.DataFrame:
+        """The numbers of each plan as a pandas table with the columns of `frontier.csv`."""
+        import pandas as pd  # slow to load, and nobody else needs it
+
+        return pd.DataFrame(self.rows())

@@ -7,7 +7,7 @@
 `1.02x`          the least energy at up to 1.02 times the top clocks' iteration time
 `2.84s`          the least energy at an iteration time of up to 2.84 s
 `least_energy`   the plan of least iteration energy
-`least_edp`      the plan of least energy-delay product (iteration energy x iteration time)
+`least_edp`      the plan of least energy-delay product (iteration energy x iteration time), the fastest of equals
 `350W`           the fastest plan whose GPUs take at most 350 W each on average
 `T'=2.9s`        the least energy beside a straggler: a replica whose iteration takes 2.9 s
 ===============  =========================================================================
@@ -19,18 +19,24 @@ therefore the one of least energy that is not slower than T'; `T'=1.1x` is meant
 
 from __future__ import annotations
 
+import math
 import re
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.core.wording import rounded_up
+from lightning_pfo.core.ranges import Quantity
+from lightning_pfo.core.wording import rounded_up, shortened
 from lightning_pfo.planner.frontier.data import Frontier
 
 _INDEX = re.compile(r"[0-9]+")
 _MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])")
-_STRAGGLER = re.compile(r"(?:T['\u2019]|straggler)\s*=\s*(?=.*[xs]$)")
+_STRAGGLER = re.compile(r"^(?:T['\u2019\u2032]|straggler)\s*=\s*(?=.*[xs]$)")
+_NUMBER = Quantity("a plan number", "", 0, 10**9, is_whole=True)
+_LONGEST = 64  # characters; what is longer is no selection, and would take its time
 _NAMES = ("fastest", "no_slowdown", "least_energy", "least_edp")
 _EQUAL_TIMES = 1e-9
+_FASTEST_TIMES = 1e-8
+"""The planner takes times 1e-9 apart for equal, in several steps: its fastest plan may be later by a few such."""
 
 FORMS = f"3, 1.02x, 2.84s, 350W, T'=2.9s, {', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
 """The forms of a selection, for help texts."""
@@ -45,9 +51,9 @@ def check_selection(expression: str | int) -> None:
     text = _without_straggler(expression)
     if text not in _NAMES and not _INDEX.fullmatch(text) and not _MEASURE.fullmatch(text):
         raise PlanError(
-            f"Cannot select a plan by {text!r}. Use a plan number (3), a slowdown (1.02x), an iteration time (2.84s), "
-            f"an average power per GPU (350W), a straggler's iteration time (T'=2.9s), {', '.join(_NAMES[:-1])} or "
-            f"{_NAMES[-1]}."
+            f"Cannot select a plan by {shortened(text or expression)}. Use a plan number (3), a slowdown (1.02x), an "
+            f"iteration time (2.84s), an average power per GPU (350W), a straggler's iteration time (T'=2.9s), "
+            f"{', '.join(_NAMES[:-1])} or {_NAMES[-1]}."
         )
 
 
@@ -68,7 +74,7 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
     if text == "least_energy":
         return frontier.least_energy
     if text == "least_edp":
-        return min(frontier.plans, key=lambda plan: plan.iteration_energy_j * plan.iteration_time_s)
+        return min(frontier.plans, key=lambda plan: plan.iteration_energy_j * plan.iteration_time_s)  # first of equals
     if text == "no_slowdown":
         text = "1.0x"
     if _INDEX.fullmatch(text):
@@ -82,8 +88,12 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
 
 
 def _without_straggler(expression: str | int) -> str:
-    """What a straggler asks for is a deadline: whoever waits for it anyway may be as slow."""
-    return _STRAGGLER.sub("", str(expression).strip(), count=1)
+    """What a straggler asks for is a deadline: whoever waits for it anyway may be as slow. Empty for no selection."""
+    if _NUMBER.allows(expression):
+        return str(int(expression))
+    if not isinstance(expression, str) or len(expression) > _LONGEST:
+        return ""
+    return _STRAGGLER.sub("", expression.strip(), count=1)
 
 
 def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:
@@ -95,15 +105,24 @@ def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:
 def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
     """The cheapest plan of at most `deadline_s`: the slowest, as none is dominated."""
     fitting = [plan for plan in frontier.plans if plan.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)]
+    if not fitting and frontier.fastest.iteration_time_s <= deadline_s * (1 + _FASTEST_TIMES):
+        return frontier.fastest
     if not fitting:
-        fastest_s, slowest_s = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
         top_s = frontier.baseline.iteration_time_s
+        ends_s = frontier.fastest.iteration_time_s, frontier.least_energy.iteration_time_s
+        (fastest, slowest), (fastest_x, slowest_x) = _range(*ends_s), _range(*(time_s / top_s for time_s in ends_s))
         raise PlanError(
-            f"No plan meets {text}: iteration times range from {rounded_up(fastest_s, 6)} s "
-            f"({rounded_up(fastest_s / top_s, 4)}x) to {slowest_s:.6f} s ({slowest_s / top_s:.4f}x of the top clocks' "
-            f"{top_s:.6f} s)."
+            f"No plan meets {text}: iteration times range from {fastest} s ({fastest_x}x) to {slowest} s ({slowest_x}x "
+            f"of the top clocks' {top_s:.7g} s)."
         )
     return fitting[-1]
+
+
+def _range(least: float, most: float) -> tuple[str, str]:
+    """Both ends as text, the least not rounded down: whoever asks for what is printed gets it."""
+    digits = max(6, 5 - math.floor(math.log10(least)))
+    first = rounded_up(least, digits)
+    return first, max(first, f"{most:.{digits}f}", key=float)
 
 
 def _within_power(frontier: Frontier, power_w: float) -> FrequencyPlan:

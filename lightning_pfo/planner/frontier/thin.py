@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.ranges import NUM_PLANS, Quantity
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
+
+_EVERY = Quantity("a number of plans", "", 1, 10**9, is_whole=True)
 
 
 def thin_frontier(
@@ -26,16 +30,17 @@ def thin_frontier(
     Raises:
         ConfigurationError: If a number is out of range.
     """
-    if every < 1 or (num_plans is not None and num_plans < 2):
+    if not _EVERY.allows(every) or not (num_plans is None or NUM_PLANS.allows(num_plans)):
         raise ConfigurationError(
-            f"every must be at least 1 and num_plans at least 2 (fastest and least energy); got every={every} and "
-            f"num_plans={num_plans}."
+            "every must be at least 1 and num_plans at least 2 (fastest and least energy), the latter at most "
+            f"{NUM_PLANS.most:,}; got every={shortened(every)} and num_plans={shortened(num_plans)}."
         )
     plans = frontier.plans
-    chosen = {*range(0, len(plans), every), len(plans) - 1}
-    if num_plans is not None:
+    ends = {0, len(plans) - 1}
+    chosen = {*range(0, len(plans), every), *ends}
+    if num_plans is not None and num_plans < len(chosen):
         first_s, last_s = plans[0].iteration_time_s, plans[-1].iteration_time_s
-        wanted_s = [first_s + (last_s - first_s) * step / (num_plans - 1) for step in range(num_plans)]
+        wanted_s = [first_s + (last_s - first_s) * step / (num_plans - 1) for step in range(1, num_plans - 1)]
         candidates = sorted(chosen)
-        chosen = {min(candidates, key=lambda i: abs(plans[i].iteration_time_s - time_s)) for time_s in wanted_s}
+        chosen = ends | {min(candidates, key=lambda i: abs(plans[i].iteration_time_s - time_s)) for time_s in wanted_s}
     return replace(frontier, plans=tuple(plan for i, plan in enumerate(plans) if i in chosen or plan in keep))

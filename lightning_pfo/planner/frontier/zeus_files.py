@@ -14,7 +14,12 @@ from typing import Any
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.core.ranges import CLOCK
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.wording import cut, pipeline_size, shortened
+
+_CHARACTERS, _CHARACTERS_PER_CLOCK = 10_000, 100
+"""Characters that a file may have: for comments, and for each instruction. Reading takes time and memory by them."""
 
 
 def zeus_text(plan: FrequencyPlan, number: int) -> str:
@@ -40,18 +45,27 @@ def read_zeus_plan(path: str | os.PathLike[str], schedule: PipelineSchedule) -> 
     Raises:
         PlanError: If the file cannot be read, is no such literal, or does not fit the schedule.
     """
-    where = Path(path)
+    where = cut(str(path))
+    most = _CHARACTERS + _CHARACTERS_PER_CLOCK * len(schedule.instructions)
     try:
-        rows = ast.literal_eval(where.read_text(encoding="utf-8-sig").strip())
-    except (OSError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise PlanError(f"{where} cannot be read as a plan, a Python list with a row per stage: {error}.") from error
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(most + 1)
+        rows = ast.literal_eval(text.strip()) if len(text) <= most else None
+    except (OSError, ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {cut(str(error))}"
+        raise PlanError(f"{where} cannot be read as a plan, a Python list with a row per stage: {reason}.") from error
+    if rows is None and len(text) > most:
+        raise PlanError(
+            f"{where} has more than {most:,} characters, too many for the {len(schedule.instructions):,} instructions "
+            f"of schedule {schedule.name!r}. Read it with the schedule it was written for."
+        )
     if not isinstance(rows, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in rows):
-        raise PlanError(f"{where} must be a list with a list per stage, got {str(rows)[:60]!r}.")
+        raise PlanError(f"{where} must be a list with a list per stage, got {shortened(rows)}.")
     expected = [len(order) for order in schedule.orders]
     if [len(row) for row in rows] != expected:
         raise PlanError(
-            f"{where} has {[len(row) for row in rows]} clocks by row, but schedule {schedule.name!r} with "
-            f"{schedule.num_stages} stages x {schedule.num_microbatches} microbatches runs {expected} instructions."
+            f"{where} has {shortened([len(row) for row in rows])} clocks by row, but schedule {schedule.name!r} with "
+            f"{pipeline_size(schedule.num_stages, schedule.num_microbatches)} runs {shortened(expected)} instructions."
         )
     clocks = tuple(
         tuple(_clock(where, entry, inst) for entry, inst in zip(row, order, strict=True))
@@ -60,13 +74,13 @@ def read_zeus_plan(path: str | os.PathLike[str], schedule: PipelineSchedule) -> 
     return FrequencyPlan(schedule, clocks, float("nan"), float("nan"))
 
 
-def _clock(where: Path, entry: Any, instruction: Instruction) -> int:
+def _clock(where: str, entry: Any, instruction: Instruction) -> int:
     name, mhz = entry if isinstance(entry, (list, tuple)) and len(entry) == 2 else (None, entry)
     if name not in (None, instruction.type.profile_name):
         raise PlanError(
-            f"{where} has {name!r} where the schedule runs {instruction} ({instruction.type.profile_name}). Read it "
-            "with the schedule it was written for."
+            f"{where} has {shortened(name)} where the schedule runs {instruction} ({instruction.type.profile_name}). "
+            "Read it with the schedule it was written for."
         )
-    if isinstance(mhz, bool) or not isinstance(mhz, int) or mhz <= 0:
-        raise PlanError(f"{where}: the entry of {instruction} must be a clock in whole MHz, got {entry!r}.")
-    return mhz
+    if not CLOCK.allows(mhz):
+        raise PlanError(f"{where}: the entry of {instruction} must be {CLOCK}, got {shortened(entry)}.")
+    return int(mhz)

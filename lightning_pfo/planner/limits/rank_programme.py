@@ -69,7 +69,7 @@ class RankProgramme:
             due: Latest end of each instruction in seconds.
             end: End of the iteration in seconds, until when the rank waits.
             change_cost: Cost of a change of clocks in joules; a tiny one prefers few changes among equals.
-            price_w: What a second is worth in J/s, to rank labels by.
+            price_w: Price of a second in J/s, to rank labels by.
 
         Returns:
             A clock in MHz for each instruction; None if none was found.
@@ -144,8 +144,8 @@ class RankProgramme:
     def _prune(self, labels: _Labels, grid: float, price_w: float) -> _Labels:
         # Who ends earlier has waited less: compare as if all had waited until the same time.
         reduced = labels.cost - self.least_power * labels.end
-        worth = reduced + price_w * labels.end
-        order = _least(reduced, worth)
+        priced = reduced + price_w * labels.end
+        order = _least(reduced, priced)
         order = order[np.argsort(reduced[order], kind="stable")]
         key = (labels.end[order] / grid).astype(np.int64) * len(self.clocks_mhz) + labels.clock[order]
         if self.least_dwell > 0:
@@ -153,8 +153,8 @@ class RankProgramme:
             key = key * (_AGES + 1) + (age * _AGES).astype(np.int64)
         kept = order[np.sort(np.unique(key, return_index=True)[1])]
         if len(kept) > _MOST_LABELS:
-            by_worth = kept[np.argsort(worth[kept], kind="stable")]
-            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_worth[: _MOST_LABELS // 2]]))
+            by_priced = kept[np.argsort(priced[kept], kind="stable")]
+            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_priced[: _MOST_LABELS // 2]]))
         return labels.at(kept)
 
 

@@ -120,9 +120,8 @@ def _with_dwells(pipeline: LimitedPipeline, rows: Rows) -> Timeline | None:
 def _raised(pipeline: LimitedPipeline, timeline: Timeline) -> Rows:
     """The clocks, those before a critical instruction that begins too slowly raised to its own."""
     rows = [list(row) for row in timeline.clocks_by_rank]
-    place = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
     for node in timeline.critical_path:
-        rank, position = place[node]
+        rank, position = timeline.schedule.places[node]
         row, programme = rows[rank], pipeline.programmes[rank]
         if position and row[position - 1] < row[position]:
             own_s = programme.time_s(position, timeline.clocks_mhz[node])

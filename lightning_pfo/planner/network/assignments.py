@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from lightning_pfo.planner.network.arrays import Floats, Integers
-from lightning_pfo.planner.network.dag import ActivityNetwork, Level
+from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
 
 Assignments = Integers
@@ -79,11 +79,7 @@ class OptionTable:
         durations = durations[order.nodes]
         latest_starts, ends = np.empty(durations.shape), np.empty(durations.shape)
         for level in order.levels:
-            end = deadlines
-            if level.neighbours:
-                end = latest_starts[level.neighbours[0]]
-                for after in level.neighbours[1:]:
-                    end = np.minimum(end, latest_starts[after])
+            end = level.reduce(np.minimum, latest_starts) if len(level.neighbours) else deadlines
             ends[level.positions] = end
             latest_starts[level.positions] = end - durations[level.positions]
         return np.asarray(ends[order.position_of])
@@ -124,7 +120,7 @@ class OptionTable:
         latest_ends, finish = latest_ends[order.nodes], np.empty(latest_ends.shape)
         for level in order.levels:
             here = level.positions
-            starts = _latest(finish, level) if level.neighbours else 0.0
+            starts = level.reduce(np.maximum, finish) if len(level.neighbours) else 0.0
             fitting = self.line.slowest_fitting(kinds[here], latest_ends[here] - starts)
             if on_hull:
                 fitting = self.line.hull_before[fitting]
@@ -134,11 +130,7 @@ class OptionTable:
 
     def finish_times(self, durations: Floats) -> Floats:
         """Earliest finish of each node in seconds, shaped as `durations`."""
-        order = self.dag.levels
-        finish = durations[order.nodes]
-        for level in order.levels[1:]:
-            finish[level.positions] += _latest(finish, level)
-        return np.asarray(finish[order.position_of])
+        return finish_times(self.dag, durations)
 
 
 class OptionLine:
@@ -172,7 +164,7 @@ class OptionLine:
         is_on_hull[[place + k for place, opts in zip(self.first, kinds, strict=False) for k in opts.hull]] = True
         self.hull_before = np.maximum.accumulate(np.where(is_on_hull, np.arange(len(is_on_hull)), 0))
         self._longest = float(self.times.max())
-        self._spacing = 2 * self._longest + 1
+        self._spacing = 3 * self._longest or 1.0  # "nothing fits" lies one below, so kinds are apart
         self._keys = self.times + self._spacing * np.repeat(np.arange(len(sizes)), sizes + 1)
         self._keys[~is_option] -= self._longest
 
@@ -188,9 +180,10 @@ class OptionLine:
         return np.searchsorted(self._keys, keys, side="right") - 1
 
 
-def _latest(finish: Floats, level: Level) -> Floats:
-    """When the last predecessor of each node of the level ends."""
-    latest = finish[level.neighbours[0]]
-    for before in level.neighbours[1:]:
-        latest = np.maximum(latest, finish[before])
-    return latest
+def finish_times(network: ActivityNetwork, durations: Floats) -> Floats:
+    """Earliest finish of each node in seconds, for each column of `durations`."""
+    order = network.levels
+    finish = durations[order.nodes]
+    for level in order.levels[1:]:
+        finish[level.positions] += level.reduce(np.maximum, finish)
+    return np.asarray(finish[order.position_of])

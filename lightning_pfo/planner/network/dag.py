@@ -18,6 +18,9 @@ import numpy.typing as npt
 
 from lightning_pfo.core.errors import ConfigurationError
 
+_NARROW = 4
+"""Levels whose nodes have at most so many neighbours are padded to columns, which is at most so much more work."""
+
 
 @dataclass(frozen=True, eq=False)
 class Level:
@@ -25,12 +28,25 @@ class Level:
 
     Attributes:
         positions: Where they are in the order of all levels.
-        neighbours: Positions of the first, second, ... neighbour of each, shape (m,) each; one with fewer repeats its
-            last. Empty where the nodes have none.
+        neighbours: Positions of the neighbours of each, one node after the other; empty where the nodes have none.
+        begins: Where in `neighbours` those of each node begin; every node has one at least, if any has.
+        columns: Positions of the first, second, ... neighbour of each, shape (m,) each; one with fewer repeats its
+            last. Empty where a node has more than a few: padding would cost the square of the number of nodes.
     """
 
     positions: slice
-    neighbours: tuple[npt.NDArray[np.int64], ...]
+    neighbours: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.int64]
+    columns: tuple[npt.NDArray[np.int64], ...]
+
+    def reduce(self, largest_or_least: np.ufunc, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The largest (`np.maximum`) or least (`np.minimum`) value of the neighbours of each node, shape (m, ...)."""
+        if not self.columns:
+            return np.asarray(largest_or_least.reduceat(values[self.neighbours], self.begins, axis=0))
+        found = values[self.columns[0]]
+        for column in self.columns[1:]:
+            found = largest_or_least(found, values[column])
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,14 +203,19 @@ def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> L
         depth[node] = max([depth[before] + 1 for before in neighbours_of[node]], default=0)
     nodes, ends = np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth)).tolist()
     position_of = np.argsort(nodes)
-    most = max(map(len, neighbours_of), default=0)
-    padded = np.array([row + (row[-1:] or (0,)) * (most - len(row)) for row in neighbours_of], dtype=np.int64)
-    sizes = np.array([len(row) for row in neighbours_of])[nodes]
-    neighbours = np.ascontiguousarray(position_of[padded[nodes]].T)
-    levels = [
-        Level(slice(first, end), tuple(neighbours[: sizes[first:end].max(), first:end]))
-        for first, end in pairwise([0, *ends])
-    ]
+    rows = [neighbours_of[node] for node in nodes.tolist()]
+    flat = position_of[np.fromiter((other for row in rows for other in row), dtype=np.int64)]
+    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    begins = np.cumsum(sizes) - sizes
+    levels = []
+    for first, end in pairwise([0, *ends]):
+        here, before = slice(first, end), int(begins[first])
+        columns = tuple(
+            flat[begins[here] + np.minimum(number, sizes[here] - 1)]
+            for number in range(sizes[here].max() if sizes[here].max() <= _NARROW else 0)
+        )
+        neighbours = flat[before : before + int(sizes[here].sum())]
+        levels.append(Level(here, neighbours, begins[here] - before, columns))
     return Levels(nodes, position_of, tuple(levels))
 
 

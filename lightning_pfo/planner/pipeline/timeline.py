@@ -90,9 +90,6 @@ class Simulator:
     ) -> None:
         self.dag = schedule_network(schedule)
         self.schedule, self.blocking, self._latency_s = schedule, blocking, switch_latency_s
-        self._places = [
-            (rank, position) for rank, order in enumerate(schedule.orders) for position in range(len(order))
-        ]
         kinds = {(inst.stage, inst.type): profile.of(inst.stage, inst.type) for inst in schedule.instructions}
         at, near = ({kind: cache(getattr(m, name)) for kind, m in kinds.items()} for name in ("at", "near"))
         self._measured_at = [at[inst.stage, inst.type] for inst in schedule.instructions]
@@ -119,7 +116,7 @@ class Simulator:
         rank_ends, wait_energies = [0.0] * len(signals), [0.0] * len(signals)
         before_of = self.dag.predecessors
         for node in self.dag.order:
-            rank, position = self._places[node]
+            rank, position = self.schedule.places[node]
             start = max([finish[before] for before in before_of[node]], default=0.0)
             signal, begin = signals[rank], rank_ends[rank]
             _request(signal, begin, start, clocks[node], waiting.get((rank, position)))

@@ -8,4 +8,4 @@ from lightning_pfo.planner.pipeline.problem import Problem, Rows
 def top_clocks(problem: Problem, deadline_s: float | None = None) -> Rows:
     """The top clocks; a deadline changes nothing (see `Policy`)."""
     top_mhz = [problem.profile.top_clock_mhz(stage) for stage in range(problem.schedule.num_stages)]
-    return tuple(tuple(top_mhz[inst.stage] for inst in order) for order in problem.schedule.orders)
+    return problem.schedule.by_rank([top_mhz[inst.stage] for inst in problem.schedule.instructions])

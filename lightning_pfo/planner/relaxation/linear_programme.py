@@ -1,19 +1,20 @@
 r"""The relaxed time-cost tradeoff as a linear programme with the iteration time as parameter.
 
-Every node i of the DAG may take any duration on the lower convex hull of its options. Nodes with the same predecessors
+Every activity i may take any duration on the lower convex hull of its options. Activities with the same predecessors
 may as well start together, at one *event*; so with the time s_e of each event, the iteration time T, and one segment
 variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
 
     minimise    constant + sum_ik g_ik x_ik
-    subject to  s_f - s_e - sum_k x_ik >= t_i     for each node i from its event e to an event f that waits for it
+    subject to  s_f - s_e - sum_k x_ik >= t_i     for each activity i from its event e to an event f that waits for it
                 T   - s_e - sum_k x_ik >= t_i     for each sink i                (t_i: the fastest option of i)
                 0 <= x_ik <= w_ik,  s >= 0
 
 Hull slopes increase, so segments fill in order without being told to (Kelley 1961; Fulkerson 1961). The optimum
-LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every real choice of options
-is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every plan of iteration time T'. The duals
-of the rows form a flow of value -slope from the sources to the sinks (Phillips and Dessouky 1977). In the steady state
-of 1F1B events halve the number of rows: `F` of a stage and `B` of the next both wait for the same two nodes.
+LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every assignment of options
+is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every assignment of iteration time T', but
+for the solver's tolerances; `bound` makes a proof of it. The duals of the rows form a flow of value -slope from the
+sources to the sinks (Phillips and Dessouky 1977). In the steady state of 1F1B events halve the number of rows: `F` of a
+stage and `B` of the next both wait for the same two activities.
 
 Only a column bound changes from one T to the next, so the previous basis stays dual feasible and the dual simplex
 continues from it.
@@ -37,7 +38,7 @@ import highspy
 import numpy as np
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.planner.network.arrays import Floats
+from lightning_pfo.planner.network.arrays import Floats, Integers
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
 
@@ -53,11 +54,11 @@ class RelaxedSolution:
         time: Iteration time T in seconds.
         cost: LP(T) in joules.
         slope: Derivative of LP at T in J/s (a subgradient at a corner), at most 0.
-        starts: Start time of each node in seconds, shape (n,).
-        durations: Duration of each node in seconds, shape (n,).
-        edge_flow: Duals of the precedences in J/s, aligned with `dag.edges`: what a second of slack there is worth.
-        sink_flow: Duals of the ends in J/s, aligned with `dag.sinks`.
-        flow: Flow through each node in J/s, shape (n,): what a second of its duration is worth.
+        starts: Start time of each activity in seconds, shape (n,).
+        durations: Duration of each activity in seconds, shape (n,).
+        edge_flow: Duals of the precedences in J/s, aligned with `network.edges`: what a second of slack there costs.
+        sink_flow: Duals of the ends in J/s, aligned with `network.sinks`.
+        flow: Flow through each activity in J/s, shape (n,): what a second of its duration costs.
     """
 
     time: float
@@ -69,77 +70,72 @@ class RelaxedSolution:
     sink_flow: Floats
     flow: Floats
 
-    def bound_at(self, time: float) -> float:
-        """Lower bound on the cost of any choice with iteration time `time`, in joules: the tangent."""
+    def tangent_at(self, time: float) -> float:
+        """The tangent at iteration time `time`, in joules: a lower bound, but for the solver's tolerances."""
         return self.cost + self.slope * (time - self.time)
 
 
 class RelaxedTradeoff:
-    """The parametric linear programme of one DAG; keeps its basis from one solve to the next.
+    """The parametric linear programme of one activity network; keeps its basis from one solve to the next.
+
+    Where there are several optima, or several flows, which one is returned depends on what was solved before.
 
     Args:
-        dag: The precedences.
-        options: Options of each node; nodes of one kind should share one object.
+        network: The precedences.
+        options: Options of each activity; activities of one kind should share one object.
     """
 
-    def __init__(self, dag: ActivityNetwork, options: Sequence[OptionSet]) -> None:
-        n, kinds = dag.num_nodes, tuple(dict.fromkeys(options))
+    def __init__(self, network: ActivityNetwork, options: Sequence[OptionSet]) -> None:
+        n, kinds = network.num_nodes, tuple(dict.fromkeys(options))
         number = {opts: i for i, opts in enumerate(kinds)}
         kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
         fastest_of, slowest_of = np.array([(opts.times[0], opts.times[-1]) for opts in kinds]).reshape(-1, 2).T
         self._fastest = fastest_of[kind_of]
-        # Solver tolerances are absolute (1e-7), so instruction times and costs are brought to the order of one.
+        # Solver tolerances are absolute (1e-7), so times and costs are brought to the order of one.
         self._time_unit = float(slowest_of[kind_of].mean()) or 1.0
         hulls = [_relaxed_hull(opts, _SHORTEST_SEGMENT * self._time_unit) for opts in kinds]
         self._constant = float(np.array([costs[0] for _, costs in hulls])[kind_of].sum())
-        num_segments = np.array([len(times) - 1 for times, _ in hulls])
-        is_segment = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
-        padded = np.zeros((2, *is_segment.shape))
-        if is_segment.any():
-            lengths, falls = (np.concatenate([np.diff(line[i]) for line in hulls]) for i in (0, 1))
-            padded[:, is_segment] = lengths, falls / lengths
-        lengths, slopes = padded[:, kind_of][:, is_segment[kind_of]]
+        segments_of, lengths, slopes = _segments(hulls, kind_of)
         self._cost_unit = float(np.abs(slopes).max(initial=0.0) or 1.0) * self._time_unit
         self._num_nodes = n
-        self._start_of = np.array(dag.start_of, dtype=np.int64)
-        self._time_column = num_events = len(dag.events)
-        segments_of = num_segments[kind_of]
+        self._start_of = np.array(network.start_of, dtype=np.int64)
+        self._time_column = num_events = len(network.events)
         self._owner = np.repeat(np.arange(n), segments_of)
-        first_segment = num_events + 1 + np.cumsum(segments_of) - segments_of
 
-        # A row per event and node that it waits for, and one per sink, whose head is the column of T: head, event at
-        # which the tail starts, segments of the tail.
-        self._tails = np.array([*dag.waits[:, 1], *dag.sinks], dtype=np.int64)
-        heads = np.append(dag.waits[:, 0], [num_events] * len(dag.sinks))
-        self._num_waits, self._row_of_edge, self._after = len(dag.waits), dag.wait_of_edge, dag.edges[:, 1]
+        programme = highspy.HighsLp()
+        programme.num_col_ = num_events + 1 + len(lengths)
+        programme.col_cost_ = np.concatenate([np.zeros(num_events + 1), slopes * self._time_unit / self._cost_unit])
+        programme.col_lower_ = np.zeros(programme.num_col_)
+        programme.col_upper_ = np.concatenate([np.full(num_events + 1, highspy.kHighsInf), lengths / self._time_unit])
+        self._add_rows(programme, network, segments_of)
+        self._highs = _dual_simplex()
+        self._highs.passModel(programme)
+        self._highs.setBasis(_slowest_basis(network, slowest_of[kind_of].tolist(), len(lengths)))
+
+    def _add_rows(self, programme: Any, network: ActivityNetwork, segments_of: Integers) -> None:
+        """A row per event and activity that it waits for, and one per sink, whose head is the column of T.
+
+        In each the head has the coefficient 1, the event at which the tail starts and the segments of the tail -1.
+        """
+        num_events = self._time_column
+        self._tails = np.array([*network.waits[:, 1], *network.sinks], dtype=np.int64)
+        heads = np.append(network.waits[:, 0], [num_events] * len(network.sinks))
+        self._num_waits, self._row_of_edge = len(network.waits), network.wait_of_edge
+        self._after = network.edges[:, 1]
+        first_segment = num_events + 1 + np.cumsum(segments_of) - segments_of
         sizes = 2 + segments_of[self._tails]
         begins = np.concatenate([[0], np.cumsum(sizes)])
         columns = np.arange(begins[-1]) + np.repeat(first_segment[self._tails] - 2 - begins[:-1], sizes)
         columns[begins[:-1]], columns[begins[:-1] + 1] = heads, self._start_of[self._tails]
         values = np.full(len(columns), -1.0)
         values[begins[:-1]] = 1.0
-
-        programme = highspy.HighsLp()
-        programme.num_col_, programme.num_row_ = num_events + 1 + len(lengths), len(heads)
-        programme.col_cost_ = np.concatenate([np.zeros(num_events + 1), slopes * self._time_unit / self._cost_unit])
-        programme.col_lower_ = np.zeros(programme.num_col_)
-        programme.col_upper_ = np.concatenate([np.full(num_events + 1, highspy.kHighsInf), lengths / self._time_unit])
+        programme.num_row_ = len(heads)
         programme.row_lower_ = self._fastest[self._tails] / self._time_unit
         programme.row_upper_ = np.full(len(heads), highspy.kHighsInf)
         programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         programme.a_matrix_.start_ = begins
         programme.a_matrix_.index_ = columns
         programme.a_matrix_.value_ = values
-
-        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
-        self._highs.setOptionValue("output_flag", False)
-        self._highs.setOptionValue("presolve", "off")  # it would throw the basis away
-        self._highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
-        self._highs.setOptionValue("simplex_scale_strategy", 0)  # the matrix is of ones
-        self._highs.setOptionValue("simplex_price_strategy", 1)  # by rows, which are short
-        self._highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
-        self._highs.passModel(programme)
-        self._highs.setBasis(_slowest_basis(dag, slowest_of[kind_of].tolist(), len(lengths)))
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum for iteration time `time` in seconds, at least the longest path of the fastest options.
@@ -156,21 +152,23 @@ class RelaxedTradeoff:
     def solve_with_rate(self, rate: float) -> RelaxedSolution:
         """Optimum over all iteration times when every second costs `rate` joules more.
 
-        The returned cost excludes that price, as for `solve`.
+        The returned cost excludes these, as for `solve`.
         """
+        # All segments together cost no more per second: beyond that the fastest time is the optimum.
+        rate = min(rate, (len(self._owner) + 1) * self._cost_unit / self._time_unit)
         self._highs.changeColCost(self._time_column, rate * self._time_unit / self._cost_unit)
         self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
         return self._run(float("nan"), rate)
 
     def require(self, starts: Mapping[int, float], durations: Mapping[int, float]) -> None:
-        """Add a constraint: a weighted sum of starts and durations of nodes must be at least 0.
+        """Add a constraint: a weighted sum of starts and durations of activities must be at least 0.
 
         From then on the optimum bounds only what satisfies it as well, and the duals of the precedences no longer
         make a flow.
 
         Args:
-            starts: Weights of start times by node.
-            durations: Weights of durations by node.
+            starts: Weights of start times by activity.
+            durations: Weights of durations by activity.
         """
         at_event: dict[int, float] = defaultdict(float)
         for node, weight in starts.items():
@@ -216,16 +214,39 @@ class RelaxedTradeoff:
         )
 
 
-def _slowest_basis(dag: ActivityNetwork, slowest: Sequence[float], num_segments: int) -> Any:
+def _segments(hulls: Sequence[tuple[Floats, Floats]], kind_of: Integers) -> tuple[Integers, Floats, Floats]:
+    """Segments of the hulls of all activities: their number for each, then the length (s) and slope (J/s) of each."""
+    num_segments = np.array([len(times) - 1 for times, _ in hulls])
+    is_segment = np.arange(num_segments.max(initial=0)) < num_segments[:, None]
+    padded = np.zeros((2, *is_segment.shape))
+    if is_segment.any():
+        lengths, falls = (np.concatenate([np.diff(line[i]) for line in hulls]) for i in (0, 1))
+        padded[:, is_segment] = lengths, falls / lengths
+    lengths, slopes = padded[:, kind_of][:, is_segment[kind_of]]
+    return num_segments[kind_of], lengths, slopes
+
+
+def _dual_simplex() -> Any:
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("presolve", "off")  # it would throw the basis away
+    highs.setOptionValue("simplex_strategy", 1)  # serial dual simplex
+    highs.setOptionValue("simplex_scale_strategy", 0)  # the matrix is of ones
+    highs.setOptionValue("simplex_price_strategy", 1)  # by rows, which are short
+    highs.setOptionValue("simplex_dual_edge_weight_strategy", 1)  # Devex: cheap to start anew
+    return highs
+
+
+def _slowest_basis(network: ActivityNetwork, slowest: Sequence[float], num_segments: int) -> Any:
     """The basis of the slowest options, every event as early as possible: where the simplex method starts.
 
     Of the rows into an event the one on its longest path is tight and determines when it is.
     """
     status = highspy.HighsBasisStatus
     basic, lower = status.kBasic, status.kLower
-    finish = dag.finish_times(slowest)
+    finish = network.finish_times(slowest)
     starts, rows = [], []
-    for waiting_for in (*dag.events, dag.sinks):
+    for waiting_for in (*network.events, network.sinks):
         starts.append(basic if waiting_for else lower)
         tight = max(waiting_for, key=finish.__getitem__, default=None)
         rows += [lower if node == tight else basic for node in waiting_for]

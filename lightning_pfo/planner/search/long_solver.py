@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lightning_pfo.core.progress import Progress
+from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet, pareto_front
@@ -20,7 +21,7 @@ from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.effort import Effort, find_effort
 from lightning_pfo.planner.search.moves import EventMoves
-from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time
+from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
 LONG_PIPELINE = 4000
 """Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
@@ -39,6 +40,7 @@ def trace_long_tradeoff(
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
     effort: str | Effort = "default",
+    bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
@@ -54,6 +56,7 @@ def trace_long_tradeoff(
         times: Further times in seconds; brought into the range of the frontier.
         deadlines: The same, but one shorter than the fastest assignment is an error.
         effort: How hard to search: `fast`, `default` or `best`.
+        bound: Where proofs are collected, as in `trace_tradeoff`.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
@@ -62,15 +65,18 @@ def trace_long_tradeoff(
     """
     effort = find_effort(effort)
     fastest = fastest_time(dag, options, deadlines)
-    table, programme = OptionTable(dag, options), MergedTradeoff(dag, options, periodic)
+    bound = bound or LowerBound(OptionTable(dag, options), rate)
+    table, programme = bound.table, MergedTradeoff(dag, options, periodic)
     moves = EventMoves(table)
-    slowest = max(programme.solve_with_rate(rate).time, fastest)
+    least = programme.solve_with_rate(rate)
+    bound.add(least)  # what is proven about all that is slower
+    slowest = max(least.time, fastest)
     wanted = {min(max(time, fastest), slowest) for time in (*times, *deadlines)}
     targets = sorted({*wanted, *np.linspace(fastest, slowest, num_points).tolist()}, reverse=True)
-    lower_bound, found = LowerBound(table, rate), []
+    found: list[tuple[float, float, Integers]] = []
     for done, target in enumerate(targets, 1):
         relaxed = programme.with_timetable(programme.solve(target))
-        lower_bound.add(relaxed)
+        bound.add(relaxed)
         starts = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
             starts.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
@@ -82,12 +88,9 @@ def trace_long_tradeoff(
             found.append((time, float(table.total_costs(assignment)[0]) + rate * time, assignment[:, 0]))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
-    lower_bound.sharpen(np.array(targets))
+    bound.sharpen(np.array(targets))
     front = pareto_front([time for time, _, _ in found], [cost for _, cost, _ in found]).tolist()
-    return [
-        TradeoffPoint(time, cost, min(float(lower_bound.at(time)), cost), tuple(assignment.tolist()))
-        for time, cost, assignment in (found[number] for number in front)
-    ]
+    return [proven_point(bound, *found[number]) for number in front]
 
 
 def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:

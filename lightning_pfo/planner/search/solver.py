@@ -19,6 +19,7 @@ import numpy as np
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.wording import rounded_up
+from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet, pareto_front
@@ -70,6 +71,21 @@ class TradeoffPoint:
     choice: tuple[int, ...]
 
 
+def proven_point(bound: LowerBound, time: float, cost: float, assignment: Integers) -> TradeoffPoint:
+    """An assignment with what is proven about those as fast.
+
+    Raises:
+        PlanError: If the bound is above the cost: a proof is wrong.
+    """
+    proven = float(bound.at(time))
+    if proven > cost:
+        raise PlanError(
+            f"A plan that takes {time!r} s costs {cost!r} J, less than the {proven!r} J that were proven to be the "
+            "least possible. This is an error of the planner's: please report it with the profile and the settings."
+        )
+    return TradeoffPoint(time, cost, proven, tuple(assignment.tolist()))
+
+
 def trace_tradeoff(
     dag: ActivityNetwork,
     options: Sequence[OptionSet],
@@ -80,6 +96,7 @@ def trace_tradeoff(
     deadlines: Sequence[float] = (),
     periodic: Sequence[PeriodicPath] = (),
     effort: str | Effort = "default",
+    bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
     """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
@@ -93,6 +110,7 @@ def trace_tradeoff(
         deadlines: Further ones, but one shorter than the fastest assignment is an error.
         periodic: Where the network repeats itself; aggregated in the relaxation, see `steady_middles`.
         effort: How hard to search: `fast`, `default` or `best`.
+        bound: Where proofs are collected; one of your own, for the same options and rate, tells of other times too.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
@@ -101,7 +119,8 @@ def trace_tradeoff(
     """
     effort = find_effort(effort)
     fastest = fastest_time(dag, options, deadlines)
-    search = _Search(dag, options, rate, fastest, periodic, effort, on_progress)
+    bound = bound or LowerBound(OptionTable(dag, options), rate)
+    search = _Search(dag, options, rate, fastest, periodic, effort, bound, on_progress)
     kept, extra = (
         {min(max(time, fastest), search.slowest) for time in some}
         for some in ((*times, fastest, search.slowest), deadlines)
@@ -141,11 +160,11 @@ class _Search:
         fastest: float,
         periodic: Sequence[PeriodicPath],
         effort: Effort,
+        bound: LowerBound,
         on_progress: Progress | None,
     ) -> None:
-        self._table, self._effort, self._on_progress = OptionTable(dag, options), effort, on_progress
+        self._table, self._bound, self._effort, self._on_progress = bound.table, bound, effort, on_progress
         self._programme = MergedTradeoff(dag, options, periodic) if periodic else RelaxedTradeoff(dag, options)
-        self._bound = LowerBound(self._table, rate)
         self._relaxed = [self._programme.solve_with_rate(rate)]
         self.fastest, self.slowest = fastest, max(self._relaxed[0].time, fastest)
         self._bound.add(self._relaxed[0])
@@ -170,7 +189,7 @@ class _Search:
             if time != self._relaxed[0].time:
                 self._relax(time)
             self._report("relaxing", done, len(times))
-        self._bound.add_mixtures(self._relaxed)
+        self._bound.add_mixtures()
 
     def improve(self, number: int) -> bool:
         """Go through a round at all targets whose gap is too large; return whether there are any."""
@@ -219,16 +238,8 @@ class _Search:
         wanted += np.flatnonzero(pool.times <= self.fastest)[:1].tolist()
         chosen = [wanted[number] for number in pareto_front(pool.times[wanted], pool.costs[wanted]).tolist()]
         chosen = pool.fill_up(chosen, num_points)
-        # Solver tolerance may put the bound of a perfect assignment a hair above it; and what takes longer than the
-        # relaxation of least cost is no bound for what takes less.
-        bounds = np.minimum(self._bound.at(np.minimum(pool.times, self.slowest)), pool.costs)
         return [
-            TradeoffPoint(
-                float(pool.times[found]),
-                float(pool.costs[found]),
-                float(bounds[found]),
-                tuple(pool.assignments[:, found].tolist()),
-            )
+            proven_point(self._bound, float(pool.times[found]), float(pool.costs[found]), pool.assignments[:, found])
             for found in sorted(chosen, key=pool.times.__getitem__)
         ]
 

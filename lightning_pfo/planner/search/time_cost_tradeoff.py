@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import NUM_PLANS, is_number
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
 from lightning_pfo.planner.search.solver import trace_tradeoff
@@ -78,10 +80,10 @@ def solve_time_cost_tradeoff(
         PlanError: If a deadline cannot be met.
     """
     nodes = list(graph)
-    if not nodes or num_points < 2 or not 0 <= rate <= _LARGEST:
+    if not nodes or not NUM_PLANS.allows(num_points) or not is_number(rate) or not 0 <= rate <= _LARGEST:
         raise ConfigurationError(
-            f"The tradeoff needs at least one node, num_points >= 2 and a rate >= 0; got {len(nodes)} nodes, "
-            f"num_points={num_points} and rate={rate}."
+            f"The tradeoff needs at least one node, num_points >= 2 (at most {NUM_PLANS.most:,}) and a rate >= 0; got "
+            f"{len(nodes)} nodes, num_points={shortened(num_points)} and rate={shortened(rate)}."
         )
     _check_precedences(graph)
     number = {node: i for i, node in enumerate(nodes)}

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.model.sequential import StageModule
+from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.groups import global_rank
 
 

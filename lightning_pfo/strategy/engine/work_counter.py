@@ -6,11 +6,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pfo.core.events import InstructionWork
+from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
 
 
 class _ByteCounter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]

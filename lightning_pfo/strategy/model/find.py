@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import children_of
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _named(root: nn.Module, name: str) -> PipelinedModule | None:
 
 
 def _sites(parent: nn.Module) -> tuple[Site, ...]:
-    return tuple(Site(parent, key, module) for key, module in parent._modules.items() if module is not None)
+    return tuple(Site(parent, key, module) for key, module in children_of(parent).items() if module is not None)
 
 
 def _lists_in(module: nn.Module) -> Iterator[nn.ModuleList]:

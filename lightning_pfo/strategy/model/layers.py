@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-
-_recompute = partial(checkpoint, use_reentrant=False)
+from lightning_pfo.strategy.model.compat import checkpoint_with
+from lightning_pfo.strategy.parallel.compat import forget_compiled
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
 def check_compiler(device: torch.device) -> None:
@@ -49,36 +50,25 @@ def check_compilable(schedule: PipelineSchedule) -> None:
         )
 
 
-def recompute_activations(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Let each layer keep only its inputs and run its forward again in backward; undone by `restore_layers`.
+def recompute_activations(model: nn.Module, layers: Iterable[nn.Module], patches: Patches) -> None:
+    """Let each layer keep only its inputs and run its forward again in backward.
 
     Layers of Hugging Face models do so themselves when they are told to, and their model then makes no cache of keys
     and values, which the second forward would find filled by the first.
+
+    Args:
+        model: The module that is split.
+        layers: Its layers on this rank.
+        patches: Undoes it when it is closed.
     """
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", None) is False:
-            module.__dict__ |= {"gradient_checkpointing": True, "_gradient_checkpointing_func": _recompute}
+    checkpoint_with(model, partial(checkpoint, use_reentrant=False), patches)
     for layer in dict.fromkeys(layers):
         if not hasattr(layer, "gradient_checkpointing"):
-            layer.__dict__["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
+            patches.set(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))
 
 
-def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer in place; equal layers share their code. Undone by `restore_layers`."""
+def compile_layers(layers: Iterable[nn.Module], patches: Patches) -> None:
+    """Compile each layer in place, until `patches` is closed; equal layers share their code."""
     for layer in layers:
         layer.compile()
-
-
-def restore_layers(model: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Undo `recompute_activations` and `compile_layers`."""
-    for module in model.modules():
-        if module.__dict__.get("_gradient_checkpointing_func") is _recompute:
-            module.__dict__["gradient_checkpointing"] = False
-            del module.__dict__["_gradient_checkpointing_func"]
-    for layer in layers:
-        layer._compiled_call_impl = None
-        forward = layer.__dict__.get("forward")
-        if isinstance(forward, partial) and forward.func is checkpoint:
-            del layer.__dict__["forward"]
-            if layer.forward != forward.args[0]:  # somebody else had replaced it before
-                layer.__dict__["forward"] = forward.args[0]
+        patches.callback(forget_compiled, layer)

@@ -7,14 +7,16 @@ on the module's place in the model and not on the partition: any number of stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.compat import Initialiser, initialiser_of, own_initialiser
 from lightning_pfo.strategy.model.ownership import Part, modules_elsewhere
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import tensors_of
 
 
 def materialise(
@@ -45,44 +47,45 @@ def materialise(
     with random_state.isolated(device):
         for index, module in enumerate(root.modules()):
             is_here = id(module) not in elsewhere
+            own = tensors_of(module)
             names = [
                 name
-                for name, parameter in module._parameters.items()
+                for name, parameter in own.parameters.items()
                 if parameter is not None and parameter.is_meta and (is_here or id(parameter) in kept)
             ]
-            buffers = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+            buffers = [name for name, buffer in own.buffers.items() if buffer is not None and buffer.is_meta]
             for name in names:
-                parameter = module._parameters[name]
+                parameter = own.parameters[name]
                 assert parameter is not None
                 if id(parameter) not in made:
                     empty = torch.empty_like(parameter, device=device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                own.parameters[name] = made[id(parameter)]
             for name in buffers if is_here else ():
-                buffer = module._buffers[name]
+                buffer = own.buffers[name]
                 assert buffer is not None
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                own.buffers[name] = torch.empty_like(buffer, device=device)
             if names or (buffers and is_here):
                 random_state.seed(device, seed, index)
                 _initialise(module, initialisers.get(id(module)))
 
 
-def _initialisers(root: nn.Module) -> dict[int, Callable[[nn.Module], None]]:
+def _initialisers(root: nn.Module) -> dict[int, Initialiser]:
     """For modules inside a Hugging Face model, what initialises them."""
-    found: dict[int, Callable[[nn.Module], None]] = {}
+    found: dict[int, Initialiser] = {}
     for model in root.modules():
-        initialise = getattr(model, "_init_weights", None)
-        if callable(initialise):
+        initialise = initialiser_of(model)
+        if initialise is not None:
             found |= {id(module): initialise for module in model.modules()}  # the innermost model comes last
     return found
 
 
-def _initialise(module: nn.Module, initialise: Callable[[nn.Module], None] | None) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+def _initialise(module: nn.Module, initialise: Initialiser | None) -> None:
+    reset = own_initialiser(module)
     with torch.no_grad():
         if initialise is not None:
             initialise(module)
-        elif callable(reset):
+        elif reset is not None:
             reset()
         else:
             raise ConfigurationError(

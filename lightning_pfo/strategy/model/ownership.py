@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import map_tensors, tensors_of
 
 _SPLIT = "_pfo_split"
 
@@ -81,15 +82,16 @@ def release_other_parts(parts: Sequence[Part], stages: Sequence[int], shared: Se
     keep = {id(parameter) for parameter in shared}
     placeholders: dict[int, nn.Parameter] = {}  # what is tied stays tied, so that optimizers count alike everywhere
     for module in modules_elsewhere(parts, stages):
-        for name, parameter in list(module._parameters.items()):
+        own = tensors_of(module)
+        for name, parameter in own.parameters.items():
             if parameter is None or parameter.is_meta or id(parameter) in keep:
                 continue
             if id(parameter) not in placeholders:
                 on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
                 placeholders[id(parameter)] = on_meta
-            module._parameters[name] = placeholders[id(parameter)]
-        for name, buffer in list(module._buffers.items()):
-            module._buffers[name] = None if buffer is None else buffer.to("meta")
+            own.parameters[name] = placeholders[id(parameter)]
+        for name, buffer in own.buffers.items():
+            own.buffers[name] = None if buffer is None else buffer.to("meta")
 
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:
@@ -99,7 +101,7 @@ def move_local_tensors(module: nn.Module, device: torch.device) -> None:
         return tensor if tensor.is_meta else tensor.to(device)
 
     if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        module._apply(move)  # type: ignore[no-untyped-call]
+        map_tensors(module, move)
         return
     for child in module.children():
         move_local_tensors(child, device)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.strategy.model.find import Site
+from lightning_pfo.strategy.parallel.compat import children_of
 
 Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """What runs in place of a module: takes the module and the arguments of its call."""
@@ -44,10 +45,10 @@ def redirected(redirections: Sequence[Redirection]) -> Iterator[None]:
     for redirection in redirections:
         site = redirection._site
         redirection.__dict__["training"] = site.module.training
-        site.parent._modules[site.key] = redirection
+        children_of(site.parent)[site.key] = redirection
     try:
         yield
     finally:
         for redirection in redirections:
             site = redirection._site
-            site.parent._modules[site.key] = site.module
+            children_of(site.parent)[site.key] = site.module

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import tree_leaves
 
 ModuleInputs = tuple[tuple[Any, ...], dict[str, Any]]
 """What a user's step feeds to the model: positional and named arguments of its call."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.strategy.parallel.compat import clamp_in_place, scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import local, num_shards
 
 
@@ -54,12 +55,11 @@ def clip_by_global_norm(
 def _scale_down(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
     """As `torch.nn.utils.clip_grads_with_norm_` does, whose lists must not mix plain and divided tensors."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor)
+    scale_in_place(gradients, factor)
 
 
 def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
     """Limit every element of the gradients to `-max_value` .. `max_value`; each process does its part."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_clamp_min_(gradients, -max_value)
-        torch._foreach_clamp_max_(gradients, max_value)
+        clamp_in_place(gradients, max_value)

@@ -11,10 +11,12 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.strategy.parallel.compat import local_tensor
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part, sharing memory with `tensor`; a plain tensor is its own part."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def num_shards(tensor: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import finish_backward
 
 _SHARDED = "_pfo_sharded"
 
@@ -50,10 +51,7 @@ def reduce_over_replicas(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         if isinstance(layer, FSDPModule):
             _exchange_gradients(layer, True)
-            state = fully_shard.state(layer)  # type: ignore[attr-defined]
-            for group in state._fsdp_param_groups:
-                group.post_backward()
-            state._root_post_backward_final_callback()
+            finish_backward(layer)
 
 
 def release_gathered(layers: Iterable[nn.Module]) -> None:

@@ -24,7 +24,7 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
     """
     if device.type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+    ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
 
 

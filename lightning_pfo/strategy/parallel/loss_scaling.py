@@ -12,7 +12,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import unscale_in_place, unscale_with
 from lightning_pfo.strategy.parallel.dtensor import local
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
 def loss_scale_of(scaler: GradScaler | None, device: torch.device) -> torch.Tensor | None:
@@ -20,24 +22,19 @@ def loss_scale_of(scaler: GradScaler | None, device: torch.device) -> torch.Tens
     return scaler.scale(torch.ones((), device=device)) if scaler is not None else None
 
 
-def skip_together(scaler: GradScaler) -> None:
-    """Let the scalers of all processes skip a step where one of them finds an overflow; undone by `skip_alone`.
+def skip_together(scaler: GradScaler, patches: Patches) -> None:
+    """Let the scalers of all processes skip a step where one of them finds an overflow, until `patches` is closed.
 
     torch's `ShardedGradScaler` does not do so for fused optimizers, and neither class takes gradients of which some are
     divided over processes.
     """
-    scaler._unscale_grads_ = _unscale_everywhere  # type: ignore[method-assign]
-
-
-def skip_alone(scaler: GradScaler) -> None:
-    """Undo `skip_together`."""
-    scaler.__dict__.pop("_unscale_grads_", None)
+    unscale_with(scaler, _unscale_everywhere, patches)
 
 
 def _unscale_everywhere(
     optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor]:
-    """Take the place of `GradScaler._unscale_grads_`; a collective call of all processes."""
+    """Unscale an optimizer's gradients and agree on overflows; a collective call of all processes."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter.grad is None:
@@ -49,6 +46,6 @@ def _unscale_everywhere(
             )
         by_dtype.setdefault(parameter.grad.dtype, []).append(local(parameter.grad))
     for gradients in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+        unscale_in_place(gradients, inv_scale, found_inf)
     dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
     return {found_inf.device: found_inf}

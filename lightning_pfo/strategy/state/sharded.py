@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
+from lightning_pfo.strategy.parallel.compat import LAYOUT_READER
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.state.files import is_remote, save_file
 from lightning_pfo.strategy.state.full import (
@@ -208,7 +209,7 @@ class _IndexUnpickler(pickle.Unpickler):
                 return found
             if isinstance(found, type) and (is_dataclass(found) or issubclass(found, (Enum, PurePath))):
                 return found
-        if (module, name) == ("torch.serialization", "_get_layout"):
+        if (module, name) == LAYOUT_READER:
             return super().find_class(module, name)
         raise ConfigurationError(
             f"With weights_only=True a checkpoint's index names tensors only; this one uses {module}.{name}. Pass "

@@ -3,4 +3,5 @@
 Read `runner` first. It splits the batch (`microbatches`), learns what the step feeds to the model and replays it with
 the model's output (`capture`), tells all ranks what came of it (`values`, `metrics`), and hands out the `gradients`.
 `batch_check` compares the batches of all ranks; `layer_times` measures layers in a step for partition='profile'.
+`compat` has torchmetrics' private names.
 """

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import BatchError
+from lightning_pfo.strategy.parallel.compat import tree_leaves
 
 
 def checksum(batch: Any) -> float:

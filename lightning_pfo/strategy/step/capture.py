@@ -19,7 +19,9 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.sequential import ModuleInputs
-from lightning_pfo.strategy.step.metrics import is_metric, metrics_of, path_of, without_synchronisation
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.compat import batch_value, without_synchronisation
+from lightning_pfo.strategy.step.metrics import is_metric, metrics_of, path_of
 from lightning_pfo.strategy.step.values import StepValues
 
 
@@ -51,7 +53,8 @@ class LogRecorder:
         """Stand in for `LightningModule.log`."""
         if is_metric(value):
             self.metrics[name] = path_of(self.owner, value)
-            value = value._forward_cache if isinstance(value._forward_cache, torch.Tensor) else math.nan
+            of_batch = batch_value(value)
+            value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().reshape(())
         elif not isinstance(value, (int, float)):
@@ -115,13 +118,9 @@ class StepRedirection:
         self._metrics = metrics_of(owner)
         self._on_call: Callable[[tuple[Any, ...], dict[str, Any]], Any] = self._refuse
 
-    def install(self) -> None:
+    def install(self, patches: Patches) -> None:
         """Patch the pipelined module's `forward` on the instance, so that its class and names stay as they are."""
-        self._pipelined.__dict__["forward"] = lambda *args, **kwargs: self._on_call(args, kwargs)
-
-    def remove(self) -> None:
-        """Undo `install`."""
-        self._pipelined.__dict__.pop("forward", None)
+        patches.set(self._pipelined, "forward", lambda *args, **kwargs: self._on_call(args, kwargs))
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.parallel.compat import scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import local, placed_like
 
 Gradients = list[torch.Tensor | None]
@@ -35,7 +36,7 @@ def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> N
 def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: torch.Tensor) -> None:
     present = [local(gradient) for gradient in gradients if gradient is not None]
     if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
-        torch._foreach_mul_(present, factor)
+        scale_in_place(present, factor)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue

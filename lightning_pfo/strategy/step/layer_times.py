@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.redirection import Redirection, redirected
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.metrics import metrics_of, without_synchronisation
+from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten
+from lightning_pfo.strategy.step.compat import without_synchronisation
+from lightning_pfo.strategy.step.metrics import metrics_of
 from lightning_pfo.strategy.step.runner import loss_of
 
 _REPEATS = 3

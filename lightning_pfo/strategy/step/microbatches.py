@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
 
 
 def batch_size_of(batch: Any) -> int:

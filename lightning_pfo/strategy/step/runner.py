@@ -9,21 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.sequential import ModuleInputs
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_map_only
 from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
+from lightning_pfo.strategy.step.compat import set_batch_value
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     put_gradients,
     take_gradients,
 )
-from lightning_pfo.strategy.step.metrics import metrics_of, set_batch_value, take_state_from
+from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import batch_size_of, merge_outputs, split_batch
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
 
@@ -41,6 +43,7 @@ class StepRunner:
         parameters: Parameters this rank holds.
         shared: Parameters every rank holds.
         everywhere: All parameters of the model, those of other ranks too; which of them are trained may change.
+        patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
     """
 
@@ -52,6 +55,7 @@ class StepRunner:
         parameters: list[nn.Parameter],
         shared: list[nn.Parameter],
         everywhere: list[nn.Parameter],
+        patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._engine = engine
@@ -63,7 +67,7 @@ class StepRunner:
         self._hosts = host_group(engine.group, engine.device)
         self._exchanges: dict[str, ValueExchange] = {}
         for metric in metrics_of(owner):
-            take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group)
+            take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
     def train(
         self,
@@ -131,7 +135,7 @@ class StepRunner:
         self._log(values, batch_size_of(batch))
         merged = None
         if engine.is_last:
-            merged = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, merge_outputs(results))
+            merged = tree_map_only(torch.Tensor, torch.Tensor.cpu, merge_outputs(results))
         return engine.all_gather(merged)[engine.last_rank]
 
     def _run(

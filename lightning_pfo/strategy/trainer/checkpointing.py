@@ -9,8 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -20,6 +18,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.trainer.compat import move_optimizers
 from lightning_pfo.strategy.trainer.finetuning import restore_groups
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
@@ -74,18 +73,9 @@ class CheckpointStrategy(MeshStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return True
 
-    @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = SafeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = SafeCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        self._checkpoint_io = io
+    def make_checkpoint_io(self) -> CheckpointIO:
+        return SafeCheckpointIO()
 
     def gather_module_state(self, module: nn.Module | None = None) -> dict[str, Any]:
         """The whole state dict of a split module (the user's) on the first process, empty on others; collective."""
@@ -101,7 +91,7 @@ class CheckpointStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         sharded = self._save_distributed_checkpoint
         collect = sharded_checkpoint.optimizer_shard if sharded else whole.gather_optimizer_state
-        return collect(getattr(optimizer, "_optimizer", optimizer), self.mesh.pipeline_group)
+        return collect(getattr(optimizer, "optimizer", optimizer), self.mesh.pipeline_group)
 
     @override
     def save_checkpoint(
@@ -139,7 +129,7 @@ class CheckpointStrategy(MeshStrategy):
         restore_groups(self._module().trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             whole.load_optimizer_state(optimizer, state)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        move_optimizers(self.optimizers, self.root_device)
         own_state = checkpoint.get(_OWN_STATE)
         if own_state is not None:  # a single device's checkpoint has none
             random_state.set_portable_state(own_state["random_state"])

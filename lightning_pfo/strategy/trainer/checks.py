@@ -1,4 +1,4 @@
-"""What a Trainer may ask for that a pipeline cannot do, refused before training with a way out."""
+"""What a Trainer may ask for that a pipeline cannot do: refused before training with a way out, or left out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.layers import check_compiler
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.precision import check_precision
 from lightning_pfo.strategy.trainer.weight_averaging import check_averages
 
@@ -72,3 +74,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
                 "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
             )
+
+
+def set_example_aside(module: pl.LightningModule, patches: Patches) -> None:
+    """Take `example_input_array` away, with which Lightning's summaries and loggers call the whole module."""
+    example = module.example_input_array
+    if example is None:
+        return
+    module.example_input_array = None
+    patches.callback(setattr, module, "example_input_array", example)
+    rank_zero_info(
+        "pfo_pipeline: example_input_array is not used while the model is split, because no process can call all "
+        "of it: summaries have no sizes of inputs and outputs, and loggers no graph."
+    )

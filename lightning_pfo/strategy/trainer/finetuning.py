@@ -14,18 +14,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
 
-_filter_by_value = BaseFinetuning.filter_on_optimizer
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
-def add_the_same_everywhere(trainer: pl.Trainer) -> None:
-    """Let finetuning callbacks tell parameters apart by identity; undone by `compare_values`."""
+def add_the_same_everywhere(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let finetuning callbacks tell parameters apart by identity until `patches` is closed."""
     if _finetuning(trainer):
-        BaseFinetuning.filter_on_optimizer = staticmethod(_filter_by_identity)  # type: ignore[method-assign]
-
-
-def compare_values() -> None:
-    """Undo `add_the_same_everywhere`."""
-    BaseFinetuning.filter_on_optimizer = staticmethod(_filter_by_value)  # type: ignore[method-assign]
+        patches.set(BaseFinetuning, "filter_on_optimizer", staticmethod(_filter_by_identity))
 
 
 def restore_groups(trainer: pl.Trainer) -> None:

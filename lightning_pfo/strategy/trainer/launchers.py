@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.trainer.compat import ForkLauncherBase, ScriptLauncherBase, share_threads
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError
 
 _log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kw
     return result
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(ScriptLauncherBase):
     """Runs the script again for each further process, unless torchrun or SLURM started them all.
 
     Until the processes are connected, they look after each other here; from then on `RankWatch` does.
@@ -74,9 +73,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             check = partial(_check_launcher, int(started_by))
         elif not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER_PID] = str(os.getpid())
-            self._call_children_scripts()
+            self.start_scripts()
             del os.environ[_LAUNCHER_PID]
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        share_threads(num_processes=self.num_processes)
         with _checked_until_connected(strategy, check):
             return _guarded(trainer, function, *args, **kwargs)
 
@@ -115,7 +114,7 @@ def _end(reason: str, status: int = 1) -> None:
     os._exit(status)
 
 
-class ForkLauncher(_MultiProcessingLauncher):
+class ForkLauncher(ForkLauncherBase):
     """Forks or spawns the processes; the model of the calling process gets the trained weights of all stages."""
 
     weights_only: bool | None = None
@@ -127,11 +126,11 @@ class ForkLauncher(_MultiProcessingLauncher):
         return super().launch(partial(_guarded, trainer, function), *args, trainer=trainer, **kwargs)
 
     @override
-    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+    def collect_results(self, trainer: pl.Trainer, results: Any) -> Any:
         fitted = trainer.state.fn == TrainerFn.FITTING
         state = trainer.strategy.gather_module_state() if fitted else {}  # type: ignore[attr-defined]
         with _state_dict_is(state, trainer.lightning_module):
-            return super()._collect_rank_zero_results(trainer, results)
+            return super().collect_results(trainer, results)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
-from lightning_pfo.strategy.parallel.loss_scaling import skip_alone, skip_together
+from lightning_pfo.strategy.parallel.loss_scaling import skip_together
+from lightning_pfo.strategy.parallel.patches import Patches
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
@@ -35,14 +36,17 @@ def scaler_of(plugin: Precision) -> GradScaler | None:
     return getattr(plugin, "scaler", None)
 
 
-def adapt_to_pipeline(plugin: Precision, shared: Sequence[nn.Parameter], device: torch.device, num_ranks: int) -> None:
+def adapt_to_pipeline(
+    plugin: Precision, shared: Sequence[nn.Parameter], device: torch.device, num_ranks: int, patches: Patches
+) -> None:
     """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
 
     Args:
-        plugin: The Trainer's plugin; changed until `restore`.
+        plugin: The Trainer's plugin.
         shared: Parameters that every rank of a pipeline holds.
         device: This rank's device.
         num_ranks: Number of ranks of a pipeline.
+        patches: Undoes it when it is closed.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
@@ -52,17 +56,8 @@ def adapt_to_pipeline(plugin: Precision, shared: Sequence[nn.Parameter], device:
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
-    plugin.clip_grad_by_value = clip_grad_by_value  # type: ignore[method-assign]
+    patches.set(plugin, "clip_grad_by_norm", clip_grad_by_norm)
+    patches.set(plugin, "clip_grad_by_value", clip_grad_by_value)
     scaler = scaler_of(plugin)
     if scaler is not None:
-        skip_together(scaler)
-
-
-def restore(plugin: Precision) -> None:
-    """Undo `adapt_to_pipeline`."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-        plugin.__dict__.pop(name, None)
-    scaler = scaler_of(plugin)
-    if scaler is not None:
-        skip_alone(scaler)
+        skip_together(scaler, patches)

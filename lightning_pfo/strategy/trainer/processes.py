@@ -8,30 +8,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.distributed_c10d import _abort_process_group
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.trainer.compat import (
+    StrategyBase,
+    connect_processes,
+    default_backend,
+    reduce_tensor,
+    seed_workers,
+)
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
 _GRACE_S = 30.0
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(StrategyBase):
     """Base of strategies whose processes form a mesh of data-parallel, pipeline and tensor-parallel ranks.
 
     Args:
@@ -117,7 +116,7 @@ class MeshStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Lightning would seed workers by process, and the ranks of a pipeline augment the same batch differently
-        _auto_add_worker_init_fn(dataloader, self.mesh.replica)
+        seed_workers(dataloader, self.mesh.replica)
         return super().process_dataloader(dataloader)
 
     @property
@@ -132,13 +131,12 @@ class MeshStrategy(ParallelStrategy):
         return self._mesh
 
     @override
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> ScriptLauncher | ForkLauncher:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             # also where it starts nothing: it limits the threads of each process to its share of the cores
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-        else:
-            self._launcher = ForkLauncher(self, self._start_method)
+            return ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        return ForkLauncher(self, self._start_method)
 
     @override
     def setup_environment(self) -> None:
@@ -149,12 +147,12 @@ class MeshStrategy(ParallelStrategy):
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         check_mesh_sizes(self._data_parallel_size, self._tensor_parallel_size, self.world_size)
-        backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+        backend = self._process_group_backend or default_backend(self.root_device)
         self._process_group_backend = backend
-        _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout)
+        connect_processes(self.cluster_environment, backend, timeout=self._timeout)
         self.rank_watch = watch_ranks(
             self.cluster_environment.main_address,
-            _abort_process_group,
+            abort_process_group,
             one_node=self.num_nodes == 1,
             grace_s=min(_GRACE_S, self._timeout.total_seconds()),
         )
@@ -166,13 +164,13 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if _distributed_is_initialized():
+        if dist.is_initialized():
             device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=device_ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not _distributed_is_initialized():
+        if not dist.is_initialized():
             return obj
         message = [obj]
         dist.broadcast_object_list(message, src)
@@ -183,11 +181,11 @@ class MeshStrategy(ParallelStrategy):
         """Reduce over the replicas; the ranks of a pipeline hold the same metric values."""
         if self._mesh is None or self._mesh.replica_group is None or not isinstance(tensor, Tensor):
             return tensor
-        return _sync_ddp_if_available(tensor, group or self._mesh.replica_group, reduce_op=reduce_op)
+        return reduce_tensor(tensor, group or self._mesh.replica_group, reduce_op=reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not _distributed_is_initialized():
+        if not dist.is_initialized():
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)

@@ -8,7 +8,6 @@ training the hosts vote while the optimizer works, so that neither they nor thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,35 +17,25 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.trainer.compat import Handler, end_after_batch, handle_signals
 
 
-def obey_signals_together(trainer: pl.Trainer) -> None:
-    """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    ours = [callback for callback in callbacks if isinstance(callback, _SignalsAtBatchEnd)]
-    if not ours:
-        ours = [_SignalsAtBatchEnd()]
-        callbacks += ours
-    ours[0].take_over(trainer)
-
-
-class _SignalsAtBatchEnd(pl.Callback):
+class SignalsAtBatchEnd(pl.Callback):
     """Notes signals, and obeys them when all ranks have done a batch."""
 
     def __init__(self) -> None:
         self._terminate = False
-        self._requeue: tuple[Any, ...] | None = None
-        self._save_and_requeue: Callable[[], None] = lambda: None
+        self._requeue: tuple[int, FrameType | None] | None = None
+        self._save_and_requeue: Handler | None = None
         self._hosts: dist.ProcessGroup | None = None
         self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
-    def take_over(self, trainer: pl.Trainer) -> None:
-        """Replace the handlers that Lightning is about to register."""
-        connector: Any = trainer._signal_connector
+    def take_over(self, trainer: pl.Trainer, patches: Patches) -> None:
+        """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
         self._terminate, self._requeue, self._vote = False, None, None
         if self._hosts is None and trainer.world_size > 1:
             self._hosts = host_group(None, trainer.strategy.root_device)
-        save_and_requeue = type(connector)._slurm_sigusr_handler_fn
 
         def note_sigterm(signum: int, frame: FrameType | None) -> None:
             if not self._terminate and trainer.strategy.launcher is not None:
@@ -56,10 +45,10 @@ class _SignalsAtBatchEnd(pl.Callback):
         def note_requeue(signum: int, frame: FrameType | None) -> None:
             self._requeue = (signum, frame)
 
-        connector._sigterm_notifier_fn = note_sigterm
-        connector._slurm_sigusr_handler_fn = note_requeue
-        self._save_and_requeue = lambda: save_and_requeue(connector, *(self._requeue or (0, None)))
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        self._save_and_requeue = handle_signals(trainer, note_sigterm, note_requeue, patches)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.append(self)
+        patches.callback(callbacks.remove, self)
 
     def _begin_vote(self, trainer: pl.Trainer) -> None:
         votes = torch.tensor([int(self._terminate), int(self._requeue is not None)])
@@ -77,11 +66,11 @@ class _SignalsAtBatchEnd(pl.Callback):
         if work is not None:
             work.wait()
         noted = votes.tolist()
-        if noted[1] and may_save:
-            self._save_and_requeue()
+        if noted[1] and may_save and self._save_and_requeue is not None:
+            self._save_and_requeue(*(self._requeue or (0, None)))
             self._requeue = None
         if noted[0]:
-            trainer._signal_connector.received_sigterm = True  # Lightning ends the run at this batch, on every rank
+            end_after_batch(trainer)  # on every rank
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:

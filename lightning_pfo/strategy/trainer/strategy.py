@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,42 +15,30 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, load_schedule
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
-from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
-from lightning_pfo.strategy.parallel.reductions import average_gradients
-from lightning_pfo.strategy.step.batch_check import check_same_batch
+from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.step.layer_times import measure_training_step
-from lightning_pfo.strategy.step.microbatches import (
-    batch_size_of,
-    check_batch_sizes,
-    default_num_microbatches,
-    evaluation_num_microbatches,
-    split_batch,
-    training_batch_sizes,
-)
-from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers
-from lightning_pfo.strategy.trainer.example_input import give_example_back, set_example_aside
-from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere, compare_values
-from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, restore, scaler_of
-from lightning_pfo.strategy.trainer.signals import obey_signals_together
-from lightning_pfo.strategy.trainer.stale_gradients import gradients_are_stale
+from lightning_pfo.strategy.step.microbatches import batch_size_of, default_num_microbatches, split_batch
+from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
+from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
+from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
+from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
+from lightning_pfo.strategy.trainer.steps import StepStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import split_averages
 
-_CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
-_CHECK_EVERY = 50  # ... and then once in so many batches
+# several processes log, but all the same values
+_SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
 
 
-class PfoPipelineStrategy(CheckpointStrategy):
+class PfoPipelineStrategy(StepStrategy):
     """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
 
     The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its steps call
@@ -163,38 +146,13 @@ class PfoPipelineStrategy(CheckpointStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._accumulating = False
-        self._layer_sync: Any = None  # where the Trainer leaves what sync_batchnorm=True asks for
-        self._pipeline: Pipeline | None = None
-        self._example: Any = None
-
-    @property
-    def instruction_source(self) -> InstructionSource:
-        """Where listeners subscribe to instruction events.
-
-        Raises:
-            RuntimeError: Before `setup`.
-        """
-        return self._get_pipeline().engine
-
-    def _get_pipeline(self) -> Pipeline:
-        if self._pipeline is None:
-            raise RuntimeError("Accessing the pipeline before setup() is not possible; use it from on_fit_start on.")
-        return self._pipeline
-
-    @property
-    @override
-    def _last_rank(self) -> int:
-        return self._get_pipeline().engine.last_rank
-
-    @override
-    def _reseed(self, seed: int) -> None:
-        self._seed = self._get_pipeline().engine.seed = seed
+        self._signals = SignalsAtBatchEnd()
+        self._patches = Patches()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._module()._device_mesh = self.mesh.device_mesh
+        set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 
     @override
@@ -205,33 +163,36 @@ class PfoPipelineStrategy(CheckpointStrategy):
         check_configuration(
             trainer,
             self.root_device,
-            synchronises_batch_norm=self._layer_sync is not None,
+            synchronises_batch_norm=self.synchronises_batch_norm,
             divides_layers=self._fully_shard or self.mesh.tensor_group is not None,
             compiles=self._compile,
             shards_checkpoints=self._save_distributed_checkpoint,
         )
-        _silence_sync_dist_advice()
-        obey_signals_together(trainer)
+        self._patches.close()
+        self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
+        self._signals.take_over(trainer, self._patches)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._split(self._module())
-        split_averages(trainer, self._module())
-        self._example = set_example_aside(self._module())
-        add_the_same_everywhere(trainer)
+        pipeline = self._split(self._module())
+        split_averages(trainer, self._module(), self._patches)
+        set_example_aside(self._module(), self._patches)
+        add_the_same_everywhere(trainer, self._patches)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if self.mesh.num_ranks > 1:
                 check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
-            shared = self._get_pipeline().shared
-            adapt_to_pipeline(self.precision_plugin, shared, self.root_device, self.mesh.num_ranks)
+            move_optimizers(self.optimizers, self.root_device)
+            adapt_to_pipeline(
+                self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
+            )
 
-    def _split(self, module: pl.LightningModule) -> None:
+    def _split(self, module: pl.LightningModule) -> Pipeline:
         self._pipeline = pipeline = build_pipeline(
             module,
             self._make_schedule,
             self.root_device,
+            self._patches,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
             measure=self._measure_layers if module.trainer.state.fn == TrainerFn.FITTING else None,
@@ -247,10 +208,11 @@ class PfoPipelineStrategy(CheckpointStrategy):
         )
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
+        return pipeline
 
     def _measure_layers(self, pipelined: PipelinedModule) -> list[float]:
         module = self._module()
-        loader = CombinedLoader(module.trainer.fit_loop._data_source.dataloader(), "max_size_cycle")
+        loader = CombinedLoader(training_data(module.trainer), "max_size_cycle")
         with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
             batch, _, dataloader_idx = next(iter(loader))
         batch = self.batch_to_device(batch, self.root_device, dataloader_idx)
@@ -272,105 +234,10 @@ class PfoPipelineStrategy(CheckpointStrategy):
         move_local_tensors(self._module(), self.root_device)
 
     @override
-    def on_train_start(self) -> None:
-        trainer = self._module().trainer
-        sizes = training_batch_sizes(trainer.train_dataloader, trainer.num_training_batches)
-        if not sizes:
-            return
-        if self._num_microbatches is None:
-            self._choose_num_microbatches(sizes[0])
-        assert self._num_microbatches is not None
-        check_batch_sizes(sizes, self._num_microbatches)
-
-    def _choose_num_microbatches(self, batch_size: int) -> None:
-        self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
-        self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
-        rank_zero_info(
-            f"pfo_pipeline: batches of {batch_size} are split into "
-            f"{counted(self._num_microbatches, 'microbatch', 'microbatches')}."
-        )
-
-    # ---- steps ----
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        if self._num_microbatches is None:
-            self._choose_num_microbatches(batch_size_of(batch))
-        assert self._num_microbatches is not None
-        self._check_batch(batch)
-        with self.precision_plugin.train_step_context():
-            return self._get_pipeline().runner.train(
-                self._module().training_step,
-                self._num_microbatches,
-                self._step_seed(0),
-                batch,
-                rest,
-                loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
-                keep_gradients=not gradients_are_stale(self._module()),
-            )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("validation", *args)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("test", *args)
-
-    def _evaluation_step(self, kind: str, batch: Any, *rest: Any) -> Any:
-        step = getattr(self._module(), f"{kind}_step")
-        precision = self.precision_plugin
-        with precision.val_step_context() if kind == "validation" else precision.test_step_context():
-            num_microbatches = self._evaluation_microbatches(batch)
-            return self._get_pipeline().runner.evaluate(kind, step, num_microbatches, self._step_seed(1), batch, rest)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
-        with self.precision_plugin.predict_step_context():
-            return self._get_pipeline().runner.predict(
-                self._module().predict_step, self._evaluation_microbatches(batch), self._step_seed(2), batch, rest
-            )
-
-    def _evaluation_microbatches(self, batch: Any) -> int:
-        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self.mesh.num_ranks)
-
-    def _step_seed(self, kind: int) -> tuple[int, ...]:
-        trainer = self._module().trainer
-        batch_idx = trainer.fit_loop.batch_idx if kind == 0 else 0
-        return (kind, self.mesh.replica, trainer.current_epoch, trainer.global_step, batch_idx)
-
-    def _check_batch(self, batch: Any) -> None:
-        index = self._module().trainer.fit_loop.batch_idx
-        if index < _CHECKED_BATCHES or index % _CHECK_EVERY == 0:
-            check_same_batch(batch, self.mesh.pipeline_group, self.root_device)
-            if self.mesh.tensor_group is not None:
-                check_same_batch(batch, self.mesh.tensor_group, self.root_device)
-
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
-
-    @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        if not self._accumulating:
-            average_gradients(self._get_pipeline().held, self.mesh.replica_group)
-
-    @override
     def teardown(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.release()
-        restore(self.precision_plugin)
-        compare_values()
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self._patches.close()
+        move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
-            give_example_back(self.lightning_module, self._example)
             move_local_tensors(self.lightning_module, torch.device("cpu"))
         assert self.cluster_environment is not None
         assert self.accelerator is not None
@@ -378,8 +245,3 @@ class PfoPipelineStrategy(CheckpointStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _silence_sync_dist_advice() -> None:
-    # Lightning advises sync_dist=True because several processes log; ours all log the same values
-    warnings.filterwarnings("ignore", message=".*It is recommended to use `self.log.*sync_dist=True.*")

@@ -6,7 +6,6 @@ In a checkpoint the averages are put together again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,17 +18,22 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import move_local_tensors
+from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.patches import Patches, unwarned
+from lightning_pfo.strategy.trainer.compat import average_of
 
 _AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )  # Lightning 2.5 has not both
 
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
 def _averages(trainer: pl.Trainer) -> Iterator[tuple[Any, nn.Module]]:
     """The callbacks that average weights, and their copies of the module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _AVERAGING) and callback._average_model is not None:
-            average = callback._average_model
+        if isinstance(callback, _AVERAGING) and (average := average_of(callback)) is not None:
             yield callback, average.module if isinstance(average, AveragedModel) else average
 
 
@@ -56,7 +60,7 @@ def check_averages(trainer: pl.Trainer, *, divided: bool, sharded_checkpoints: b
                 f"{name} puts its averages into the checkpoint as one state dict. Use "
                 f"save_distributed_checkpoint=False."
             )
-        has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in average.modules())
+        has_batch_norm = any(isinstance(module, _BATCH_NORMS) for module in average.modules())
         if isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
             raise ConfigurationError(
                 f"{name} resets the statistics of batch norm also in layers that other ranks hold. Use "
@@ -64,20 +68,23 @@ def check_averages(trainer: pl.Trainer, *, divided: bool, sharded_checkpoints: b
             )
 
 
-def split_averages(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Replace in all averages what is a placeholder in `module`; to be called after its split."""
+def split_averages(trainer: pl.Trainer, module: nn.Module, patches: Patches) -> None:
+    """Replace in all averages what is a placeholder in `module`; to be called after its split.
+
+    Until `patches` is closed, averages can be moved to a device, and torch does not warn when one is loaded.
+    """
     for _, average in _averages(trainer):
         for path, own in module.named_modules():
-            other = average.get_submodule(path)
+            other = tensors_of(average.get_submodule(path))
             for name, parameter in own.named_parameters(recurse=False):
                 if parameter.is_meta:
-                    other._parameters[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    other.parameters[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             for name, buffer in own.named_buffers(recurse=False):
                 if buffer.is_meta:
-                    other._buffers[name] = buffer
-        average.__dict__["to"] = _mover(average)
+                    other.buffers[name] = buffer
+        patches.set(average, "to", _mover(average))
     # an average is loaded from a checkpoint as a whole; torch warns of each value that a placeholder does not take
-    warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta.*")
+    patches.enter_context(unwarned(".*copying from a non-meta parameter in the checkpoint to a meta.*"))
 
 
 def _mover(average: nn.Module) -> Callable[..., nn.Module]:

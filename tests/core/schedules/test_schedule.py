@@ -112,6 +112,7 @@ def test_long_rows_are_cut_around_the_mark():
 def test_rows_by_rank_are_spans_of_all_instructions():
     schedule = PipelineSchedule("uneven", 3, 1, load_rows("0F0 0B0", "1F0 2F0 2B0 1B0"))
     assert [schedule.instructions[schedule.span(rank)] for rank in range(2)] == list(schedule.orders)
+    assert schedule.places == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
     assert schedule.by_rank("abcdef") == (("a", "b"), ("c", "d", "e", "f"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_pfo.device.safety import guard as clock_guard
 from tests.device.fake_driver import FakeDriver, fake_driver
-from tests.device.processes import start
+from tests.device.processes import start, start_several
 
 __all__ = ["fake_driver"]
 
@@ -29,7 +29,7 @@ def test_restored_when_the_program_ends(ending: str, code: int, fake_driver: Fak
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_restored_on_signals_at_any_moment(signum: signal.Signals, latency_ms: int, fake_driver: FakeDriver) -> None:
     environment = fake_driver.environment(num_gpus=3, latency_ms=latency_ms)
-    processes = [start(environment, "nvml", "slow", index) for index in range(3)]
+    processes = start_several(environment, "nvml", "slow", 3)
     for number, process in enumerate(processes):
         time.sleep(0.007 * number)
         process.send_signal(signum)
@@ -46,7 +46,7 @@ def test_restored_on_signals_at_any_moment(signum: signal.Signals, latency_ms: i
 
 @pytest.mark.parametrize("gpu", ["nvml", "emulated_a100"])
 def test_a_signal_inside_our_own_code_does_not_deadlock(gpu: str, fake_driver: FakeDriver) -> None:
-    processes = [start(fake_driver.environment(num_gpus=4), gpu, "tight loop", index) for index in range(4)]
+    processes = start_several(fake_driver.environment(num_gpus=4), gpu, "tight loop", 4)
     for number, process in enumerate(processes):
         time.sleep(0.003 * number)
         process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pfo.accelerate import prepare_pipeline
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 from tests.ranks import run_ranks
 
 results = {}

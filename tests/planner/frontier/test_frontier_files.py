@@ -1,5 +1,6 @@
 import ast
 import csv
+import errno
 import json
 import math
 import tempfile
@@ -7,12 +8,15 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
+from lightning_pfo.planner.frontier.frontier_json import frontier_from, frontier_text
 
 
 @pytest.fixture
@@ -131,6 +135,60 @@ def test_the_names_of_the_gpus_come_back(make_profile, tmp_path):
     assert load_frontier(tmp_path).profile.device == "A100 (emulated) and A40 (emulated)"
 
 
+NAMES = ["A100 [ lab 3 ]", "a\n[\n1,\n2\n]", '[ "x" ]', "\ud800", "{ [ ] }", "", " ", "\\[ ", "x" * 300]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_strings_come_back_as_they_were(make_profile, tmp_path, name):
+    profile = replace(make_profile([0.03]), gpus=(name, "B"))
+    schedule = replace(make_schedule("1f1b", 1, 2), name=f"file:{name}")
+    frontier = plan_frontier(profile, schedule=schedule, num_plans=2)
+    save_frontier(frontier, tmp_path)
+    assert load_frontier(tmp_path) == frontier
+
+
+@given(st.text())
+def test_any_string_comes_back(frontier, name):
+    named = replace(frontier, profile=replace(frontier.profile, gpus=(name,)))
+    assert frontier_from(json.loads(frontier_text(named))) == named
+
+
+def test_a_table_has_the_numbers_of_the_csv(frontier, folder):
+    pd.testing.assert_frame_equal(
+        frontier.to_frame(), pd.read_csv(folder / "frontier.csv", float_precision="round_trip")
+    )
+
+
+def test_a_plan_without_predictions_is_not_written(frontier, tmp_path):
+    plan = replace(frontier.fastest, iteration_energy_j=math.nan)
+    with pytest.raises(PlanError, match="Only plans whose time and energy are predicted"):
+        save_frontier(replace(frontier, plans=(plan,)), tmp_path / "plans")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_a_full_disk_the_earlier_frontier_stays_whole(frontier, folder, monkeypatch):
+    def content():
+        return {path.name: path.read_bytes() for path in folder.rglob("*")}
+
+    before, write = content(), Path.write_text
+    for failing in range(len(before)):
+        written = []
+
+        def write_until_full(path, text, failing=failing, written=written, **options):
+            written.append(path)
+            if len(written) > failing:
+                write(path, text[: len(text) // 2], **options)
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(path, text, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", write_until_full)
+            with pytest.raises(OSError, match="No space left"):
+                save_frontier(frontier, folder)
+        assert content() == before
+        assert load_frontier(folder) == frontier
+
+
 def test_wait_clocks_and_limits_come_back(make_profile, tmp_path):
     limited = plan_frontier(
         make_profile([0.03, 0.05]),
@@ -145,7 +203,7 @@ def test_wait_clocks_and_limits_come_back(make_profile, tmp_path):
     assert load_frontier(tmp_path) == limited
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '"frontier"', "\x00", "[" * 100_000, '{"a":' * 100_000])
 def test_other_files_are_errors_too(tmp_path, text):
     path = tmp_path / "frontier.json"
     path.write_text(text)
@@ -178,6 +236,23 @@ def test_any_damage_is_a_clear_error_or_a_frontier(small, data):
         path = edit(Path(folder), damage)
         with suppress(PlanError):
             assert len(load_frontier(path).plans) == len(small.plans)
+
+
+@settings(deadline=None)
+@given(st.one_of(st.binary(), st.text('{}[]":,0123456789.eE-+format vsin', max_size=100).map(str.encode)))
+def test_any_file_is_a_frontier_or_a_clear_error(content):
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "frontier.json").write_bytes(content)
+        with pytest.raises(PlanError) as error:
+            load_frontier(folder)
+        assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("where", [None, 7, b"frontier.json", "nul\0byte", "x" * 10_000], ids=repr)
+def test_what_is_no_path_is_refused(where):
+    with pytest.raises(PlanError) as error:
+        load_frontier(where)
+    assert len(str(error.value)) < 1000
 
 
 def test_a_missing_frontier_says_how_to_make_one(tmp_path):

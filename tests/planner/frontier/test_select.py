@@ -1,3 +1,4 @@
+import random
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.planner import select_plan
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner import InstructionProfile, Profile, check_selection, plan_frontier, select_plan
 
 
 def test_words_and_numbers(frontier):
@@ -61,7 +63,7 @@ def test_beside_a_straggler_the_slowest_plan_that_is_not_slower_needs_least_ener
 
         in_time = [other for other in frontier.plans if other.iteration_time_s <= straggler_s]
         assert with_waiting(chosen) == min(map(with_waiting, in_time))
-    for same in ("T'=1.1x", "T' = 1.1 x", "T\u2019=1.1x", "straggler=1.1x"):
+    for same in ("T'=1.1x", "T' = 1.1 x", "T\u2019=1.1x", "T\u2032=1.1x", "straggler=1.1x"):
         assert select_plan(frontier, same) is select_plan(frontier, "1.1x")
     with pytest.raises(PlanError, match=r"No plan meets 0\.5x: iteration times range from"):
         select_plan(frontier, "T'=0.5x")
@@ -100,6 +102,60 @@ def test_the_ends_of_the_range_in_a_message_can_be_had(frontier, stretch):
 def test_what_is_not_understood_lists_the_forms(frontier, wish):
     with pytest.raises(PlanError, match="Cannot select"):
         select_plan(frontier, wish)
+
+
+LONG = 100_000
+
+
+@pytest.mark.parametrize(
+    "wish",
+    ["9" * LONG, "9" * LONG + "x", "1." + "9" * LONG + "z", "T'" + " " * LONG, "T'=" * LONG, "T'=" + " " * LONG + "1s",
+     None, True, 1.5, -1, 10**5000, b"3", [3], float("nan")],
+    ids=lambda wish: f"{type(wish).__name__}",
+)  # fmt: skip
+def test_what_is_long_or_no_text_is_refused_at_once(frontier, wish):
+    for choose in (check_selection, lambda wish: select_plan(frontier, wish)):
+        with pytest.raises(PlanError, match="Cannot select") as error:
+            choose(wish)
+        assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_there_is_no_slowdown_where_times_are_a_billionth_apart(seed):
+    draw = random.Random(seed)
+    clocks, instructions = (1400, 1300, 1200, 1100), {}
+    for stage in range(draw.randint(2, 4)):
+        for kind in (InstructionType.FORWARD, InstructionType.BACKWARD):
+            first_s = draw.uniform(0.001, 0.01)
+            times = sorted(first_s * (1 + draw.uniform(0, 3e-9)) for _ in clocks)
+            energies = sorted((draw.uniform(1, 3) for _ in clocks), reverse=True)
+            instructions[stage, kind] = InstructionProfile(clocks, times, energies)
+    near = plan_frontier(
+        Profile(instructions), num_microbatches=draw.randint(4, 8), p2p_blocking_power_w=50, num_plans=10
+    )
+    assert select_plan(near, "no_slowdown").iteration_time_s <= near.baseline.iteration_time_s * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 0.99, 1, 7e3])
+def test_what_a_message_prints_can_be_had_at_any_scale(frontier, scale):
+    scaled = replace(
+        frontier,
+        baseline=replace(frontier.baseline, iteration_time_s=frontier.baseline.iteration_time_s * scale),
+        plans=tuple(replace(plan, iteration_time_s=plan.iteration_time_s * scale) for plan in frontier.plans),
+    )
+    for plans in (scaled.plans, scaled.plans[:1]):
+        with pytest.raises(PlanError) as error:
+            select_plan(replace(scaled, plans=plans), "0.1x")
+        first, last = re.search(r"from ([0-9.]+) s .* to ([0-9.]+) s", str(error.value)).groups()
+        assert float(first) <= float(last)
+        assert select_plan(scaled, f"{first}s") is scaled.plans[0]
+
+
+def test_of_equal_energy_delay_products_the_fastest_is_taken(frontier):
+    plans = tuple(
+        replace(frontier.fastest, iteration_time_s=time_s, iteration_energy_j=8 / time_s) for time_s in (0.5, 1.0, 2.0)
+    )
+    assert select_plan(replace(frontier, plans=plans), "least_edp") is plans[0]
 
 
 @given(st.text(alphabet="0123456789.exsWT'= -+fastel_nory", max_size=12))

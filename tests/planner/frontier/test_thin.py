@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_pfo.cli import main
@@ -35,7 +37,20 @@ def test_the_command_writes_a_frontier_of_its_own(frontier, tmp_path, capsys):
     assert "every must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("numbers", [{"every": 0}, {"num_plans": 1}])
+def test_ends_stay_where_times_are_equal(frontier):
+    one_time = tuple(replace(plan, iteration_time_s=1.0) for plan in frontier.plans)
+    thinned = thin_frontier(replace(frontier, plans=one_time), num_plans=2)
+    assert thinned.plans == (one_time[0], one_time[-1])
+    single = replace(frontier, plans=frontier.plans[:1])
+    assert thin_frontier(single, num_plans=2) == single
+    assert thin_frontier(frontier, num_plans=10_000) == frontier
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"every": 0}, {"every": True}, {"every": 2.5}, {"every": "2"}, {"every": None}, {"num_plans": 1},
+     {"num_plans": 10**7}, {"num_plans": 3.0}, {"num_plans": "3"}],
+)  # fmt: skip
 def test_numbers_out_of_range_are_errors(frontier, numbers):
     with pytest.raises(ConfigurationError, match="every must be at least 1 and num_plans at least 2"):
         thin_frontier(frontier, **numbers)

@@ -54,6 +54,45 @@ def test_files_that_do_not_fit_are_errors(tmp_path, text, message):
         read_zeus_plan(tmp_path / "missing.py", make_schedule("1f1b", 2, 2))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{[1],}",
+        "[[1, 2, 3, 4], [1, 2, 3, {[1],}]]",
+        "[[1, 2, 3, 4], [1, 2, 3, 0x" + "f" * 8000 + "]]",
+        "[[1, 2, 3, 4], [1, 2, 3, " + "9" * 8000 + "]]",
+        "[[1, 2, 3, 4], [1, 2, 3, ('" + "x" * 5000 + "', 4)]]",
+        "[[1, 2, 3, 4], [1, 2, 3, 1000000]]",
+        "[" * 9000,
+        "(" * 9000 + ")" * 900,
+        "-" * 9000 + "1",
+        "[" + "1+" * 4000 + "1]",
+        "[" * 90 + "]" * 90,
+        "[[]," * 2000,
+        "[" + "[]," * 2000 + "]",
+        "# " + "x" * 100_000 + "\n[[1, 2, 3, 4], [1, 2, 3, 4]]",
+        "[[1, 2, 3, 4], [1, 2, 3, 4]]" + " " * 10**7,
+        "[[1, 2, 3, 4], [1, 2, 3, 4j]]",
+        "[[1, 2, 3, 4], [1, 2, 3, b'4']]",
+        "[[1, 2, 3, 4], [1, 2, 3, '\\ud800']]",
+    ],
+    ids=lambda text: text[:20],
+)
+def test_whatever_python_can_write_is_refused_in_short(tmp_path, text):
+    path = tmp_path / "plan.py"
+    path.write_text(text)
+    with pytest.raises(PlanError) as error:
+        read_zeus_plan(path, make_schedule("1f1b", 2, 2))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("path", [None, 7, b"plan.py", "nul\0byte", "x" * 10_000, "."], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(PlanError) as error:
+        read_zeus_plan(path, make_schedule("1f1b", 2, 2))
+    assert len(str(error.value)) < 1000
+
+
 @given(st.text(alphabet="[](),1 '\"frwd{}:-x\n", max_size=60))
 def test_any_text_is_read_or_refused(text):
     with tempfile.TemporaryDirectory() as folder:

@@ -2,11 +2,17 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.planner import plan_frontier
+from lightning_pfo.core.errors import ConfigurationError, PlanError
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.planner import Profile, plan_frontier, select_plan
 from lightning_pfo.planner.limits.rank_programme import RankProgramme
-from tests.planner.ticks import play_in_ticks
+from lightning_pfo.planner.limits.switching import check_effort
+from tests.planner.ticks import play_in_ticks, ranks_in_ticks
+
+F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 
 WORK = [0.03, 0.05, 0.04]
 LATENCY_S, DWELL_S = 0.008, 0.12
@@ -55,6 +61,68 @@ def test_plans_keep_to_the_limits_and_cost_what_a_pipeline_played_in_ticks_says(
         best = [min(p.iteration_energy_j for p in f.plans) for f in (free, frontier)]
         assert best[0] <= best[1] < 1.03 * best[0]
         assert all(plan.switching_cost_j > -0.003 * plan.iteration_energy_j for plan in frontier.plans)
+
+
+POWERS_W = {1410: 90.0, 1200: 70.0, 600: 50.0}
+
+
+@st.composite
+def limited_pipelines(draw):
+    name, stages_per_rank = draw(st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("envpipe", 1)]))
+    num_ranks = draw(st.integers(2, 4))
+    seconds = st.sampled_from([0.011, 0.017, 0.0203, 0.03, 0.04, 0.06])
+    return {
+        "schedule": name,
+        "num_microbatches": num_ranks * draw(st.integers(1, 2)),
+        "work": draw(st.lists(seconds, min_size=num_ranks * stages_per_rank, max_size=num_ranks * stages_per_rank)),
+        "p2p_blocking_power_w": draw(st.sampled_from([POWERS_W, POWERS_W, 70.0])),
+        "switch_latency_s": draw(st.sampled_from([0.0, 0.01])),
+        "least_dwell_s": draw(st.sampled_from([0.05, 0.15, 0.0])),
+        "change_cost_j": draw(st.sampled_from([0.0, 2.0])),
+    }
+
+
+@settings(max_examples=10, deadline=None)
+@given(limited_pipelines())
+def test_within_any_limits_there_is_a_plan_without_slowdown_and_none_is_dominated(make_profile, options):
+    profile = make_profile(options.pop("work"), clocks=tuple(range(1410, 590, -90)))
+    frontier = plan_frontier(profile, num_plans=3, **options)
+    select_plan(frontier, "no_slowdown")
+    for fast, slow in itertools.pairwise(frontier.plans):
+        assert fast.iteration_time_s < slow.iteration_time_s
+        assert fast.iteration_energy_j > slow.iteration_energy_j
+    latency_s = options["switch_latency_s"]
+    for plan in {id(plan): plan for plan in (frontier.fastest, frontier.least_energy)}.values():
+        time_s, ranks = ranks_in_ticks(profile, plan, frontier.blocking[0].at, latency_s)
+        assert plan.iteration_time_s == pytest.approx(time_s, rel=4e-3)
+        assert plan.iteration_energy_j == pytest.approx(sum(rank.energy for rank in ranks), rel=4e-3)
+        for rank in ranks:
+            for before, after in itertools.pairwise(rank.asked_within):
+                assert after - before >= options["least_dwell_s"] - 1e-3
+
+
+def test_the_first_wait_of_a_rank_may_have_a_clock_of_its_own(make_profile):
+    options = {"p2p_blocking_power_w": POWERS_W, "least_dwell_s": 0.05}
+    frontier = plan_frontier(make_profile([0.06] * 3), schedule="gpipe", num_microbatches=6, num_plans=3, **options)
+    assert any(wait.position == 0 for plan in frontier.plans for wait in plan.wait_clocks)
+
+
+def test_a_rank_without_a_clock_in_common_is_told_why_it_cannot_keep_a_dwell(make_profile):
+    slow, fast = (make_profile([0.03, 0.03], clocks=clocks).instructions for clocks in ((1000, 900), (1400, 1300)))
+    profile = Profile({key: (slow if key[0] == 0 else fast)[0, key[1]] for key in itertools.product(range(4), (F, B))})
+    with pytest.raises(PlanError, match=r"least_dwell_s=9 .* at the same clocks"):
+        plan_frontier(
+            profile, schedule="interleaved_1f1b", num_microbatches=2, p2p_blocking_power_w=70, least_dwell_s=9
+        )
+
+
+def test_limits_that_would_take_hours_are_refused_before_anything_is_planned(make_profile):
+    profile = make_profile([0.03] * 64)
+    with pytest.raises(ConfigurationError, match=r"50 plans of 65536 instructions would take about 55\. Plan for 18 "):
+        plan_frontier(profile, num_microbatches=512, switch_latency_s=0.01)
+    check_effort(65536, 18)
+    with pytest.raises(ConfigurationError):
+        check_effort(65536, 19)
 
 
 def test_a_dwell_makes_changes_fewer_and_says_what_that_costs(make_profile, free):

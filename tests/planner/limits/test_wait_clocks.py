@@ -2,10 +2,14 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import plan_frontier
+from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks, play_with_wait_clocks
+from lightning_pfo.planner.pipeline.timeline import Simulator
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from tests.planner.ticks import play_in_ticks
 
@@ -37,6 +41,25 @@ def test_time_and_energy_are_those_of_a_pipeline_played_in_ticks(waiting):
         assert plan.iteration_energy_j == pytest.approx(energy, rel=2e-3)
         timeline = waiting.timeline(plan)
         assert timeline.iteration_energy_j == pytest.approx(plan.iteration_energy_j, rel=1e-12)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_clocks_of_waits_never_make_an_iteration_longer_or_dearer(make_profile, data):
+    clocks = (1400, 1100, 800)
+    seconds = st.sampled_from([0.011, 0.03, 0.06])
+    profile = make_profile(data.draw(st.lists(seconds, min_size=3, max_size=3)), clocks=clocks)
+    schedule = make_schedule(data.draw(st.sampled_from(["1f1b", "gpipe"])), 3, 4)
+    powers = data.draw(st.lists(st.floats(40, 95), min_size=3, max_size=3))
+    latency_s = data.draw(st.sampled_from([0.0, 0.004, 0.03]))
+    simulator = Simulator(profile, schedule, [BlockingPower(clocks, tuple(powers))] * 3, latency_s)
+    chosen = [data.draw(st.sampled_from(clocks)) for _ in schedule.instructions]
+    without = simulator.play(schedule.by_rank(chosen))
+    timeline = play_with_wait_clocks(simulator, schedule.by_rank(chosen), switch_latency_s=latency_s)
+    assert timeline.iteration_time_s == without.iteration_time_s
+    assert timeline.iteration_energy_j <= without.iteration_energy_j
+    waits = choose_wait_clocks(without, simulator.blocking, switch_latency_s=latency_s)
+    assert timeline.wait_clocks == waits  # and never were they left out
 
 
 def test_they_save_energy_and_no_time(waiting):

@@ -1,6 +1,7 @@
 import itertools
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,3 +63,45 @@ def test_nodes_that_wait_for_the_same_start_at_one_event(pairs):
     for node in range(7):
         assert set(dag.events[dag.start_of[node]]) == {a for a, b in pairs if b == node}
         assert set(dag.ends_of[node]) == {dag.start_of[b] for a, b in pairs if a == node}
+
+
+def layers(width, depth):
+    """Each activity of a layer waits for all of the one before."""
+    return [
+        (layer * width + i, (layer + 1) * width + j)
+        for layer in range(depth - 1)
+        for i, j in itertools.product(range(width), repeat=2)
+    ]
+
+
+WIDE = {
+    "star": (401, [(i, 200) if i < 200 else (200, i) for i in range(401) if i != 200]),
+    "layers": (180, layers(60, 3)),
+    "parallel": (500, []),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_levels_of_wide_networks_are_no_larger_than_the_networks(name):
+    num_nodes, pairs = WIDE[name]
+    network = make_network(num_nodes, pairs)
+    for levels, neighbours_of in (
+        (network.levels, network.predecessors),
+        (network.levels_from_the_end, network.successors),
+    ):
+        assert sum(level.neighbours.size + sum(map(len, level.columns)) for level in levels.levels) <= 5 * len(pairs)
+        values = np.random.default_rng(0).random((num_nodes, 2))
+        for level in levels.levels[1:]:
+            nodes = levels.nodes[level.positions]
+            expected = [values[list(neighbours_of[node])].max(axis=0) for node in nodes]
+            assert level.reduce(np.maximum, values[levels.nodes]).tolist() == np.array(expected).tolist()
+
+
+@given(st.sets(st.sampled_from(list(itertools.combinations(range(9), 2)))), st.integers(0, 99))
+def test_levels_tell_the_largest_and_least_of_all_neighbours(pairs, seed):
+    network, values = make_network(9, pairs), np.random.default_rng(seed).random(9)
+    levels = network.levels
+    for level in levels.levels[1:]:
+        before = [values[list(network.predecessors[node])] for node in levels.nodes[level.positions]]
+        assert level.reduce(np.maximum, values[levels.nodes]).tolist() == [some.max() for some in before]
+        assert level.reduce(np.minimum, values[levels.nodes]).tolist() == [some.min() for some in before]

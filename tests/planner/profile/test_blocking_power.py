@@ -1,10 +1,15 @@
 import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.schedules.registry import make_schedule
-from lightning_pfo.planner.profile.blocking_power import BlockingPower, resolve_blocking
+from lightning_pfo.planner.profile.blocking_power import BlockingPower, read_blocking_power, resolve_blocking
 
 
 def test_power_between_and_beyond_measured_clocks():
@@ -47,6 +52,16 @@ def test_stages_of_one_rank_share_its_gpus(profile):
         ({}, "one for each clock such as"),
         ({"low": 5}, "one for each clock such as"),
         ({-5: 5}, "one for each clock such as"),
+        ({0: 5}, "one for each clock such as"),
+        ({1410.5: 5}, "one for each clock such as"),
+        ({1410: "5"}, "one for each clock such as"),
+        ({True: 5}, "one for each clock such as"),
+        (True, "finite power in watts"),
+        (b"UUUU", "finite power in watts"),
+        (bytearray(b"UUUU"), "finite power in watts"),
+        ([85, 85, 85, True], "finite power in watts"),
+        (1e278, r"at least 0 \(0 to 1e\+09 W\)"),
+        ("nul\0byte", "neither a number nor a file"),
         ([85, 85], "got 2 for 4 stages"),
         ("nowhere.json", "lightning-pfo p2p-power json=true > nowhere.json"),
     ],
@@ -61,3 +76,48 @@ def test_a_file_without_powers_is_an_error(profile, tmp_path, text):
     (tmp_path / "power.json").write_text(text)
     with pytest.raises((ConfigurationError, ProfileError), match=r"power\.json"):
         resolve_blocking(profile, make_schedule("1f1b", 4, 4), tmp_path / "power.json")
+
+
+def power_text(*rows):
+    """A power file; rows are JSON texts of clock and power."""
+    return '{"blocked": [' + ", ".join(f'{{"clock_mhz": {clock}, "power_w": {power}}}' for clock, power in rows) + "]}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([(1410, 85), (1410, 80)], "more than one at 1410 MHz"),
+        ([(0, 85)], "got 0: 85"),
+        ([(1410.0, 85)], "got 1410.0: 85"),
+        ([(1410, "true")], "got 1410: True"),
+        ([("true", 85)], "got True: 85"),
+        ([(1410, "NaN")], "got 1410: nan"),
+        ([(1410, "1e999")], "got 1410: inf"),
+        ([(1410, '"85"')], "got 1410: '85'"),
+        ([(1410, "null")], "got 1410: None"),
+        ([], "got none"),
+    ],
+)
+def test_files_are_read_strictly(tmp_path, rows, message):
+    path = tmp_path / "power.json"
+    path.write_text(power_text(*rows))
+    with pytest.raises(ConfigurationError, match=message) as error:
+        read_blocking_power(path)
+    assert "power.json" in str(error.value)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path):
+    (tmp_path / "power.json").write_text("\ufeff" + power_text((1410, 85)), encoding="utf-8")
+    assert read_blocking_power(tmp_path / "power.json") == {1410: 85.0}
+
+
+@example(b'{"blocked":' + b"[" * 100_000)
+@example(b"[" * 100_000)
+@settings(deadline=None)
+@given(st.one_of(st.binary(), st.text('{}[]":blocked_mhzpwr0123456789.,eE-+ ', max_size=120).map(str.encode)))
+def test_any_file_is_powers_or_a_clear_error(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "power.json"
+        path.write_bytes(content)
+        with suppress(ConfigurationError):
+            assert all(power >= 0 for power in read_blocking_power(path).values())

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, regularise, write_profile
+from lightning_pfo.planner.profile.profile import denoise
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 positive = st.floats(0.1, 10)
@@ -115,3 +116,42 @@ def test_what_contradicts_its_neighbours_beyond_its_error_is_dropped_and_reporte
     assert regular.dropped_mhz == {(0, F): (1100,), (0, B): (1100,)}
     assert regular.profile.of(0, F).clocks_mhz == (1400, 1300, 1200, 1000, 900)
     assert any("stage 0 forward: dropped 1100 MHz" in note for note in regular.notes)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
+def test_fifty_thousand_clocks_take_no_more_rounds_than_some_hundred(noise, monkeypatch):
+    fitted_rows = []
+    fit = denoise._convex_energies
+    monkeypatch.setattr(denoise, "_convex_energies", lambda *a: fitted_rows.append(len(a[0])) or fit(*a))
+    draw = random.Random(0)
+    clocks = tuple(range(60_000, 10_000, -1))
+    times, energies = valley(clocks, lambda: draw.uniform(1 - noise, 1 + noise))
+    times = tuple(time * draw.uniform(1 - noise, 1 + noise) for time in times)
+    regular = regularise(one_stage(InstructionProfile(clocks, times, energies)))
+    assert max(fitted_rows) <= 501
+    assert len(fitted_rows) <= 2 * 60  # of two instructions
+    fitted = regular.profile.of(0, F)
+    powers = [e / t for e, t in zip(fitted.energies_j, fitted.times_s, strict=True)]
+    assert all(a >= b * (1 - 1e-6) for a, b in itertools.pairwise(powers))
+
+
+def test_pooling_is_as_by_the_textbook():
+    draw = random.Random(1)
+    values, weights = [draw.random() for _ in range(300)], [draw.uniform(0.1, 1) for _ in range(300)]
+    pooled = [mean for run, mean in denoise._pool(values, weights) for _ in run]
+    # min-max formula of isotonic regression
+    sums = [[0.0] * 301 for _ in range(2)]
+    for row in range(300):
+        sums[0][row + 1] = sums[0][row] + values[row] * weights[row]
+        sums[1][row + 1] = sums[1][row] + weights[row]
+
+    def mean(first, last):
+        return (sums[0][last + 1] - sums[0][first]) / (sums[1][last + 1] - sums[1][first])
+
+    for row in range(0, 300, 13):
+        expected = max(min(mean(first, last) for last in range(row, 300)) for first in range(row + 1))
+        assert pooled[row] == pytest.approx(expected)
+
+
+def test_falling_values_are_pooled_in_one_pass():
+    assert denoise._pool(range(50_000, 0, -1), [1.0] * 50_000) == [(range(50_000), pytest.approx(25_000.5))]

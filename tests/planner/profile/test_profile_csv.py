@@ -112,6 +112,37 @@ def test_bad_files_are_errors_that_name_the_place(tmp_path, lines, header, messa
         read_profile(write(tmp_path, lines, header))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "0,forward,1e303,0.05,20",
+            r"column 'frequency' must be a clock in whole MHz \(1 to 100,000 MHz\), got '1e303'",
+        ),
+        ("0,forward,1410,1e278,20", r"column 'time' must be .* \(1e-09 to 1e\+06 s\), got '1e278'"),
+        ("0,forward,1410,0.05,1e278", r"column 'energy' must be .* \(0 to 1e\+09 J\)"),
+        ("0,forward,1410,0.0_5,20", "column 'time'"),
+        ("0,forward," + "9" * 5000 + ",0.05,20", "column 'frequency'"),
+        ("9" * 5000 + ",forward,1410,0.05,20", "column 'stage'"),
+        ("0," + "forward" * 10_000 + ",1410,0.05,20", "Unknown instruction name 'forward"),
+    ],
+)
+def test_numbers_far_from_any_machine_are_errors_with_the_range(tmp_path, line, message):
+    with pytest.raises(ProfileError, match=message) as error:
+        read_profile(write(tmp_path, [*GOOD[1:], line]))
+    assert len(str(error.value)) < 1000
+
+
+def test_a_hundred_thousand_columns_are_read_at_once(tmp_path):
+    further = ",".join(f"column {number}" for number in range(100_000))
+    path = write(tmp_path, [line + "," * 100_000 for line in GOOD], f"{HEADER},{further}")
+    assert read_profile(path) == read_profile(write(tmp_path, GOOD))
+    path.write_text(further + "\n")
+    with pytest.raises(ProfileError, match=r"it has: column 0, .* \(100,000 in all\)") as error:
+        read_profile(path)
+    assert len(str(error.value)) < 1000
+
+
 def test_an_empty_file_lacks_columns(tmp_path):
     path = tmp_path / "profile.csv"
     path.write_text("")
@@ -170,6 +201,16 @@ def test_any_damage_is_a_clear_error_or_a_profile(data):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.csv"
         path.write_bytes(text)
+        with suppress(ProfileError):
+            assert read_profile(path).num_stages >= 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.one_of(st.binary(max_size=200), st.text('0123456789,.\n"-eforwadbck _\0', max_size=200).map(str.encode)))
+def test_any_rows_are_a_clear_error_or_a_profile(rows):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.csv"
+        path.write_bytes(f"{HEADER}\n".encode() + rows)
         with suppress(ProfileError):
             assert read_profile(path).num_stages >= 1
 

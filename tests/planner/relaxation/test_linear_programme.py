@@ -21,14 +21,14 @@ def all_choices(dag, options):
 
 @settings(deadline=None, max_examples=60)
 @given(problems(5), st.floats(0, 1))
-def test_no_choice_beats_the_bound(problem, fraction):
+def test_no_choice_is_below_a_tangent_by_more_than_the_tolerance(problem, fraction):
     dag, options = problem
     fastest = dag.longest_path([opts.times[0] for opts in options])
     slowest = dag.longest_path([opts.times[-1] for opts in options])
     target = fastest + fraction * (slowest - fastest)
     solution = RelaxedTradeoff(dag, options).solve(target)
     for time, cost in all_choices(dag, options):
-        assert solution.bound_at(time) <= cost + 1e-5
+        assert solution.tangent_at(time) <= cost + 1e-5
     assert solution.cost - 1e-5 <= min(c for time, c in all_choices(dag, options) if time <= target * (1 + 1e-8))
 
 
@@ -44,7 +44,7 @@ def test_solutions_are_feasible_and_convex_in_the_time(problem):
         assert dag.longest_path(solution.durations) <= solution.time + 1e-6
         assert solution.slope <= 0
         for other in solutions:
-            assert solution.bound_at(other.time) <= other.cost + 1e-5
+            assert solution.tangent_at(other.time) <= other.cost + 1e-5
     assert solutions[0].cost == pytest.approx(sum(opts.costs[-1] for opts in options))
 
 

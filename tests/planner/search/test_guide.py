@@ -4,10 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pfo.planner.network.assignments import OptionTable
-from lightning_pfo.planner.relaxation.bound import least_costs
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.guide import Guide, take_guidance
-from tests.planner.problems import problems
+from tests.planner.problems import least_costs, problems
 
 
 @settings(deadline=None, max_examples=60)

@@ -95,7 +95,7 @@ def test_beam_search_loses_little_and_its_deadline_holds(pipeline):
         time = dag.longest_path(chosen_times(options, choice))
         assert time <= guide.deadline * (1 + 1e-9)
         assert time == pytest.approx(guide.time, rel=0.03)
-        loss = total_cost(options, choice) - solution.bound_at(time)
+        loss = total_cost(options, choice) - solution.tangent_at(time)
         assert 0 <= loss + 1e-6 < 0.03 * solution.cost
 
 

@@ -80,7 +80,7 @@ def test_a_bound_of_zero_is_no_division_by_zero():
     with warnings.catch_warnings(action="error"):
         points = solve_time_cost_tradeoff(graph)
     assert [(point.time, point.cost) for point in points] == [(1, 100), (2, -100)]
-    assert points[0].lower_bound == pytest.approx(0)
+    assert points[0].lower_bound == pytest.approx(0, abs=1e-9)
 
 
 def test_the_example_in_the_documentation():
@@ -88,7 +88,7 @@ def test_the_example_in_the_documentation():
 
 
 def test_doubled_edges_and_numbers_of_any_size_are_fine():
-    for unit in (1e-12, 1.0, 1e12):
+    for unit in (1e-15, 1e-12, 1.0, 1e12):
         graph = nx.MultiDiGraph([("a", "b"), ("a", "b")])
         for node in graph:
             graph.nodes[node]["options"] = [(unit, 5 / unit, "x"), (2 * unit, 3 / unit, "y")]
@@ -96,6 +96,14 @@ def test_doubled_edges_and_numbers_of_any_size_are_fine():
         assert [(point.time / unit, point.cost * unit) for point in points] == [
             (pytest.approx(time), pytest.approx(cost)) for time, cost in ((2, 10), (3, 8), (4, 6))
         ]
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-15, 1e-18])
+def test_tiny_times_lose_no_options(unit):
+    # A chain of 16, where each may be slow or fast: too many choices to be looked at one by one.
+    menus = {node: [(unit, 5, "fast"), (2 * unit, 3, "slow")] for node in range(16)}
+    points = solve_time_cost_tradeoff(build(itertools.pairwise(range(16)), menus), num_points=20)
+    assert [point.cost for point in points] == list(range(80, 46, -2))
 
 
 def test_bad_problems_are_errors():

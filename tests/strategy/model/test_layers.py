@@ -8,8 +8,8 @@ from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_compiler,
     recompute_activations,
-    restore_layers,
 )
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class CountsForwards(nn.Linear):
@@ -25,11 +25,12 @@ def test_recomputed_layers_run_twice_and_are_given_back():
     layers[1].forward = replaced = lambda x: nn.functional.linear(x, layers[1].weight)
     layers.append(layers[0])  # a layer may be used twice
     model = nn.Sequential(*layers)
-    recompute_activations(model, layers)
+    patches = Patches()
+    recompute_activations(model, layers, patches)
     x = torch.ones(1, 2)
     model(x).sum().backward()
     assert layers[0].num_forwards == 4
-    restore_layers(model, layers)
+    patches.close()
     assert "forward" not in layers[0].__dict__
     assert layers[1].forward is replaced
     model(x).sum().backward()
@@ -53,13 +54,14 @@ def test_layers_that_can_recompute_do_so_themselves():
     model[1].gradient_checkpointing = True  # the user has asked for it
     model[1]._gradient_checkpointing_func = users = lambda forward, x: forward(x)
     x = torch.ones(1, 2)
+    patches = Patches()
     for num_forwards in (2, 3):
         if num_forwards == 2:
-            recompute_activations(model, list(model))
+            recompute_activations(model, list(model), patches)
         assert model.gradient_checkpointing == (num_forwards == 2)
         model(x).sum().backward()
         assert model[0].num_forwards == num_forwards
-        restore_layers(model, list(model))
+        patches.close()
     assert model[1].gradient_checkpointing
     assert model[1]._gradient_checkpointing_func is users
 

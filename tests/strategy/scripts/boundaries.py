@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 from tests.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "zbv")

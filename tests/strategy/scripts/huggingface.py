@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 from tests.strategy import families

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 
 
@@ -32,9 +33,9 @@ class Owner(nn.Module):
 def owner():
     owner = Owner()
     owner.redirection = StepRedirection(owner, owner.model, "model")
-    owner.redirection.install()
-    yield owner
-    owner.redirection.remove()
+    with Patches() as patches:
+        owner.redirection.install(patches)
+        yield owner
     assert torch.equal(owner.model(torch.ones(1, 2)), owner.model[0](torch.ones(1, 2)))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from lightning_pfo.strategy.parallel.compat import tensors_of, tree_leaves, tree_map, tree_map_only
 
 
 class StandIns:
@@ -81,7 +82,7 @@ def call_on_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tensors = {
         f"{path}.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for path, part in bare.named_modules()
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        for name, tensor in (item for named in tensors_of(part) for item in named.items())
         if tensor is not None
     }
     args, kwargs = tree_map(_on_meta, (args, kwargs))

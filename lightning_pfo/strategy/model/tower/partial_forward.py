@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.redirection import Redirection, redirected
 from lightning_pfo.strategy.model.sequential import StageModule
 from lightning_pfo.strategy.model.tower.absent_modules import StandIns, is_nan
+from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _OUTPUTS_OF_ALL_LAYERS = ("output_hidden_states", "output_attentions", "output_router_logits")
 

@@ -1,0 +1,66 @@
+"""All that the package uses of Accelerate although it is not public; see `strategy.parallel.compat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+SEEN_IN = "accelerate 1.10 to 1.15"
+PRIVATE = {
+    "accelerate.Accelerator._models": (
+        "`save_state` and `load_state` would leave the model out, and a model that went through `prepare` before "
+        "could not be told."
+    ),
+    "accelerate.Accelerator._dataloaders": (
+        "`save_state` would leave out how far a loader was read, and the end of an epoch would not be noticed."
+    ),
+    "accelerate.Accelerator._schedulers": "Schedulers that were prepared before would make a step for each process.",
+    "accelerate.Accelerator._is_accelerate_prepared": (
+        "`prepare` would wrap the pipeline in DDP, and shard a loader a second time."
+    ),
+}
+"""Private names, and what they are needed for."""
+
+
+def is_prepared(item: Any) -> bool:
+    """Whether a loader went through `accelerator.prepare`."""
+    return bool(getattr(item, "_is_accelerate_prepared", False))
+
+
+def mark_prepared(item: Any) -> None:
+    """Let `accelerator.prepare` leave a model or loader alone."""
+    item._is_accelerate_prepared = True
+
+
+def knows_model(accelerator: Any, model: nn.Module) -> bool:
+    """Whether a model went through `accelerator.prepare`."""
+    return model in accelerator._models
+
+
+def knows_loader(accelerator: Any, loader: Any) -> bool:
+    """Whether a loader came out of `accelerator.prepare`."""
+    return loader in accelerator._dataloaders
+
+
+def add_model(accelerator: Any, model: nn.Module, patches: Patches) -> None:
+    """Let an accelerator save and load a model."""
+    accelerator._models.append(model)
+    patches.callback(_remove, accelerator._models, model)
+
+
+def add_loader(accelerator: Any, loader: Any) -> None:
+    """Let an accelerator save and load a loader."""
+    accelerator._dataloaders.append(loader)
+
+
+def schedulers_of(accelerator: Any) -> list[Any]:
+    """The schedulers that an accelerator has prepared."""
+    schedulers: list[Any] = accelerator._schedulers
+    return schedulers
+
+
+def _remove(items: list[Any], item: Any) -> None:
+    items[:] = [other for other in items if other is not item]  # `free_memory` may have emptied the list before

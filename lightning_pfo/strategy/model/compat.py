@@ -1,0 +1,47 @@
+"""What the package calls of models although it is not public; see `strategy.parallel.compat`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+SEEN_IN = "transformers 5.23, torch 2.13"
+PRIVATE = {
+    "transformers.PreTrainedModel._init_weights": (
+        "Hugging Face models could not be made from the meta device: their layers have no initialisation of their own."
+    ),
+    "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func": (
+        "Layers of Hugging Face models would keep activations although activation_checkpointing=True; their public "
+        "method changes the whole model for good."
+    ),
+    "torch.nn.MultiheadAttention._reset_parameters": (
+        "nn.MultiheadAttention could not be made from the meta device: it has no `reset_parameters`."
+    ),
+}
+"""Private names, and what they are needed for."""
+
+Initialiser = Callable[[nn.Module], None]
+
+
+def initialiser_of(model: nn.Module) -> Initialiser | None:
+    """What initialises a module inside a Hugging Face model; None of other models."""
+    initialise = getattr(model, "_init_weights", None)
+    return initialise if callable(initialise) else None
+
+
+def own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
+    """What initialises the tensors that a module itself holds; None if it has no such method."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+def checkpoint_with(model: nn.Module, recompute: Callable[..., Any], patches: Patches) -> None:
+    """Let those modules of a Hugging Face model that can recompute activations do so."""
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", None) is False:
+            patches.set(module, "gradient_checkpointing", True)
+            patches.set(module, "_gradient_checkpointing_func", recompute)

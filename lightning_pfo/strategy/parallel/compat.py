@@ -1,0 +1,159 @@
+"""All that the package uses of torch although it is not public.
+
+`PRIVATE` lists the names, and what would break without each. `tests/test_compat.py` finds them in the installed
+version, and finds none elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "IncompatibleKeys",
+    "TorchDispatchMode",
+    "abort_process_group",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+SEEN_IN = "torch 2.13"
+PRIVATE = {
+    "torch.utils._pytree": (
+        "Batches, outputs and arguments of any form could not be taken apart and put together; torch has no public "
+        "module for it."
+    ),
+    "torch.utils._python_dispatch.TorchDispatchMode": (
+        "The bytes of an instruction could not be counted. The documentation names it, under this path."
+    ),
+    "torch.nn.Module._parameters": (
+        "Placeholders could not take the places of other ranks' parameters without the side effects of "
+        "`__setattr__`, nor be told apart where a parameter has two names."
+    ),
+    "torch.nn.Module._buffers": "The same for buffers, of which `None` has to stay a buffer.",
+    "torch.nn.Module._modules": "`named_children` leaves out a layer that a model calls in two places.",
+    "torch.nn.Module._apply": "A module with placeholders could not be moved: `to` fails on the meta device.",
+    "torch.nn.Module._compiled_call_impl": "Layers would stay compiled after training; `compile` cannot be undone.",
+    "torch.nn.modules.module._IncompatibleKeys": (
+        "`load_state_dict` of a pipelined model would return something else than that of a module."
+    ),
+    "torch.distributed.distributed_c10d._abort_process_group": (
+        "Where a rank has died, the others would wait for their transfers until the timeout."
+    ),
+    "torch.distributed.tensor.DTensor._local_tensor": (
+        "In-place changes of gradients and sums over their parts; `to_local` returns a view that autograd follows."
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups": (
+        "Gradients of a schedule whose last backward is one of weights only would never be averaged over replicas. "
+        "torch's pipeline stages do the same."
+    ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": (
+        "Gathered parameters would not be let go of at the end of an iteration."
+    ),
+    "torch.amp.GradScaler._unscale_grads_": (
+        "Ranks would skip fp16 steps each by itself, and their weights drift apart."
+    ),
+    "torch._amp_foreach_non_finite_check_and_unscale_": "Every gradient would be unscaled and checked on its own.",
+    "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
+    "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
+    "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
+    "torch.serialization._get_layout": (
+        "The index of a sharded checkpoint could not be read with weights_only=True: it names this function."
+    ),
+}
+"""Private names, and what they are needed for."""
+
+LAYOUT_READER = ("torch.serialization", "_get_layout")
+"""Module and name of the function that a pickled layout of a tensor calls."""
+
+
+class Tensors(NamedTuple):
+    """What a module itself holds, by name; changing them changes the module."""
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+
+
+def tensors_of(module: nn.Module) -> Tensors:
+    """The parameters and buffers that a module itself holds."""
+    return Tensors(module._parameters, module._buffers)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that a module itself holds, by name; one may have several. Changing it changes the module."""
+    return module._modules
+
+
+def map_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace all tensors of a module, with their gradients, as `to` does."""
+    module._apply(change)  # type: ignore[no-untyped-call]
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Undo `module.compile()`."""
+    module._compiled_call_impl = None
+
+
+class ModuleWithPlaceholders(nn.Module):
+    """A module whose `to`, `cuda`, `bfloat16` leave tensors on the meta device as they are."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """This process's part, sharing memory with `tensor`, unseen by autograd."""
+    return tensor._local_tensor
+
+
+def finish_backward(layer: FSDPModule) -> None:
+    """Do what FSDP2 does in the hooks of the last backward: average gradients, let go of gathered parameters."""
+    from torch.distributed.fsdp import fully_shard  # here, for those who divide nothing
+
+    state = fully_shard.state(layer)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups:
+        group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+Unscale = Callable[[Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor]]
+"""Takes an optimizer, 1 / scale, a flag to set where a gradient overflowed, and whether gradients may be fp16."""
+
+
+def unscale_with(scaler: GradScaler, unscale: Unscale, patches: Patches) -> None:
+    """Let `unscale` do what a scaler does with the gradients of an optimizer; it returns its flag by device."""
+    patches.set(scaler, "_unscale_grads_", unscale)
+
+
+def unscale_in_place(gradients: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiply with `inv_scale`, and set `found_inf` to 1 where a result is not finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+
+
+def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply all tensors with one factor."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def clamp_in_place(tensors: list[torch.Tensor], limit: float) -> None:
+    """Limit all elements to `-limit` .. `limit`."""
+    torch._foreach_clamp_min_(tensors, -limit)
+    torch._foreach_clamp_max_(tensors, limit)

@@ -1,0 +1,52 @@
+"""Changes to objects of torch, Lightning, Accelerate and users, all undone at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches(ExitStack):
+    """An `ExitStack` for what is changed while a model is split: closing it undoes all, the last first."""
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of an object or class until the stack is closed.
+
+        Then the owner has again what it had itself, or what its class has. What somebody else has set since stays.
+        """
+        before = vars(owner).get(name, _ABSENT)
+        _assign(owner, name, value)
+
+        def undo() -> None:
+            if vars(owner).get(name, _ABSENT) is value:
+                _assign(owner, name, before)
+
+        self.callback(undo)
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+    elif value is _ABSENT:
+        del vars(owner)[name]
+    else:
+        vars(owner)[name] = value  # past `__setattr__`, in which modules and metrics do other things
+
+
+@contextmanager
+def unwarned(message: str) -> Iterator[None]:
+    """Ignore warnings that match a regular expression; filters that others add meanwhile stay."""
+    warnings.filterwarnings("ignore", message=message)
+    added = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]

@@ -1,0 +1,71 @@
+"""All that the package uses of torchmetrics although it is not public; see `strategy.parallel.compat`.
+
+torchmetrics itself is not imported here: that takes seconds, and metrics are met only where users have imported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+SEEN_IN = "torchmetrics 1.9"
+PRIVATE = {
+    "torchmetrics.Metric._sync_dist": (
+        "A metric would reduce over all processes, of which most have never updated it; `dist_sync_fn` gathers "
+        "tensors one by one and cannot say that one rank alone counts."
+    ),
+    "torchmetrics.Metric._defaults": "The names of a metric's states would not be known.",
+    "torchmetrics.Metric._to_sync": "A metric that a step computes would wait for ranks that do not run the step.",
+    "torchmetrics.Metric._forward_cache": "`self.log` of a metric would show nothing on step on most ranks.",
+    "torchmetrics.Metric._computed": "A metric would return what it computed before the last batch.",
+    "torchmetrics.Metric._update_count": (
+        "A metric would warn on most ranks that it was computed before it was updated."
+    ),
+}
+"""Private names, and what they are needed for."""
+
+
+def state_of(metric: Metric) -> dict[str, Any]:
+    """The states of a metric by name."""
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def synchronise_with(metric: Metric, synchronise: Callable[[Callable[..., None]], None], patches: Patches) -> None:
+    """Let `synchronise` bring the state of a metric in line with other processes; it is given the metric's own way."""
+    ordinary = partial(type(metric)._sync_dist, metric)
+    patches.set(metric, "_sync_dist", lambda *args, **kwargs: synchronise(ordinary))
+
+
+@contextmanager
+def without_synchronisation(metrics: Sequence[Metric]) -> Iterator[None]:
+    """Compute metrics from this rank's state only: inside a step the other ranks do not take part."""
+    before = [metric._to_sync for metric in metrics]
+    for metric in metrics:
+        metric._to_sync = False
+    try:
+        yield
+    finally:
+        for metric, value in zip(metrics, before, strict=True):
+            metric._to_sync = value
+
+
+def batch_value(metric: Metric) -> torch.Tensor | None:
+    """The value of a metric on the last batch; None if it has none, or is no tensor."""
+    value = metric._forward_cache
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def set_batch_value(metric: Metric, value: torch.Tensor) -> None:
+    """Let `metric` know its value on the last batch, and that it was updated, on ranks where it was not."""
+    metric._forward_cache = value  # type: ignore[assignment]
+    metric._computed = None
+    metric._update_count = max(metric._update_count, 1)

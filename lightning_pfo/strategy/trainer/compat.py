@@ -1,0 +1,191 @@
+"""All that the package uses of Lightning although it is not public; see `strategy.parallel.compat`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_workers
+from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
+from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+__all__ = ["connect_processes", "default_backend", "reduce_tensor", "seed_workers", "share_threads"]
+
+SEEN_IN = "lightning 2.5 to 2.6"
+PRIVATE = {
+    "lightning.fabric.utilities.data._auto_add_worker_init_fn": (
+        "Workers of data loaders would be seeded by process, and the ranks of a pipeline augment the same batch "
+        "differently."
+    ),
+    "lightning.fabric.utilities.distributed._get_default_process_group_backend_for_device": (
+        "The backend of a device would have to be listed here."
+    ),
+    "lightning.fabric.utilities.distributed._init_dist_connection": (
+        "Connecting processes, with Lightning's messages and clean-up, would have to be repeated here."
+    ),
+    "lightning.fabric.utilities.distributed._set_num_threads_if_needed": (
+        "Every process would use as many threads as the machine has cores."
+    ),
+    "lightning.fabric.utilities.distributed._sync_ddp_if_available": (
+        "Reductions of what is logged, by their names, would have to be repeated here."
+    ),
+    "lightning.fabric.utilities.optimizer._optimizers_to_device": (
+        "Optimizer states would stay on the CPU after loading."
+    ),
+    "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO": (
+        "AsyncCheckpointIO would write by Lightning's own IO, which a crash may leave with half a file."
+    ),
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher": (
+        "Processes could not be started by running the script again."
+    ),
+    "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher._call_children_scripts": (
+        "`launch` starts processes without telling them who their parent is; they would outlive it."
+    ),
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher": "Processes could not be forked or spawned.",
+    "lightning.pytorch.strategies.launchers._MultiProcessingLauncher._collect_rank_zero_results": (
+        "The calling process would get the weights of the first stage only."
+    ),
+    "lightning.pytorch.strategies.Strategy._configure_launcher": "A strategy could not bring launchers of its own.",
+    "lightning.pytorch.strategies.Strategy._launcher": (
+        "A strategy could not bring launchers of its own: it is where Lightning looks for one."
+    ),
+    "lightning.pytorch.strategies.Strategy._checkpoint_io": (
+        "The default could not be a file that is there whole or not at all."
+    ),
+    "lightning.pytorch.strategies.DDPStrategy._layer_sync": "sync_batchnorm=True would be ignored silently.",
+    "lightning.pytorch.LightningModule._device_mesh": "`configure_model` could not use `self.device_mesh`.",
+    "lightning.pytorch.loops.fit_loop._FitLoop._data_source": (
+        "partition='profile' would have no batch before training."
+    ),
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": (
+        "Ranks would wait for each other after every batch to compare signals, the devices too. Lightning 2.5.0 "
+        "has no such method, and needs none."
+    ),
+    "lightning.pytorch.Trainer._signal_connector": (
+        "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
+    ),
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn": (
+        "SIGTERM would be handled within the signal handler, between the transfers of a pipeline."
+    ),
+    "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn": (
+        "SLURM's request to be requeued would save from within a signal handler, on each rank at another batch."
+    ),
+    "lightning.pytorch.callbacks.StochasticWeightAveraging._average_model": (
+        "Averages of weights would keep the layers of all stages on every rank."
+    ),
+}
+"""Private names, and what they are needed for."""
+
+
+class StrategyBase(ParallelStrategy):
+    """`ParallelStrategy` with public names for what a strategy of one's own overrides and looks at."""
+
+    _layer_sync: Any = None  # where the Trainer leaves what sync_batchnorm=True asks for
+
+    @property
+    def synchronises_batch_norm(self) -> bool:
+        """Whether `Trainer(sync_batchnorm=True)` was given."""
+        return self._layer_sync is not None
+
+    @abstractmethod
+    def make_launcher(self) -> Any:
+        """Make what starts the processes."""
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = self.make_launcher()
+
+    @abstractmethod
+    def make_checkpoint_io(self) -> CheckpointIO:
+        """Make what reads and writes checkpoints, where the user gave nothing."""
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = self.make_checkpoint_io()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = self.make_checkpoint_io()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+
+class ScriptLauncherBase(_SubprocessScriptLauncher):
+    """Runs the script again for each further process."""
+
+    def start_scripts(self) -> None:
+        """Start the further processes of this node; they are in `procs` then."""
+        self._call_children_scripts()
+
+
+class ForkLauncherBase(_MultiProcessingLauncher):
+    """Forks or spawns processes."""
+
+    def collect_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        """In the first process, collect what the calling one is given."""
+        return super()._collect_rank_zero_results(trainer, results)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        return self.collect_results(trainer, results)
+
+
+def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the states of optimizers to a device."""
+    _optimizers_to_device(optimizers, device)
+
+
+def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Let `module.device_mesh` be `mesh`, for `configure_model`."""
+    module._device_mesh = mesh
+
+
+def training_data(trainer: pl.Trainer) -> Any:
+    """The training data as the user gave them: loaders, alone or in lists and dicts."""
+    return trainer.fit_loop._data_source.dataloader()
+
+
+def average_of(callback: Any) -> Any:
+    """The copy of the module in which a callback averages weights; None before it has made one."""
+    return callback._average_model
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler, patches: Patches) -> Handler:
+    """Replace the handlers that Lightning is about to register, and its talk about SIGTERM after each batch.
+
+    Returns:
+        What Lightning does when SLURM asks to save and be requeued.
+    """
+    connector: Any = trainer._signal_connector
+    save_and_requeue: Handler = connector._slurm_sigusr_handler_fn
+    patches.set(connector, "_sigterm_notifier_fn", on_sigterm)
+    patches.set(connector, "_slurm_sigusr_handler_fn", on_requeue)
+    patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+    return save_and_requeue
+
+
+def end_after_batch(trainer: pl.Trainer) -> None:
+    """Let Lightning end the run when this batch is done, as it does after SIGTERM."""
+    trainer._signal_connector.received_sigterm = True

@@ -1,0 +1,98 @@
+"""`lightning-pfo restore-clocks`: on the fake driver, and which leases it undoes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lightning_pfo.cli import main
+from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease, write_lease
+from lightning_pfo.device.safety.process_id import this_process
+from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.device.processes import kill_with_watchdog, start
+from tests.waiting import wait_until
+
+__all__ = ["fake_driver"]
+
+
+def restore_clocks(environment: dict[str, str], *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_pfo", "restore-clocks", *settings]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_restore_clocks_by_hand(fake_driver: FakeDriver) -> None:
+    assert "Nothing to restore" in restore_clocks(fake_driver.environment()).stdout
+    process = start(fake_driver.environment(), "nvml", "slow")
+    refused = restore_clocks(fake_driver.environment())
+    assert refused.returncode == 2
+    assert f"in use: process {process.pid} sets its clocks" in refused.stderr
+    assert fake_driver.locked_gpus().keys() == {0}
+    kill_with_watchdog(process)
+    assert "no lease of a GPU GPU-1..." in restore_clocks(fake_driver.environment(), "uuid=GPU-1").stdout
+    assert fake_driver.locked_gpus().keys() == {0}
+    restored = restore_clocks(fake_driver.environment(), "uuid=GPU-0")
+    assert restored.returncode == 0, restored.stderr
+    assert f"its clocks are restored; process {process.pid} had claimed them" in restored.stdout
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+
+
+def test_restore_clocks_by_force_takes_a_living_process_s_lock(fake_driver: FakeDriver) -> None:
+    script = """
+import time
+from lightning_pfo.device import open_gpu
+gpu = open_gpu("nvml", 0)
+gpu.lock_graphics_clock(600)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], env=fake_driver.environment())
+    wait_until(lambda: bool(fake_driver.locked_gpus()))
+    assert restore_clocks(fake_driver.environment(), "force=true").returncode == 0
+    assert fake_driver.locked_gpus() == {}
+    process.kill()
+    process.wait()
+
+
+LEASES = {"GPU-aa11": "nvml", "GPU-aa22": "zeus", "GPU-bb33": "nvml"}
+
+
+@pytest.fixture
+def _leases(tmp_path, monkeypatch):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    for uuid, backend in LEASES.items():
+        write_lease(Lease(uuid, f"GPU [/{backend}]", backend, this_process(), {}))  # held: it is named and left alone
+
+
+@pytest.mark.usefixtures("_leases")
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], LEASES),
+        (["gpu=auto"], LEASES),
+        (["gpu=nvml"], {"GPU-aa11", "GPU-bb33"}),
+        (["gpu=zeus"], {"GPU-aa22"}),
+        (["uuid=GPU-aa"], {"GPU-aa11", "GPU-aa22"}),
+        (["gpu=nvml", "uuid=GPU-aa"], {"GPU-aa11"}),
+    ],
+)
+def test_gpu_means_what_it_means_elsewhere(arguments, named, capsys):
+    assert main(["restore-clocks", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert {uuid for uuid in LEASES if uuid in error} == set(named)
+
+
+@pytest.mark.usefixtures("_leases")
+@pytest.mark.parametrize("arguments", [["gpu=emulated_a40"], ["uuid=GPU-cc"]])
+def test_nothing_to_restore(arguments, capsys):
+    assert main(["restore-clocks", *arguments]) == 0
+    assert "Nothing to restore: no lease" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_leases")
+def test_an_unknown_gpu_is_refused(capsys):
+    assert main(["restore-clocks", "gpu=GPU-aa11"]) == 2
+    assert "For one GPU use uuid=GPU-aa11." in capsys.readouterr().err
+    assert main(["restore-clocks", "gpu=nvm"]) == 2
+    assert "gpu is one of auto, " in capsys.readouterr().err

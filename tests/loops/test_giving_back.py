@@ -1,0 +1,34 @@
+"""`release` undoes what a pipeline has changed in the model, the scaler and the accelerator."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+
+def test_release_gives_all_back(tmp_path):
+    run_script(Path(__file__).parent / "scripts" / "giving_back.py", tmp_path)
+    seen = json.loads((tmp_path / "results.json").read_text())
+    methods = [
+        "clip_grad_norm_",
+        "gather_for_metrics",
+        "get_state_dict",
+        "hooks",
+        "load_state",
+        "prepare_data_loader",
+        "prepare_scheduler",
+        "save_state",
+        "scheduler",
+        "unwrap_model",
+    ]
+    assert seen["training"] == [
+        *(f"accelerator.{name}" for name in methods),
+        "layers.forward",
+        "scaler._unscale_grads_",
+        "load_state_dict",
+        "state_dict",
+    ]
+    assert seen["after"] == []
+    assert seen["same"] == pytest.approx(seen["loss"])

@@ -1,0 +1,28 @@
+"""What the strategy changes in the user's module, in Lightning and in Python is as it was when training has ended."""
+
+import json
+from pathlib import Path
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "giving_back.py"
+
+
+def test_all_is_given_back_after_each_run(tmp_path):
+    run_script(SCRIPT, tmp_path)
+    for run in json.loads((tmp_path / "results.json").read_text()):
+        assert run["while training"] == [
+            "epoch._broadcast_sigterm_tensor",
+            "finetuning.filter_on_optimizer",
+            "layer.forward",
+            "metric._sync_dist",
+            "model.forward",
+            "plugin.clip_grad_by_norm",
+            "plugin.clip_grad_by_value",
+            "signals._sigterm_notifier_fn",
+            "signals._slurm_sigusr_handler_fn",
+        ]
+        assert run["after"] == []
+        assert (run["filters while training"], run["filters after"]) == (2, True)
+        assert (run["callbacks while training"], run["callbacks after"]) == (1, 0)
+        assert run["example"] == [True, True]

@@ -1,0 +1,102 @@
+"""What is imported is declared in pyproject.toml, what is declared is used."""
+
+import ast
+import re
+import sys
+from importlib.metadata import packages_distributions
+
+import pytest
+
+from tests.launch import ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml with Python's own parser, new in 3.11")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TOOLS = {"pytest-timeout", "ruff", "mypy", "pandas-stubs", "types-networkx"}
+"""Needed for development, and imported by nobody."""
+SCRIPTS = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
+OUR_OWN = {path.stem for path in SCRIPTS} | {"lightning_pfo", "tests"}
+"""Scripts import modules beside them."""
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(requirements):
+    """Names of the distributions, with those of our own extras."""
+    names = set()
+    for requirement in requirements:
+        name, extras = re.match(r"([\w.-]+)(?:\[([\w,]+)\])?", requirement).groups()
+        if name == PROJECT["name"]:
+            names |= declared(text for extra in extras.split(",") for text in PROJECT["optional-dependencies"][extra])
+        else:
+            names.add(normal(name))
+    return names
+
+
+REQUIRED = declared(PROJECT["dependencies"])
+EXTRAS = {extra: declared(texts) for extra, texts in PROJECT["optional-dependencies"].items()}
+
+
+PROVIDERS = packages_distributions()
+
+
+def providers_of(name):
+    """Distributions that a package may come from; what is not installed is taken to be of the same name."""
+    return {normal(one) for one in PROVIDERS.get(name, [name])}
+
+
+def is_for_types_only(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported(node):
+    """Names of the packages that are imported below a node, but for those that only type checkers read."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        yield node.module.partition(".")[0]
+    for child in ast.iter_child_nodes(node) if not is_for_types_only(node) else node.orelse:
+        yield from imported(child)
+
+
+def distributions(folder):
+    """Of what the files of a folder import: sets of distributions of which one must be declared."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in sorted(set(imported(ast.parse(path.read_text()))) - sys.stdlib_module_names - OUR_OWN):
+            yield path, name, providers_of(name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("lightning_pfo", REQUIRED | EXTRAS["zeus"]),
+        ("examples", REQUIRED | EXTRAS["examples"]),
+        ("tests", REQUIRED | EXTRAS["dev"]),
+        ("benchmarks", REQUIRED | EXTRAS["dev"] | EXTRAS["benchmarks"]),
+    ],
+)
+def test_what_is_imported_is_declared(folder, allowed):
+    undeclared = [f"{path}: {name}" for path, name, providers in distributions(folder) if not providers & allowed]
+    assert undeclared == []
+
+
+def test_what_is_declared_is_used():
+    used = {one for _, _, providers in distributions("lightning_pfo") for one in providers}
+    assert REQUIRED - used == set()
+    everywhere = {
+        one
+        for folder in ("lightning_pfo", "examples", "tests", "benchmarks")
+        for _, _, providers in distributions(folder)
+        for one in providers
+    }
+    assert set.union(*EXTRAS.values()) - everywhere - TOOLS == set()
+
+
+def test_what_an_extra_brings_is_imported_where_it_is_needed_only():
+    optional = set.union(*EXTRAS.values()) - REQUIRED
+    for path in (ROOT / "lightning_pfo").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {name for node in at_import for name in imported(node)} - {"lightning_pfo"}
+        assert set().union(*map(providers_of, names)) & optional == set(), path
