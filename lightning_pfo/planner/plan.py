@@ -17,8 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
@@ -33,7 +31,7 @@ from lightning_pfo.core.schedules.registry import (
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
-from lightning_pfo.planner.limits.fewest_changes import equal_clocks, exchange_clocks, share_clocks
+from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import check_effort, limit_switching
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
@@ -214,21 +212,18 @@ def solver_for(schedule: PipelineSchedule) -> Solver:
     if size >= LONG_PIPELINE:
         middles = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES)
         if middles:
-            return partial(trace_long_tradeoff, runs=middles)
+            return partial(trace_long_tradeoff, periodic=middles)
     middles = steady_middles(schedule, margin=_MERGED_MARGIN) if size >= _MERGED_PIPELINE else []
-    return partial(trace_tradeoff, runs=middles)
+    return partial(trace_tradeoff, periodic=middles)
 
 
 def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyPlan]:
     """Clocks for the assignments that were found; where waits may have clocks, for long waits too."""
-    table = OptionTable(problem.network, problem.options)
-    assignments, equal = np.array([point.choice for point in points]).T, {}
-    if not problem.has_wait_clocks:  # else equal instructions may leave unequal waits
-        times = np.array([point.time for point in points])
-        assignments = exchange_clocks(problem.schedule, table, assignments, times)
-        equal = equal_clocks(problem.profile)
+    # Where waits have clocks, equal instructions may leave unequal waits.
+    equal = {} if problem.has_wait_clocks else equal_clocks(problem.profile)
     plans = []
-    for point, clocks in zip(points, table.knobs(assignments).T.tolist(), strict=True):
+    for point in points:
+        clocks = [options.knobs[k] for options, k in zip(problem.options, point.choice, strict=True)]
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
         plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans

@@ -65,10 +65,6 @@ class OptionTable:
         """Duration of each node in seconds, shape (n, choices)."""
         return np.asarray(self.line.times[self.places(choices)])
 
-    def knobs(self, choices: Assignments) -> Integers:
-        """Knob of each node, shape (n, choices)."""
-        return np.asarray(self.line.knobs[self.places(choices)])
-
     def total_costs(self, choices: Assignments) -> Floats:
         """Sum of the costs of all nodes in joules, shape (choices,)."""
         return np.asarray(self.line.costs[self.places(choices)].sum(axis=0))
@@ -149,7 +145,6 @@ class OptionLine:
     Attributes:
         times: Time at each place in seconds.
         costs: Cost at each place in joules.
-        knobs: Knob at each place.
         first: Place of the fastest option of each kind.
         last: Place of the slowest.
         hull_before: For each place the one of the slowest option on the hull that is not slower.
@@ -165,8 +160,6 @@ class OptionLine:
         self.times[is_option] = [*(time for opts in kinds for time in opts.times), 0.0]
         self.costs[is_option] = [*(cost for opts in kinds for cost in opts.costs), 0.0]
         self.costs[self.first[:-1] - 1] = np.inf
-        self.knobs = np.zeros(len(self.times), dtype=np.int64)
-        self.knobs[is_option] = [*(knob for opts in kinds for knob in opts.knobs), 0]
         is_on_hull = ~is_option
         is_on_hull[[place + k for place, opts in zip(self.first, kinds, strict=False) for k in opts.hull]] = True
         self.hull_before = np.maximum.accumulate(np.where(is_on_hull, np.arange(len(is_on_hull)), 0))

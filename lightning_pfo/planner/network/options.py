@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lightning_pfo.planner.network.arrays import Floats
+from lightning_pfo.planner.network.arrays import Floats, Integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,12 +63,27 @@ def make_option_set(times: Sequence[float], costs: Sequence[float], knobs: Seque
         costs: Cost of each option in joules.
         knobs: Setting of each option.
     """
-    kept: list[tuple[float, float, int]] = []
-    for option in sorted(zip(map(float, times), map(float, costs), map(int, knobs), strict=True)):
-        if not kept or option[1] < kept[-1][1]:
-            kept.append(option)
+    options = sorted(zip(map(float, times), map(float, costs), map(int, knobs), strict=True))
+    all_times, all_costs, _ = zip(*options, strict=True)
+    kept = [options[number] for number in pareto_front(all_times, all_costs).tolist()]
     kept_times, kept_costs, kept_knobs = zip(*kept, strict=True)
     return OptionSet(kept_times, kept_costs, kept_knobs, _lower_hull(kept_times, kept_costs))
+
+
+def pareto_front(times: Sequence[float] | Floats, costs: Sequence[float] | Floats) -> Integers:
+    """Numbers of the points that are cheaper than all that are as fast, fast to slow: the only Pareto filter there is.
+
+    Of equal points the first is taken.
+
+    Args:
+        times: Time of each point, in any order.
+        costs: Cost of each point.
+    """
+    order = np.lexsort((costs, times))
+    in_order = np.asarray(costs, dtype=np.float64)[order]
+    is_cheaper = np.ones(len(order), dtype=bool)
+    is_cheaper[1:] = in_order[1:] < np.minimum.accumulate(in_order)[:-1]
+    return np.asarray(order[is_cheaper])
 
 
 def _lower_hull(x: Sequence[float], y: Sequence[float]) -> tuple[int, ...]:

@@ -28,8 +28,8 @@ import numpy as np
 from lightning_pfo.planner.network.arrays import Floats, Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
+from lightning_pfo.planner.search.beam_memory import plan_steps
 from lightning_pfo.planner.search.guide import Guide, take_guidance
-from lightning_pfo.planner.search.open_lags import plan_steps
 
 _NOWHERE = -1e30
 """Lag in rows that nothing needs."""

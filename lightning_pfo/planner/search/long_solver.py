@@ -1,8 +1,7 @@
-"""The time-cost tradeoff of very long pipelines: what `tradeoff` does, in a time that hardly grows with the length.
+"""The time-cost tradeoff of very long networks that repeat themselves, in a time that hardly grows with the length.
 
-At each time the relaxation with merged steady states gives a lower bound and a timetable (`merged_programme`). It is
-rounded to options and improved event by event (`event_moves`). There is no search beyond that, so gaps are somewhat
-larger than those of `tradeoff`.
+At each time the aggregated relaxation gives a lower bound and a timetable (`aggregated`). It is rounded to options and
+improved event by event (`moves`). There is no search beyond that, so gaps are somewhat larger than those of `solver`.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from lightning_pfo.core.progress import Progress
 from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
-from lightning_pfo.planner.network.options import OptionSet
+from lightning_pfo.planner.network.options import OptionSet, pareto_front
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
-from lightning_pfo.planner.search.event_moves import EventMoves
+from lightning_pfo.planner.search.effort import Effort, find_effort
+from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
 LONG_PIPELINE = 4000
@@ -29,43 +29,44 @@ LONG_PIPELINE = 4000
 LONG_MARGIN, LONG_PIECES = 16, 6
 """Microbatches at either end of a steady state that are not merged, and how many runs the rest is cut into."""
 
-_SWEEPS = (8, 4)
-"""Sweeps of event moves; slack is spent after each number of them."""
-
 
 def trace_long_tradeoff(
     dag: ActivityNetwork,
     options: Sequence[OptionSet],
     *,
-    runs: Sequence[PeriodicPath],
+    periodic: Sequence[PeriodicPath],
     rate: float = 0.0,
     num_points: int = 50,
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
+    effort: str | Effort = "default",
     bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
-    """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
+    """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
 
     All times are kept to.
 
     Args:
         dag: The precedences.
         options: Options of each node; nodes of one kind should share one object.
-        runs: Middles of steady states, see `steady_middles`.
+        periodic: Where the network repeats itself, see `steady_middles`.
         rate: Cost of a second of the longest path in J/s, at least 0.
-        num_points: Number of times, equally spaced, at which choices are wanted.
+        num_points: Number of times, equally spaced, at which assignments are wanted.
         times: Further times in seconds; brought into the range of the frontier.
-        deadlines: The same, but one shorter than the fastest choice is an error.
+        deadlines: The same, but one shorter than the fastest assignment is an error.
+        effort: How hard to search: `fast`, `default` or `best`.
         bound: Where proofs are collected, as in `trace_tradeoff`.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         PlanError: If a deadline cannot be met.
+        ConfigurationError: If the effort is unknown.
     """
+    effort = find_effort(effort)
     fastest = fastest_time(dag, options, deadlines)
     bound = bound or LowerBound(OptionTable(dag, options), rate)
-    table, programme = bound.table, MergedTradeoff(dag, options, runs)
+    table, programme = bound.table, MergedTradeoff(dag, options, periodic)
     moves = EventMoves(table)
     least = programme.solve_with_rate(rate)
     bound.add(least)  # what is proven about all that is slower
@@ -76,22 +77,20 @@ def trace_long_tradeoff(
     for done, target in enumerate(targets, 1):
         relaxed = programme.with_timetable(programme.solve(target))
         bound.add(relaxed)
-        choices = [_rounded(table, relaxed)]
+        starts = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
-            choices.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
-        for choice in choices:
-            for sweeps in _SWEEPS:
-                choice, longest = table.spend_slack(moves.improve(choice, target, sweeps), np.array([target]))
+            starts.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
+        for assignment in starts:
+            for sweeps in effort.long_sweeps:
+                moved = moves.improve(assignment, np.array([target]), sweeps)
+                assignment, longest = table.spend_slack(moved, np.array([target]))
             time = float(longest[0])
-            found.append((time, float(table.total_costs(choice)[0]) + rate * time, choice[:, 0]))
+            found.append((time, float(table.total_costs(assignment)[0]) + rate * time, assignment[:, 0]))
         if on_progress is not None:
             on_progress("relaxing and rounding", done, len(targets))
     bound.sharpen(np.array(targets))
-    points: list[TradeoffPoint] = []
-    for time, cost, choice in sorted(found, key=lambda one: one[:2]):
-        if not points or cost < points[-1].cost:
-            points.append(proven_point(bound, time, cost, choice))
-    return points
+    front = pareto_front([time for time, _, _ in found], [cost for _, cost, _ in found]).tolist()
+    return [proven_point(bound, *found[number]) for number in front]
 
 
 def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
@@ -105,6 +104,6 @@ def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
     fastest = np.zeros((table.dag.num_nodes, 1), dtype=np.int64)
     filled = []
     for on_hull in (False, True):
-        choice, longest = table.fill(fastest, latest_ends, on_hull=on_hull)
-        filled.append(table.spend_slack(choice, np.maximum(longest, relaxed.time))[0])
-    return min(filled, key=lambda choice: float(table.total_costs(choice)[0]))
+        assignment, longest = table.fill(fastest, latest_ends, on_hull=on_hull)
+        filled.append(table.spend_slack(assignment, np.maximum(longest, relaxed.time))[0])
+    return min(filled, key=lambda assignment: float(table.total_costs(assignment)[0]))

@@ -77,7 +77,7 @@ def test_plans_found_with_a_merged_relaxation_have_bounds_just_below_the_exact_o
     runs = steady_middles(schedule, margin=8)
     assert sum(run.end - run.begin for run in runs) > dag.num_nodes / 2
     exact = RelaxedTradeoff(dag, options)
-    for point in trace_tradeoff(dag, options, rate=12.0, num_points=5, runs=runs):
+    for point in trace_tradeoff(dag, options, rate=12.0, num_points=5, periodic=runs):
         bound = exact.solve(point.time).cost + 12.0 * point.time
         assert bound * (1 - 5e-4) < point.bound <= bound * (1 + 1e-9)
 

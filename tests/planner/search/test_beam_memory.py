@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.planner.network.dag import make_network
-from lightning_pfo.planner.search.open_lags import plan_steps
+from lightning_pfo.planner.search.beam_memory import plan_steps
 
 edges = st.sets(st.sampled_from(list(itertools.combinations(range(8), 2))))
 

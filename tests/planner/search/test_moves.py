@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
-from lightning_pfo.planner.search.event_moves import EventMoves
+from lightning_pfo.planner.search.moves import EventMoves
 from tests.planner.problems import edge_sets, options_of
 
 NODES = 7
@@ -33,7 +33,7 @@ def test_choices_never_get_dearer_and_keep_to_the_deadline(edges, options, rando
     moves = EventMoves(OptionTable(dag, options))
     cost = total_cost(options, choice)
     for _ in range(3):
-        choice = moves.improve(np.array(choice)[:, None], deadline, 1)[:, 0].tolist()
+        choice = moves.improve(np.array(choice)[:, None], np.array([deadline]), 1)[:, 0].tolist()
         assert all(0 <= k < len(opts.times) for opts, k in zip(options, choice, strict=True))
         assert dag.longest_path(chosen_times(options, choice)) <= deadline * (1 + 1e-9)
         assert total_cost(options, choice) <= cost + 1e-9
@@ -47,8 +47,8 @@ def test_time_goes_to_where_it_is_worth_most():
     outer = make_option_set([1, 2], [9, 3], [2, 1])
     options = [outer, inner, inner, outer]
     moves, choice = EventMoves(OptionTable(dag, options)), np.array([[1], [0], [0], [0]])
-    assert moves.improve(choice, 4.0, 2)[:, 0].tolist() == [0, 1, 1, 0]
-    assert moves.improve(choice, 5.0, 2)[:, 0].tolist() in ([1, 1, 1, 0], [0, 1, 1, 1])
+    assert moves.improve(choice, np.array([4.0]), 2)[:, 0].tolist() == [0, 1, 1, 0]
+    assert moves.improve(choice, np.array([5.0]), 2)[:, 0].tolist() in ([1, 1, 1, 0], [0, 1, 1, 1])
 
 
 def test_an_event_of_many_nodes_is_moved_beside_one_of_few():
@@ -56,5 +56,5 @@ def test_an_event_of_many_nodes_is_moved_beside_one_of_few():
     dag = make_network(6, [(0, 1), (2, 5), (3, 5), (4, 5)])
     early, late = make_option_set([1, 2], [3, 2], [2, 1]), make_option_set([1, 2], [9, 1], [2, 1])
     options = [early, late, early, early, early, late]
-    moved = EventMoves(OptionTable(dag, options)).improve(np.array([1, 0, 1, 1, 1, 0])[:, None], 3.0, 2)
+    moved = EventMoves(OptionTable(dag, options)).improve(np.array([1, 0, 1, 1, 1, 0])[:, None], np.array([3.0]), 2)
     assert moved[:, 0].tolist() == [0, 1, 0, 0, 0, 1]

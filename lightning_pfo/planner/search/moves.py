@@ -1,4 +1,4 @@
-r"""Improve a choice of options by moving one event at a time; the longest path never grows.
+r"""Improve assignments by moving one event at a time; the longest path never grows.
 
 An *event* is the moment at which nodes with the same predecessors start. Between two events a node takes the slowest,
 that is cheapest, option that fits. Moving an event gives time to the nodes that end there and takes it from those that
@@ -21,8 +21,11 @@ from lightning_pfo.planner.network.arrays import Floats, Integers
 from lightning_pfo.planner.network.assignments import Assignments, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 
-_REACH = 3
+_REACH = 2
 """A node tries options up to so many places from its present one."""
+
+_AT_ONCE = 30_000
+"""Events times assignments that are moved in one go: what memory is used."""
 
 _EQUAL_TIMES = 1e-12
 """Relative to the longest path; a path of ten thousand nodes adds it up and stays within the planner's tolerance."""
@@ -48,7 +51,7 @@ class _Batch:
 
 
 class EventMoves:
-    """The events of a DAG and the options of its nodes, to improve any number of choices.
+    """The events of a network and the options of its nodes, to improve any number of assignments side by side.
 
     Args:
         table: The options.
@@ -61,54 +64,64 @@ class EventMoves:
         self._first, self._last = self._line.first[self._kind_of], self._line.last[self._kind_of]
         self._start_of, self._num_events, self._batches = _events(table.dag)
 
-    def improve(self, choice: Assignments, deadline: float, sweeps: int) -> Assignments:
+    def improve(self, assignments: Assignments, deadlines: Floats, sweeps: int) -> Assignments:
         """Move every event `sweeps` times.
 
         Args:
-            choice: Option of each node, shape (n, 1).
-            deadline: Time in seconds to keep to, at least the longest path of `choice`.
+            assignments: Option of each node, shape (n, assignments).
+            deadlines: Time in seconds that each keeps to; where its longest path is longer, that is not exceeded.
             sweeps: How often to go over all events.
         """
-        durations = self._table.durations(choice)
+        at_once = max(_AT_ONCE // max(self._num_events, 1), 1)
+        parts = range(0, assignments.shape[1], at_once)
+        improved = [
+            self._improve(assignments[:, first : first + at_once], deadlines[first : first + at_once], sweeps)
+            for first in parts
+        ]
+        return np.hstack(improved) if improved else assignments
+
+    def _improve(self, assignments: Assignments, deadlines: Floats, sweeps: int) -> Assignments:
+        durations = self._table.durations(assignments)
         finish = self._table.finish_times(durations)
-        moments = np.append(np.zeros(self._num_events), [max(deadline, finish.max()), np.inf])
-        moments[self._start_of[:-1]] = (finish - durations)[:, 0]
-        chosen = np.append(self._table.places(choice), self._first[-1])
+        num = assignments.shape[1]
+        moments = np.zeros((num, self._num_events + 2))
+        moments[:, self._start_of[:-1]] = (finish - durations).T
+        moments[:, -2], moments[:, -1] = np.maximum(deadlines, finish.max(axis=0)), np.inf
+        chosen = np.hstack([self._table.places(assignments).T, np.full((num, 1), self._first[-1])])
+        tolerance = (_EQUAL_TIMES * moments[:, -2])[:, None, None, None]
         for _ in range(sweeps):
             for batch in self._batches:
-                self._move(batch, moments, chosen, _EQUAL_TIMES * deadline)
-        return self._table.options(chosen[:-1, None])
+                self._move(batch, moments, chosen, tolerance)
+        return self._table.options(chosen[:, :-1].T)
 
-    def _move(self, batch: _Batch, moments: Floats, chosen: Integers, tolerance: float) -> None:
+    def _move(self, batch: _Batch, moments: Floats, chosen: Integers, tolerance: Floats) -> None:
         """Move the events of a batch to their best moments; `moments` and `chosen` change in place."""
-        now = moments[batch.events]
-        starts = moments[self._start_of[batch.ending]]
-        limits = moments[batch.others].min(axis=2)
-        ends = moments[batch.ends].min(axis=2)
+        now = moments[:, batch.events]
+        starts = moments[:, self._start_of[batch.ending]]
+        limits = moments[:, batch.others].min(axis=3)
+        ends = moments[:, batch.ends].min(axis=3)
         just_fit = [
-            starts[:, :, None] + self._nearby_times(batch.ending, chosen),
-            ends[:, :, None] - self._nearby_times(batch.starting, chosen),
+            starts[..., None] + self._nearby_times(batch.ending, chosen),
+            ends[..., None] - self._nearby_times(batch.starting, chosen),
         ]
-        tried = np.concatenate([now[:, None], *(times.reshape(len(now), -1) for times in just_fit)], axis=1)
-        tried = np.where(np.isfinite(tried), tried, now[:, None])  # what padding suggests
+        tried = np.concatenate([now[..., None], *(times.reshape(*now.shape, -1) for times in just_fit)], axis=2)
+        tried = np.where(np.isfinite(tried), tried, now[..., None])  # what padding suggests
         rooms = [
-            np.minimum(tried[:, None, :], limits[:, :, None]) - starts[:, :, None],
-            ends[:, :, None] - tried[:, None, :],
+            np.minimum(tried[:, :, None], limits[..., None]) - starts[..., None],
+            ends[..., None] - tried[:, :, None],
         ]
         nodes = np.concatenate([batch.ending, batch.starting], axis=1)
-        fitting = self._line.slowest_fitting(
-            self._kind_of[nodes][:, :, None], np.concatenate(rooms, axis=1) + tolerance
-        )
-        costs = self._line.costs[fitting]
-        total = costs.sum(axis=1)
-        best = total.argmin(axis=1)
-        rows = np.flatnonzero(np.isfinite(total[np.arange(len(best)), best]))
-        moments[batch.events[rows]] = tried[rows, best[rows]]
-        chosen[nodes[rows]] = fitting[rows, :, best[rows]]
+        fitting = self._line.slowest_fitting(self._kind_of[nodes][..., None], np.concatenate(rooms, axis=2) + tolerance)
+        total = self._line.costs[fitting].sum(axis=2)
+        best = total.argmin(axis=2)[..., None]
+        row, event = np.nonzero(np.isfinite(np.take_along_axis(total, best, axis=2)[..., 0]))
+        moments[row, batch.events[event]] = np.take_along_axis(tried, best, axis=2)[row, event, 0]
+        chosen[row[:, None], nodes[event]] = np.take_along_axis(fitting, best[:, :, None], axis=3)[row, event, :, 0]
 
     def _nearby_times(self, nodes: Integers, chosen: Integers) -> Floats:
-        nearby = chosen[nodes][:, :, None] + np.arange(-_REACH, _REACH + 1)
-        first, last = self._first[nodes][:, :, None], self._last[nodes][:, :, None]
+        """Times of the options next to those chosen for some nodes, shape (assignments, *nodes.shape, options)."""
+        nearby = chosen[:, nodes][..., None] + np.arange(-_REACH, _REACH + 1)
+        first, last = self._first[nodes][..., None], self._last[nodes][..., None]
         return np.asarray(self._line.times[np.clip(nearby, first, last)])
 
 
