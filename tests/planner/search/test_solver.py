@@ -167,3 +167,25 @@ def test_as_many_points_as_wanted_where_there_are_so_many(pipeline):
             assert fast.cost > slow.cost
     chain = make_network(3, [(0, 1), (1, 2)])
     assert len(trace_tradeoff(chain, [make_option_set([1, 2], [3, 1], [2, 1])] * 3, num_points=50)) == 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(-12, -7))
+def test_a_time_to_keep_to_is_kept_where_options_are_hardly_apart(seed, exponent):
+    # The whole frontier is about as wide as the tolerance for equal times, which must not be allowed twice.
+    random, apart = np.random.default_rng(seed), 10.0**exponent
+    schedule = make_schedule("gpipe", 2, 5)
+    kinds = {
+        (stage, kind): make_option_set(
+            random.uniform(0.001, 0.003) * (1 + apart * np.cumsum(random.random(5))),
+            10 - np.cumsum(random.random(5)),
+            range(5, 0, -1),
+        )
+        for stage in (0, 1)
+        for kind in "FB"
+    }
+    dag = schedule_network(schedule)
+    options = [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+    fastest = dag.longest_path([opts.times[0] for opts in options])
+    points = trace_tradeoff(dag, options, rate=100.0, num_points=8, times=[fastest])
+    assert points[0].time <= fastest * (1 + 1e-9)
