@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.cli import read_settings, without_dashes
+from lightning_pfo.cli.settings import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule

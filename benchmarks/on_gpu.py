@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_pfo.cli import read_settings, without_dashes
+from lightning_pfo.cli.settings import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.device import open_gpu
 from lightning_pfo.device.backends import nvml

@@ -34,7 +34,7 @@ MAY_KNOW = {
     "planner.policies": {"core", "planner.profile", "planner.network", "planner.pipeline"},
     "planner.limits": {"core", "planner.profile", "planner.network", "planner.pipeline"},
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
-    "planner.settings": {"core"},
+    "planner.settings": {"core", "planner.search.effort"},
     "planner.plan": {
         "core",
         "planner.settings",

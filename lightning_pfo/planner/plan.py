@@ -73,8 +73,9 @@ class Solver(Protocol):
         num_points: int,
         times: Sequence[float],
         deadlines: Sequence[float],
-        bound: LowerBound,
-        on_progress: Progress | None,
+        effort: str = "default",
+        bound: LowerBound | None = None,
+        on_progress: Progress | None = None,
     ) -> list[TradeoffPoint]:
         """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
 
@@ -85,7 +86,8 @@ class Solver(Protocol):
             num_points: Number of times near which assignments are wanted.
             times: Times in seconds that must be kept to; brought into the range of the frontier.
             deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
-            bound: Where to collect what is proven; for these options and this rate.
+            effort: How hard to search (`search.effort`).
+            bound: Where to collect what is proven, for these options and this rate; a new one if there is none.
             on_progress: Called with what is being done, how much of it is done, and how much there is.
         """
         ...
@@ -148,6 +150,7 @@ def plan_frontier(
         num_points=settings.num_plans,
         times=kept_times_s,
         deadlines=settings.deadlines_s,
+        effort=settings.effort,
         bound=bound,
         on_progress=on_progress,
     )
@@ -195,8 +198,6 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
         num_points=2,
         times=(),
         deadlines=[deadline_s],
-        bound=LowerBound(OptionTable(problem.network, problem.options), problem.power_w),
-        on_progress=None,
     )
     within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
     return within[-1].clocks_mhz

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import NUM_PLANS, is_number, items
 from lightning_pfo.core.wording import cut, did_you_mean, shortened
+from lightning_pfo.planner.search.effort import find_effort
 
 
 @dataclass
@@ -21,6 +22,8 @@ class PlanSettings:
 
     Attributes:
         num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
+        effort: How hard to search: `fast`, `default` or `best`; bounds the work, never the time, so that the same
+            problem gets the same plans.
         deadlines_s: Further iteration times in seconds. Beyond the least-energy plan's time, that plan is the best.
         p2p_blocking_power_w: Power of a GPU in watts while it waits for a neighbour: one number, one for each clock in
             MHz, a list with one of these per stage, or the path of a file that `lightning-pfo p2p-power` wrote; None
@@ -33,6 +36,7 @@ class PlanSettings:
     """
 
     num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
+    effort: str = field(default="default", metadata={"help": "how hard to search: fast, default or best"})
     deadlines_s: list[float] = field(
         default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
     )
@@ -71,6 +75,7 @@ class PlanSettings:
                 f"num_plans must be at least {NUM_PLANS.least} (fastest and least energy) and at most "
                 f"{NUM_PLANS.most:,}; got {shortened(self.num_plans)}."
             )
+        find_effort(self.effort)
         limits = self.switch_latency_s, self.least_dwell_s, self.change_cost_j
         if not all(is_number(limit) and 0 <= limit < math.inf for limit in limits):
             raise ConfigurationError(

@@ -29,8 +29,8 @@ from lightning_pfo.strategy.model.ownership import (
     release_other_parts,
     remember_split,
 )
-from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
-from lightning_pfo.strategy.model.split import find_split
+from lightning_pfo.strategy.model.partition import Boundaries, describe_partition, partition_layers
+from lightning_pfo.strategy.model.split import Split, find_split
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
 from lightning_pfo.strategy.parallel.groups import copy_from_first
@@ -120,14 +120,7 @@ def build_pipeline(
         check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
-    boundaries = earlier_boundaries(split.pipelined.module)
-    times_s: list[float] = []
-    if boundaries is None or partition != "profile":  # layers can be measured only while all are there
-        if partition == "profile":
-            times_s = agree_on_layer_times(measure and partial(measure, split.pipelined))
-        boundaries = partition_layers(
-            partition, split.num_parameters, sample.num_stages, types=split.types, times_s=times_s
-        )
+    boundaries, times_s = _boundaries(split, partition, sample.num_stages, measure)
     parts = split.parts(boundaries)
     remember_split(split.pipelined.module, boundaries, stages)
     materialise(model, parts, stages, find_shared_parameters(model, parts), device, seed)
@@ -162,6 +155,19 @@ def build_pipeline(
     runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), patches, replica_group)
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
     return Pipeline(engine, runner, shared, held, description)
+
+
+def _boundaries(
+    split: Split, partition: str, num_stages: int, measure: Callable[[PipelinedModule], list[float]] | None
+) -> tuple[Boundaries, list[float]]:
+    """Where stages begin and end, and the times (s) of the layers where they were measured for it."""
+    boundaries = earlier_boundaries(split.pipelined.module)
+    if boundaries is not None and partition == "profile":  # layers can be measured only while all are there
+        return boundaries, []
+    times_s: list[float] = []
+    if partition == "profile":
+        times_s = agree_on_layer_times(measure and partial(measure, split.pipelined))
+    return partition_layers(partition, split.num_parameters, num_stages, types=split.types, times_s=times_s), times_s
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

@@ -37,3 +37,16 @@ def test_settings_and_changes_are_the_same(profile):
 def test_a_change_of_no_setting_names_the_one_meant(profile):
     with pytest.raises(ConfigurationError, match=r"no setting 'num_plan' of a plan\. Did you mean num_plans"):
         plan_frontier(profile, num_microbatches=4, num_plan=5)
+
+
+def test_an_effort_that_is_not_known_names_those_that_are(profile):
+    with pytest.raises(ConfigurationError, match=r"effort is one of fast, default, best; got 'bets'\. Did you mean best"):
+        plan_frontier(profile, num_microbatches=4, effort="bets")
+
+
+def test_more_effort_comes_no_farther_from_the_bound(profile):
+    gaps = {
+        effort: plan_frontier(profile, num_microbatches=8, num_plans=8, effort=effort) for effort in ("fast", "best")
+    }
+    largest = {effort: max(plan.gap for plan in frontier.plans) for effort, frontier in gaps.items()}
+    assert largest["best"] <= largest["fast"]

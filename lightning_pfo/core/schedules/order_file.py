@@ -18,7 +18,7 @@ from pathlib import Path
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import Instruction, Orders
 
-_LABEL = re.compile(r"rank\s*(\d+)\s*:?\s*", re.IGNORECASE)
+_LABEL = re.compile(r"rank\s*(\d{1,9})(?!\d)\s*:?\s*", re.IGNORECASE)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"\d+(SEND_|RECV_|UNSHARD|RESHARD|REDUCE_GRAD)")
 

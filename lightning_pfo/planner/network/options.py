@@ -79,7 +79,7 @@ def pareto_front(times: Sequence[float] | Floats, costs: Sequence[float] | Float
         times: Time of each point, in any order.
         costs: Cost of each point.
     """
-    order = np.lexsort((costs, times))
+    order = np.lexsort((np.asarray(costs, dtype=np.float64), np.asarray(times, dtype=np.float64)))
     in_order = np.asarray(costs, dtype=np.float64)[order]
     is_cheaper = np.ones(len(order), dtype=bool)
     is_cheaper[1:] = in_order[1:] < np.minimum.accumulate(in_order)[:-1]

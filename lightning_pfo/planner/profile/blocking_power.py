@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.ranges import CLOCK, POWER
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import cut, listed, shortened
+from lightning_pfo.planner.profile.interpolation import at_clock
 from lightning_pfo.planner.profile.profile import Profile
 
 BlockingPowerOption: TypeAlias = (
@@ -72,14 +72,10 @@ class BlockingPower:
 
     def at(self, clock_mhz: int) -> float:
         """Power at any clock: on the line between its measured neighbours, or that of the nearest one."""
-        clocks, powers = self.clocks_mhz, self.powers_w
-        row = bisect_left(clocks, -clock_mhz, key=lambda clock: -clock)
-        if row >= len(clocks):
-            return powers[-1]
-        if row == 0 or clocks[row] == clock_mhz:
-            return powers[row]
-        share = (clock_mhz - clocks[row]) / (clocks[row - 1] - clocks[row])
-        return share * powers[row - 1] + (1 - share) * powers[row]
+        if not self.clocks_mhz:
+            return self.powers_w[0]
+        (power_w,) = at_clock(clock_mhz, self.clocks_mhz, self.powers_w)
+        return power_w
 
 
 def resolve_blocking(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +11,7 @@ from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, Quantity, check_whole, items
 from lightning_pfo.core.wording import counted, listed, shortened
+from lightning_pfo.planner.profile.interpolation import at_clock
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,15 +84,7 @@ class InstructionProfile:
 
     def near(self, clock_mhz: int) -> tuple[float, float]:
         """Time (s) and energy (J) at any clock: on the line between its measured neighbours, or at the nearest one."""
-        clocks, row = self.clocks_mhz, bisect_left(self.clocks_mhz, -clock_mhz, key=operator.neg)
-        if row == len(clocks):
-            return self.times_s[-1], self.energies_j[-1]
-        if row == 0 or clocks[row] == clock_mhz:
-            return self.times_s[row], self.energies_j[row]
-        share = (clock_mhz - clocks[row]) / (clocks[row - 1] - clocks[row])
-        time_s, energy_j = (
-            share * values[row - 1] + (1 - share) * values[row] for values in (self.times_s, self.energies_j)
-        )
+        time_s, energy_j = at_clock(clock_mhz, self.clocks_mhz, self.times_s, self.energies_j)
         return time_s, energy_j
 
 

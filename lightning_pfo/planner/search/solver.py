@@ -298,7 +298,8 @@ class _Search:
         pool, targets = self._pool, self._targets
         order = np.argsort(pool.times, kind="stable")
         order = order[np.diff(pool.times[order], prepend=-np.inf) > 0]
-        aims, deadlines = [], []
+        aims: list[float] = []
+        deadlines: list[float] = []
         for time, is_kept in zip(targets.times[open_targets], targets.is_kept[open_targets], strict=True):
             aims += [time * (1 + seam) for seam in (_SEAMS if is_kept else (0.0,))]
             deadlines += [time if is_kept else math.inf] * (len(aims) - len(deadlines))

@@ -100,3 +100,10 @@ def test_any_text_is_an_order_or_a_clear_error(tmp_path_factory, text):
     path.write_text(text)
     with suppress(ConfigurationError):
         load_schedule(path).validate()
+
+
+@pytest.mark.parametrize("digits", [10, 5000])
+def test_a_rank_of_many_digits_is_a_clear_error(write, digits):
+    with pytest.raises(ConfigurationError, match="An instruction reads") as error:
+        load_schedule(write(f"rank {'1' * digits}: 0F0 0B0"))
+    assert len(str(error.value)) < 1000

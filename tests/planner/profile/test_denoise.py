@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, regularise, write_profile
-from lightning_pfo.planner.profile.profile import denoise
+from lightning_pfo.planner.profile import denoise
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 positive = st.floats(0.1, 10)
