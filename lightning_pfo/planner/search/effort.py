@@ -102,7 +102,6 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
         "fast": Effort(
             (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 2, 0.3)),
-            points_per_relaxation=8,
             own_relaxations=2,
             nodes_per_sharpened_flow=200,
             long_sweeps=(4,),

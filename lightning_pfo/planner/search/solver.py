@@ -54,7 +54,7 @@ _ROWS_AT_ONCE = 2_000_000
 """Nodes times partial assignments searched in one go: what memory is used, and how often progress is reported."""
 
 _TINY_PROBLEM = 1000
-"""With no more nodes times points than this the best effort costs next to nothing, and is made whatever is asked for."""
+"""Up to so many nodes times points the best effort costs next to nothing, and is made whatever is asked for."""
 
 _MOVED_PER_KEPT = 3
 """The events of so many assignments for a time to keep to are moved."""
