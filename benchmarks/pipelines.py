@@ -109,7 +109,7 @@ def emulate(gpu: str, stage_factors: Sequence[float], forward_s: float = 0.05) -
             instructions[stage, kind] = InstructionProfile(
                 tuple(clocks),
                 tuple(physics.time_s(clock, *parts) for clock in clocks),
-                tuple(physics.energy_j(clock, *parts) for clock in clocks),
+                tuple(physics.time_s(clock, *parts) * physics.computing_power_w(clock) for clock in clocks),
             )
     return pick_stages(Profile(instructions), range(len(stage_factors))), physics.blocked_power_w(config.top_clock_mhz)
 

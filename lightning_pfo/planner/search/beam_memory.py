@@ -1,7 +1,35 @@
-"""Which lags a search node by node has to remember: those of ends and events that something still waits for.
+"""What a beam has to remember of a partial assignment: the lags of ends and events that something still waits for.
 
-Rows of one array hold them, and are used again as soon as nothing needs them. Which ones depends on the order of the
-nodes only, so all steps are known before the search begins.
+A *lag* is by how much later than in the relaxation a node ends or an event is. Once all nodes that an event waits for
+have their options, the event has a lag and the ends of these nodes are forgotten; once all nodes that start at an event
+have theirs, the event is. So a few rows of one array will do, however long the network is: in 1F1B two or three for
+each rank. Which row holds what depends on the order of the nodes only, so all steps are planned before the search.
+
+Example:
+    "dig" (node 0) and "order" (1) both come before "pour" (2). Event 0, at which digging and ordering start, waits for
+    nothing and has row 0; event 1 waits for nodes 0 and 1: waits number 0 and 1.
+
+    >>> from lightning_pfo.planner.network.dag import make_network
+    >>> network = make_network(3, [(0, 2), (1, 2)])
+    >>> network.events, network.waits.tolist()
+    (((), (0, 1)), [[1, 0], [1, 1]])
+    >>> steps, num_rows = plan_steps(network, [0, 1, 2])
+
+    When "dig" has its option, nothing is known of event 1 yet: the lag of its end is put into row 1, and stays open.
+
+    >>> steps[0]
+    Step(node=0, start=0, arrivals=[], closed=[], opened=[1], stays_open=True)
+
+    "order" starts at row 0 as well. With its end event 1 is known: the later of this end and that in row 1, of wait 0.
+    Nothing needs rows 0 and 1 any longer, so row 1 is used again, for event 1.
+
+    >>> steps[1]  # doctest: +ELLIPSIS
+    Step(node=1, start=0, arrivals=[Arrival(event=1, wait=1, others=[(1, 0)])], closed=[0, 1], opened=[1], ...)
+
+    "pour" starts at event 1, in row 1. Nothing waits for its end, which stays open: it decides how late all is.
+
+    >>> steps[2], num_rows
+    (Step(node=2, start=1, arrivals=[], closed=[1], opened=[1], stays_open=True), 2)
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ class Round:
     Attributes:
         width: Partial assignments that a beam keeps for each guide.
         options_per_node: Options that it tries at each node.
-        num_best: Assignments that it returns for each guide.
         free_aims: Guides of a target whose time may be missed a little.
         kept_aims: Guides of a target whose time must be kept to.
         guides_per_target: At most so many guides, for each target of the frontier, open or not.
@@ -52,7 +51,6 @@ class Round:
 
     width: int
     options_per_node: int
-    num_best: int
     free_aims: tuple[Aim, ...]
     kept_aims: tuple[Aim, ...]
     guides_per_target: float
@@ -69,7 +67,8 @@ class Effort:
         rounds: Cheap to dear.
         points_per_relaxation: The relaxation is solved once for so many points of the frontier before the first round.
         own_relaxations: From the second round on, so many of the open targets get a relaxation of their own in each.
-        sharpened_flows: Before the last round, what rounding loses at least is proven for at most so many flows.
+        nodes_per_sharpened_flow: Before the last round, what rounding loses at least is proven for at most one flow per
+            so many nodes: a flow costs about the same however often the network repeats itself.
         largest_gap: A target is open while its gap exceeds this,
         median_gap: or this while the median of all targets does;
         kept_gap: a time to keep to, such as the top clocks', while its gap exceeds this.
@@ -78,38 +77,33 @@ class Effort:
 
     rounds: tuple[Round, ...]
     points_per_relaxation: float = 5.2
-    own_relaxations: int = 8
-    sharpened_flows: int = 4
+    own_relaxations: int = 5
+    nodes_per_sharpened_flow: int = 32
     largest_gap: float = 0.0022
     median_gap: float = 0.001
     kept_gap: float = 0.0018
     long_sweeps: tuple[int, ...] = (8, 4)
 
 
-_FREE = (Aim(0.0, 0.1, 0.0, 0.0), Aim(-0.5, 0.15, 0.1, 0.1))
-"""At the time itself, and at somewhat less while being late or early costs a little."""
+_LOOSE, _STRICT = (0.2, 0.0, 0.0), (0.2, 1.0, 0.3)
+"""Being late or early costs nothing but what is lost; or it costs more, so that slack is not hoarded."""
 
-_KEPT = (Aim(0.0, 0.2, 0.0, 0.0), Aim(0.0, 0.2, 1.0, 0.3), Aim(1.0, 0.1, 1.0, 0.3), Aim(0.0, 0.1, 0.0, 0.0))
-"""Late or early at no cost, and at a cost, so that slack is not hoarded; and aimed too late, as the deadline holds."""
+_FREE = (Aim(0.0, 0.1, 0.0, 0.0),)
+_KEPT = (Aim(0.0, *_LOOSE), Aim(0.0, *_STRICT))
+_MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weights in (_LOOSE, (0.1, 0.3, 0.3))))
+_MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (1, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
+"""The same at other times around, for who has time."""
 
-_MORE_FREE = (*_FREE, *(Aim(offset, 0.1, haste, haste) for haste in (0.0, 0.3) for offset in (0.5, -0.3)))
-_MORE_KEPT = (
-    *_KEPT,
-    *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in ((0.1, 0, 0), (0.2, 1, 0.3))),
-)
-"""The same at other times around."""
-
-_FIRST = Round(5, 4, 1, _FREE[:1], _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, 1, _FREE, _KEPT, 0.7, 4, 2, 0.3)
-_THIRD = Round(32, 8, 1, _FREE, _KEPT, 0.2, 6, 2, 0.1)
+_FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
+_SECOND = Round(12, 8, _FREE, _KEPT, 0.7, 4, 2, 0.3)
+_THIRD = Round(32, 8, _FREE, _KEPT, 0.2, 6, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
         "fast": Effort(
-            (_FIRST, Round(5, 4, 1, _FREE[:1], _KEPT[:2], 0.3, 2, 2, 0.3)),
-            points_per_relaxation=8,
+            (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 2, 0.3)),
             own_relaxations=2,
-            sharpened_flows=1,
+            nodes_per_sharpened_flow=200,
             long_sweeps=(4,),
         ),
         "default": Effort((_FIRST, _SECOND, _THIRD)),
@@ -118,11 +112,11 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
                 _FIRST,
                 _SECOND,
                 _THIRD,
-                Round(32, 8, 2, _MORE_FREE, _MORE_KEPT, 3.0, 6, 4, 1.0),
-                Round(64, 8, 2, _MORE_FREE, _MORE_KEPT, 3.0, 8, 8, 2.0),
+                Round(32, 8, _MORE_FREE, _MORE_KEPT, 3.0, 6, 4, 1.0),
+                Round(64, 8, _MORE_FREE, _MORE_KEPT, 3.0, 8, 8, 2.0),
             ),
             own_relaxations=16,
-            sharpened_flows=1000,
+            nodes_per_sharpened_flow=1,
             largest_gap=0.001,
             median_gap=0.0003,
             kept_gap=0.0005,

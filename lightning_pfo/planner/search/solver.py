@@ -29,7 +29,7 @@ from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
-from lightning_pfo.planner.search.effort import Effort, Round, find_effort
+from lightning_pfo.planner.search.effort import EFFORTS, Effort, Round, find_effort
 from lightning_pfo.planner.search.guide import Guide
 from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.pool import SMALL_PROBLEM, SolutionPool
@@ -37,6 +37,9 @@ from lightning_pfo.planner.search.splice import splice
 from lightning_pfo.planner.search.targets import make_targets
 
 _log = logging.getLogger(__name__)
+_FEWEST_RELAXATIONS = 6
+"""However few points are wanted."""
+
 _DENSER = 0.65
 """The relaxation is solved more densely at the fast, curved end of the frontier: at this power of equal parts."""
 
@@ -51,6 +54,9 @@ _SHARES_BEYOND = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0)
 
 _ROWS_AT_ONCE = 2_000_000
 """Nodes times partial assignments searched in one go: what memory is used, and how often progress is reported."""
+
+_TINY_PROBLEM = 1000
+"""Up to so many nodes times points the best effort costs next to nothing, and is made whatever is asked for."""
 
 _MOVED_PER_KEPT = 3
 """The events of so many assignments for a time to keep to are moved."""
@@ -121,6 +127,8 @@ def trace_tradeoff(
         ConfigurationError: If the effort is unknown.
     """
     effort = find_effort(effort)
+    if dag.num_nodes * num_points <= _TINY_PROBLEM:
+        effort = EFFORTS["best"]
     fastest = fastest_time(dag, options, deadlines)
     bound = bound or LowerBound(OptionTable(dag, options), rate)
     search = _Search(dag, options, rate, fastest, periodic, effort, bound, on_progress)
@@ -182,8 +190,8 @@ class _Search:
             kept: Further targets, which must be kept to.
         """
         self._targets = targets = make_targets(self.slowest, self.fastest, num_free, kept)
-        num_between = max(int((num_free + 2) / self._effort.points_per_relaxation), 2)
-        shares = np.linspace(0.0, 1.0, num_between) ** _DENSER
+        num_solved = max(int((num_free + 2) / self._effort.points_per_relaxation), _FEWEST_RELAXATIONS)
+        shares = np.linspace(0.0, 1.0, num_solved) ** _DENSER
         between = self.slowest - (self.slowest - self.fastest) * shares[1:-1]
         # Nowhere does the relaxation bend more than next to the fastest time.
         fastest_free = targets.times[~targets.is_kept][-1:]
@@ -261,10 +269,16 @@ class _Search:
                 self._relax(time)
 
     def _sharpen(self, open_targets: Sequence[int]) -> None:
-        """Prove what rounding loses, at times spread over those of the assignments for these targets."""
-        times = np.unique(self._pool.times[self._pool.best(self._targets)[0][open_targets]])
-        num = min(len(times), self._effort.sharpened_flows)
-        self._bound.sharpen(times[np.unique(np.linspace(0, len(times) - 1, num).round().astype(np.int64))])
+        """Prove what rounding loses, for targets to be kept to first, at times spread over those of the others."""
+        best = self._pool.best(self._targets)[0][open_targets]
+        is_kept = self._targets.is_kept[open_targets]
+        most = max(self._table.dag.num_nodes // self._effort.nodes_per_sharpened_flow, 1)
+        times = self._pool.times[best[is_kept]].tolist()[:most]
+        others = np.unique(self._pool.times[best[~is_kept]])
+        num = min(len(others), most - len(times))
+        times += others[np.unique(np.linspace(0, len(others) - 1, num).round().astype(np.int64))].tolist()
+        if times:
+            self._bound.sharpen(np.array(times))
 
     def _guides(self, target: int, work: Round) -> list[Guide]:
         time, reach = float(self._targets.times[target]), float(self._targets.reach[target])
@@ -278,9 +292,9 @@ class _Search:
         at_once = max(_ROWS_AT_ONCE // (work.width * self._table.dag.num_nodes), 1)
         for first in range(0, len(guides), at_once):
             some = guides[first : first + at_once]
-            size = work.width, work.options_per_node, work.num_best
+            size = work.width, work.options_per_node
             found = search_beam(self._table, self._relaxed, some, self._order, *size)
-            self._pool.add(found, [guide.deadline for guide in some] * (found.shape[1] // len(some)))
+            self._pool.add(found, [guide.deadline for guide in some])
             self._report("searching", min(first + at_once, len(guides)), len(guides))
 
     def _splice(self, open_targets: Sequence[int], num_pairs: int) -> None:

@@ -1,9 +1,11 @@
+import doctest
 import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.planner.network.dag import make_network
+from lightning_pfo.planner.search import beam_memory
 from lightning_pfo.planner.search.beam_memory import plan_steps
 
 edges = st.sets(st.sampled_from(list(itertools.combinations(range(8), 2))))
@@ -46,3 +48,7 @@ def of_event(dag, event):
 def heard(dag, node, ended):
     """Whether all events that wait for a node have begun."""
     return all(set(dag.events[event]) <= ended for event in dag.ends_of[node])
+
+
+def test_the_worked_example():
+    assert doctest.testmod(beam_memory).failed == 0

@@ -179,3 +179,25 @@ def test_a_bound_above_a_cost_is_said_and_not_claimed(caplog):
     assert point.bound == -math.inf
     assert "error of the planner's" in caplog.text
     assert proven_point(Wrong(), 1.0, 5.0, np.array([0])).bound == 5.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.floats(-12, -7))
+def test_a_time_to_keep_to_is_kept_where_options_are_hardly_apart(seed, exponent):
+    # The whole frontier is about as wide as the tolerance for equal times, which must not be allowed twice.
+    random, apart = np.random.default_rng(seed), 10.0**exponent
+    schedule = make_schedule("gpipe", 2, 5)
+    kinds = {
+        (stage, kind): make_option_set(
+            random.uniform(0.001, 0.003) * (1 + apart * np.cumsum(random.random(5))),
+            10 - np.cumsum(random.random(5)),
+            range(5, 0, -1),
+        )
+        for stage in (0, 1)
+        for kind in "FB"
+    }
+    dag = schedule_network(schedule)
+    options = [kinds[inst.stage, inst.type.value] for inst in schedule.instructions]
+    fastest = dag.longest_path([opts.times[0] for opts in options])
+    points = trace_tradeoff(dag, options, rate=100.0, num_points=8, times=[fastest])
+    assert points[0].time <= fastest * (1 + 1e-9)
