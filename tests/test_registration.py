@@ -35,7 +35,9 @@ for number, program in enumerate(programs):
             os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_CREAT | os.O_WRONLY), stream)
         exec(program, {"__name__": "__main__"})
         break
-    os.wait()
+else:
+    for _ in programs:
+        os.wait()
 """
 
 
