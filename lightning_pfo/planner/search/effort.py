@@ -97,7 +97,7 @@ _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for 
 """The same at other times around, for who has time."""
 
 _FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _KEPT, 0.7, 4, 2, 0.3)
+_SECOND = Round(12, 8, _FREE, _KEPT[:2], 0.7, 4, 2, 0.3)
 _THIRD = Round(32, 8, _FREE, _KEPT, 0.2, 6, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
