@@ -40,9 +40,8 @@ def test_a_change_of_no_setting_names_the_one_meant(profile):
 
 
 def test_an_effort_that_is_not_known_names_those_that_are(profile):
-    with pytest.raises(
-        ConfigurationError, match=r"effort is one of fast, default, best; got 'bets'\. Did you mean best"
-    ):
+    message = r"effort is one of fast, default, best; got 'bets'\. Did you mean best"
+    with pytest.raises(ConfigurationError, match=message):
         plan_frontier(profile, num_microbatches=4, effort="bets")
 
 

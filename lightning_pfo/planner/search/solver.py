@@ -9,6 +9,7 @@ Networks that repeat themselves for long have an aggregated relaxation, which bo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from lightning_pfo.planner.search.pool import SMALL_PROBLEM, SolutionPool
 from lightning_pfo.planner.search.splice import splice
 from lightning_pfo.planner.search.targets import make_targets
 
+_log = logging.getLogger(__name__)
 _FEWEST_RELAXATIONS = 6
 """However few points are wanted."""
 
@@ -80,15 +82,16 @@ class TradeoffPoint:
 def proven_point(bound: LowerBound, time: float, cost: float, assignment: Integers) -> TradeoffPoint:
     """An assignment with what is proven about those as fast.
 
-    Raises:
-        PlanError: If the bound is above the cost: a proof is wrong.
+    A bound above a real cost cannot be, if the proof is right; if it is wrong all the same, it is said and not claimed.
     """
     proven = float(bound.at(time))
     if proven > cost:
-        raise PlanError(
-            f"A plan that takes {time!r} s costs {cost!r} J, less than the {proven!r} J that were proven to be the "
-            "least possible. This is an error of the planner's: please report it with the profile and the settings."
+        _log.error(
+            "A plan that takes %r s costs %r J, less than the %r J that were taken for the least possible. It is kept, "
+            "without a bound. This is an error of the planner's: please report it with the profile and the settings.",
+            *(time, cost, proven),
         )
+        proven = -math.inf
     return TradeoffPoint(time, cost, proven, tuple(assignment.tolist()))
 
 

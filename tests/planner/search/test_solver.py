@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.guide import Guide
-from lightning_pfo.planner.search.solver import trace_tradeoff
+from lightning_pfo.planner.search.solver import proven_point, trace_tradeoff
 from lightning_pfo.planner.search.splice import splice
 from tests.planner.problems import problems
 
@@ -167,6 +168,17 @@ def test_as_many_points_as_wanted_where_there_are_so_many(pipeline):
             assert fast.cost > slow.cost
     chain = make_network(3, [(0, 1), (1, 2)])
     assert len(trace_tradeoff(chain, [make_option_set([1, 2], [3, 1], [2, 1])] * 3, num_points=50)) == 4
+
+
+def test_a_bound_above_a_cost_is_said_and_not_claimed(caplog):
+    class Wrong:
+        def at(self, time):
+            return 5.0
+
+    point = proven_point(Wrong(), 1.0, 4.0, np.array([0, 1]))
+    assert point.bound == -math.inf
+    assert "error of the planner's" in caplog.text
+    assert proven_point(Wrong(), 1.0, 5.0, np.array([0])).bound == 5.0
 
 
 @settings(deadline=None, max_examples=60)

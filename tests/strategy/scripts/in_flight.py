@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
-from lightning_pfo.strategy.engine.engine import shapes
+from lightning_pfo.strategy.engine import shapes
 from tests.core.schedules.original_envpipe import hanging_orders, unclamped
 from tests.ranks import run_ranks
 
