@@ -74,7 +74,7 @@ def variants() -> dict[str, Effort]:
         "one guide to a kept time": replace(
             full, rounds=tuple(replace(work, kept_aims=work.kept_aims[:1]) for work in full.rounds)
         ),
-        "ten guides to a kept time": replace(
+        "twelve guides to a kept time": replace(
             full, rounds=tuple(replace(work, kept_aims=EFFORTS["best"].rounds[-1].kept_aims) for work in full.rounds)
         ),
     }

@@ -85,17 +85,19 @@ class Effort:
     long_sweeps: tuple[int, ...] = (8, 4)
 
 
-_LOOSE, _STRICT = (0.2, 0.0, 0.0), (0.2, 1.0, 0.3)
+_LOOSE, _STRICT = (0.1, 0.0, 0.0), (0.1, 1.0, 0.3)
 """Being late or early costs nothing but what is lost; or it costs more, so that slack is not hoarded."""
 
-_FREE = (Aim(0.0, 0.1, 0.0, 0.0),)
-_KEPT = (Aim(0.0, *_LOOSE), Aim(0.0, *_STRICT))
-_MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weights in (_LOOSE, (0.1, 0.3, 0.3))))
-_MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (1, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
+_FREE = (Aim(0.0, *_LOOSE),)
+_KEPT = (Aim(0.0, 0.2, 0.0, 0.0), Aim(0.0, 0.2, 1.0, 0.3), Aim(1.0, *_STRICT), Aim(0.0, *_LOOSE))
+"""Loose and strict, lags counted twice as much or not; strict ones too late a little, as the deadline holds anyway."""
+
+_MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weights in (_LOOSE, _STRICT)))
+_MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
 """The same at other times around, for who has time."""
 
 _FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _KEPT, 0.7, 4, 2, 0.3)
+_SECOND = Round(12, 8, _FREE, _KEPT[:2], 0.7, 4, 2, 0.3)
 _THIRD = Round(32, 8, _FREE, _KEPT, 0.2, 6, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
