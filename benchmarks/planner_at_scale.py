@@ -17,31 +17,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from lightning_pfo.cli.plan import Settings, run
-from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.schedules.registry import num_ranks_for
-from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
+from pipelines import pick_stages
 
-SPLIT = {InstructionType.INPUT_GRADIENT: 0.55, InstructionType.WEIGHT_GRADIENT: 0.45}
-"""Parts of a full backward, for schedules that run them apart."""
+from lightning_pfo.cli.plan import Settings, run
+from lightning_pfo.core.schedules.registry import num_ranks_for
+from lightning_pfo.planner import Profile, plan_frontier, read_profile, write_profile
 
 
 def scaled_profile(profile: Profile, num_stages: int, spread: float, seed: int) -> Profile:
     """A longer pipeline of unequal stages."""
     rng = random.Random(seed)
-    instructions = {}
-    for stage in range(num_stages):
-        factor = rng.uniform(1 - spread, 1 + spread)
-        for kind in (InstructionType.FORWARD, InstructionType.BACKWARD):
-            measured = profile.of(stage % profile.num_stages, kind)
-            parts = {kind: 1.0, **(SPLIT if kind is InstructionType.BACKWARD else {})}
-            for part, share in parts.items():
-                instructions[stage, part] = InstructionProfile(
-                    measured.clocks_mhz,
-                    tuple(factor * share * time_s for time_s in measured.times_s),
-                    tuple(factor * share * energy_j for energy_j in measured.energies_j),
-                )
-    return Profile(instructions)
+    stages = [stage % profile.num_stages for stage in range(num_stages)]
+    return pick_stages(profile, stages, [rng.uniform(1 - spread, 1 + spread) for _ in stages])
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from tests.example_scripts import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
+import planner_ablation
+from pipelines import emulate, evaluation_set
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,23 @@ def test_without_permission_the_cost_of_setting_clocks_is_not_called_small(
     monkeypatch.setattr(EmulatedGpu, "lock_graphics_clock", refuse)
     assert clock_overhead.main([*SETTINGS, "sets_clocks=true"]) == 2
     assert capsys.readouterr().err.endswith("error: Ask root.\n")
+
+
+def test_pipelines_to_judge_the_planner_on_are_made_without_measured_profiles() -> None:
+    made = evaluation_set(["emulated a40 7+1 8x12"])
+    assert [pipeline.name for pipeline in made] == ["emulated a40 7+1 8x12"]
+    assert made[0].schedule.num_microbatches == 12
+    profile, power_w = emulate("a40", [1.0, 1.2])
+    assert profile.num_stages == 2
+    assert 50 < power_w < 100
+
+
+def test_the_ablation_judges_every_variant_by_the_best_bound() -> None:
+    (pipeline,) = evaluation_set(["emulated a40 7+1 8x12"])
+    some = {name: planner_ablation.variants()[name] for name in ("fast", "best")}
+    results = planner_ablation.measure(pipeline, some, 1)
+    for result in results.values():
+        assert min(result.gaps) >= 0
+        assert max(result.gaps) <= max(result.own_gaps) + 1e-9
+        assert result.saving > 10
+    assert sum(results["best"].gaps) <= sum(results["fast"].gaps)

@@ -1,8 +1,8 @@
-"""Many choices of options at once: their times, their costs, and the slack they leave.
+"""Assignments of options side by side: their times, their costs, and the slack they leave.
 
-A *choice* takes one option for every node of a DAG. Here they are the columns of an integer array of shape
-(nodes, choices), and a pass over the DAG handles all of them together, a level of the DAG at a time: what a pass costs
-is mostly the number of levels, hardly the number of choices.
+An *assignment* takes one option for every node of a DAG. Here they are the columns of an integer array of shape
+(nodes, assignments), and a pass over the DAG handles all of them together, a level of the DAG at a time: what a pass
+costs is mostly the number of levels, hardly the number of assignments.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class OptionTable:
         """All options in one ascending line."""
         return OptionLine(self.kinds)
 
-    def places(self, choices: Assignments) -> Integers:
-        """Where in the line the options of each node are, shape (n, choices)."""
-        return np.asarray(choices + self.line.first[self.kind_of][:, None])
+    def places(self, assignments: Assignments) -> Integers:
+        """Where in the line the options of each node are, shape (n, assignments)."""
+        return np.asarray(assignments + self.line.first[self.kind_of][:, None])
 
     def options(self, places: Integers) -> Assignments:
-        """Option of each node at a place in the line, shape (n, choices)."""
+        """Option of each node at a place in the line, shape (n, assignments)."""
         return np.asarray(places - self.line.first[self.kind_of][:, None])
 
-    def durations(self, choices: Assignments) -> Floats:
-        """Duration of each node in seconds, shape (n, choices)."""
-        return np.asarray(self.line.times[self.places(choices)])
+    def durations(self, assignments: Assignments) -> Floats:
+        """Duration of each node in seconds, shape (n, assignments)."""
+        return np.asarray(self.line.times[self.places(assignments)])
 
-    def total_costs(self, choices: Assignments) -> Floats:
-        """Sum of the costs of all nodes in joules, shape (choices,)."""
-        return np.asarray(self.line.costs[self.places(choices)].sum(axis=0))
+    def total_costs(self, assignments: Assignments) -> Floats:
+        """Sum of the costs of all nodes in joules, shape (assignments,)."""
+        return np.asarray(self.line.costs[self.places(assignments)].sum(axis=0))
 
-    def longest_paths(self, choices: Assignments) -> Floats:
-        """Longest path of each choice in seconds, shape (choices,)."""
-        return np.asarray(self.finish_times(self.durations(choices)).max(axis=0, initial=0.0))
+    def longest_paths(self, assignments: Assignments) -> Floats:
+        """Longest path of each assignment in seconds, shape (assignments,)."""
+        return np.asarray(self.finish_times(self.durations(assignments)).max(axis=0, initial=0.0))
 
     def latest_ends(self, durations: Floats, deadlines: Floats) -> Floats:
         """Latest end of each node such that everything ends by the deadlines, in seconds, shaped as `durations`."""
@@ -84,39 +84,41 @@ class OptionTable:
             latest_starts[level.positions] = end - durations[level.positions]
         return np.asarray(ends[order.position_of])
 
-    def spend_slack(self, choices: Assignments, deadlines: Floats) -> tuple[Assignments, Floats]:
+    def spend_slack(self, assignments: Assignments, deadlines: Floats) -> tuple[Assignments, Floats]:
         """Slow nodes down into the slack before their successors, first nodes first, keeping to the deadlines.
 
         Args:
-            choices: Shape (n, choices).
-            deadlines: One for each choice, in seconds; where it is infinite or cannot be kept to, the longest path
+            assignments: Shape (n, assignments).
+            deadlines: One for each assignment, in seconds; where it is infinite or cannot be kept to, the longest path
                 stays as it is.
 
         Returns:
-            The slowed choices and their longest paths in seconds.
+            The slowed assignments and their longest paths in seconds.
         """
-        durations = self.durations(choices)
+        durations = self.durations(assignments)
         before_the_end = self.latest_ends(durations, np.zeros(len(deadlines)))
         longest = (durations - before_the_end).max(axis=0, initial=0.0)
         until = np.where(np.isfinite(deadlines), np.maximum(deadlines, longest), longest)
-        return self.fill(choices, before_the_end + until * (1 + TOLERANCE / 2))
+        return self.fill(assignments, before_the_end + until * (1 + TOLERANCE / 2))
 
-    def fill(self, choices: Assignments, latest_ends: Floats, *, on_hull: bool = False) -> tuple[Assignments, Floats]:
+    def fill(
+        self, assignments: Assignments, latest_ends: Floats, *, on_hull: bool = False
+    ) -> tuple[Assignments, Floats]:
         """Slow every node down to the slowest option that ends by its latest end; no node becomes faster.
 
         A node starts when its predecessors really end, so what an option leaves over is passed on to the next node.
 
         Args:
-            choices: Shape (n, choices).
-            latest_ends: Latest end of each node in seconds, shape (n, choices).
+            assignments: Shape (n, assignments).
+            latest_ends: Latest end of each node in seconds, shape (n, assignments).
             on_hull: Take options on the hull only. Those above it waste energy that options on it, alternating, do
                 not; but where slack cannot be passed on, they are better than nothing.
 
         Returns:
-            The slowed choices and their longest paths in seconds.
+            The slowed assignments and their longest paths in seconds.
         """
         order = self.dag.levels
-        places, kinds = self.places(choices)[order.nodes], self.kind_of[order.nodes, None]
+        places, kinds = self.places(assignments)[order.nodes], self.kind_of[order.nodes, None]
         latest_ends, finish = latest_ends[order.nodes], np.empty(latest_ends.shape)
         for level in order.levels:
             here = level.positions

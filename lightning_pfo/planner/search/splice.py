@@ -1,9 +1,9 @@
-"""Between good choices: the first part of the iteration from one, the rest from another.
+"""Between good assignments: the first part of the iteration from one, the rest from another.
 
 In the steady state of a long pipeline the relaxation runs every instruction of a kind for the same, mixed duration.
 Options cannot be mixed, and alternating them instruction by instruction loses slack wherever neighbours differ. Two
-choices whose steady states are uniform lose it only once, at the seam between them; joined at the right moment, they
-come close to the straight line between them, which is where the relaxation lies as well.
+assignments whose steady states are uniform lose it only once, at the seam between them; joined at the right moment,
+they come close to the straight line between them, which is where the relaxation lies as well.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NEIGHBOURS = 8
 
 
 def splice(
-    choices: Assignments, times: Floats, costs: Floats, targets: Floats, order: Sequence[int], pairs_per_target: int
+    assignments: Assignments, times: Floats, costs: Floats, targets: Floats, order: Sequence[int], pairs_per_target: int
 ) -> tuple[Assignments, Integers]:
-    """Join pairs of choices such that the result takes about as long as wanted.
+    """Join pairs of assignments such that the result takes about as long as wanted.
 
     For each target those pairs are joined, one on either side of it, whose connecting line is lowest there; each pair
     both ways, the faster one first and the slower one first.
 
     Args:
-        choices: What to join, shape (n, choices).
-        times: Longest path of each choice in seconds, strictly increasing.
-        costs: Total cost of each choice in joules.
+        assignments: What to join, shape (n, assignments).
+        times: Longest path of each assignment in seconds, strictly increasing.
+        costs: Total cost of each assignment in joules.
         targets: Times wanted, in seconds.
         order: All nodes in order of time.
         pairs_per_target: Number of pairs joined for each target.
@@ -55,4 +55,4 @@ def splice(
     position[list(order)] = np.arange(len(order)) / len(order)
     begins, rests = np.concatenate([fast, slow]), np.concatenate([slow, fast])
     seams = np.concatenate([1 - share, share])
-    return np.where(position[:, None] < seams, choices[:, begins], choices[:, rests]), np.tile(target, 2)
+    return np.where(position[:, None] < seams, assignments[:, begins], assignments[:, rests]), np.tile(target, 2)
