@@ -94,11 +94,11 @@ _KEPT = (Aim(0.0, 0.2, 0.0, 0.0), Aim(0.0, 0.2, 1.0, 0.3), Aim(1.0, *_STRICT), A
 
 _MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weights in (_LOOSE, _STRICT)))
 _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
-"""The same at other times around, for who has time."""
+"""The same at other times around: there are few times to keep to, and much depends on them."""
 
 _FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _KEPT[:2], 0.7, 4, 2, 0.3)
-_THIRD = Round(32, 8, _FREE, _KEPT, 0.2, 6, 2, 0.2)
+_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 2, 0.3)
+_THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
