@@ -21,9 +21,8 @@ from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.ranges import check_between
-from lightning_pfo.device.backends import nvml, zeus
 from lightning_pfo.device.config import GpuConfig, load_gpu_config
-from lightning_pfo.device.open import open_gpu
+from lightning_pfo.device.open import num_visible, open_gpu
 from lightning_pfo.device.report import GpuReport, report_gpu
 
 
@@ -61,10 +60,7 @@ def run(settings: Settings) -> None:
     if settings.write:
         check_can_write("write", settings.write)
     config = load_gpu_config(settings.gpu)
-    num_gpus = 1
-    if config.kind != "emulated":
-        num_gpus = zeus.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
-    num_gpus = max(1, num_gpus)  # without any, opening says why
+    num_gpus = 1 if config.kind == "emulated" else max(1, num_visible(config))  # without any, opening says why
     if not 0 <= settings.index < num_gpus:
         raise ConfigurationError(f"index counts the GPUs from 0 to {num_gpus - 1}; got {settings.index}. Use index=0.")
     reports: dict[int, GpuReport] = {}

@@ -34,7 +34,7 @@ def open_gpu(choice: str | GpuConfig | Gpu, index: int, *, num_gpus: int | None 
     config = load_gpu_config(choice) if isinstance(choice, str) else choice
     if config.kind == "emulated":
         return EmulatedGpu(config, index=index)
-    num_found = zeus.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
+    num_found = num_visible(config)
     num_needed = max(index + 1, num_gpus or 0)
     if config.kind == "auto" and (num_found == 0 or (num_gpus is not None and num_found < num_gpus)):
         if index == 0:  # the other ranks of this node need not repeat it
@@ -49,6 +49,11 @@ def open_gpu(choice: str | GpuConfig | Gpu, index: int, *, num_gpus: int | None 
         )
     gpu = zeus.open_zeus_gpu(index) if config.kind == "zeus" else nvml.NvmlGpu(index)
     return DryRunGpu(gpu) if config.dry_run else gpu
+
+
+def num_visible(config: GpuConfig) -> int:
+    """How many real GPUs there are to open, as CUDA_VISIBLE_DEVICES leaves them."""
+    return zeus.visible_gpu_count() if config.kind == "zeus" else nvml.visible_gpu_count()
 
 
 def _say_emulated(model: str, num_found: int, num_needed: int) -> None:

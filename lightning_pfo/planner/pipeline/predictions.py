@@ -43,10 +43,8 @@ def predict(
     times = finish.max(axis=0)
     totals = energies.sum(axis=0)
     wait_clocks = [(wait.rank, column, wait) for column, plan in enumerate(plans) for wait in plan.wait_clocks]
-    first = 0
     for rank, order in enumerate(schedule.orders):
-        span = slice(first, first + len(order))
-        first = span.stop
+        span = schedule.span(rank)
         begins = np.vstack([np.zeros_like(times), finish[span]])
         waits = np.maximum(np.vstack([finish[span] - durations[span], times]) - begins, 0.0)
         # The clock of the next instruction is asked for as soon as one ends; after the last, that of the first.
