@@ -32,7 +32,7 @@ def read_orders(path: Path) -> Orders:
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no text, or no path
         raise ConfigurationError(
             f"A schedule file is a text file with one row of instructions per rank; {path} cannot be read ({error})."
         ) from error

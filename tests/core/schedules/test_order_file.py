@@ -107,3 +107,8 @@ def test_a_rank_of_many_digits_is_a_clear_error(write, digits):
     with pytest.raises(ConfigurationError, match="An instruction reads") as error:
         load_schedule(write(f"rank {'1' * digits}: 0F0 0B0"))
     assert len(str(error.value)) < 1000
+
+
+def test_a_path_that_is_none_is_a_clear_error():
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        make_schedule("file:a\0b", 2, 2)
