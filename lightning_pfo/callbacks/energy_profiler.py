@@ -11,7 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
-from lightning_pfo.listeners.gpu_session import GpuChoice
+from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings
 
 
@@ -31,6 +31,8 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
     Args:
         output: The CSV file to write.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
+            `ClusterConfig`.
         clock_step_mhz: Scan clocks at least this far apart, MHz; None: as `scan_step_mhz` of the GPU's
             configuration says, else every supported clock.
         min_clock_mhz: Do not go below this clock, MHz; None: `scan_min_mhz` of the GPU's configuration, else as far as
@@ -57,6 +59,7 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         output: str | os.PathLike[str] = "profile.csv",
         *,
         gpu: GpuChoice = "auto",
+        cluster: ClusterChoice = DEFAULT_CLUSTER,
         clock_step_mhz: int | None = None,
         min_clock_mhz: int | None = None,
         iterations_per_clock: int = 3,
@@ -67,7 +70,7 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         stop_when_done: bool = False,
     ) -> None:
         self.output = Path(output)
-        self._gpu = gpu
+        self._gpu, self._cluster = gpu, cluster
         self._settings = ScanSettings(
             clock_step_mhz,
             min_clock_mhz,
@@ -91,6 +94,7 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
             self.output,
             settings=self._settings,
             gpu=self._gpu,
+            cluster=self._cluster,
             num_gpus=ranks_per_node(trainer),
             user=self,
             report=_report,

@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device.clocks.transition import ClockStatistics
-from lightning_pfo.listeners.gpu_session import GpuChoice
+from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan
 
@@ -31,6 +31,8 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
             the highest clock everywhere, the baseline to compare with.
         select: Which plan of a frontier: `no_slowdown`, `1.02x`, `2.84s`, `T'=2.9s`, ...; see `select_plan`.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
+            `ClusterConfig`.
 
     Raises:
         PlanError: When constructed, if the file is malformed or the selection is impossible.
@@ -48,9 +50,10 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         *,
         select: str = "no_slowdown",
         gpu: GpuChoice = "auto",
+        cluster: ClusterChoice = DEFAULT_CLUSTER,
     ) -> None:
         self._plan = chosen_plan(plan, select)
-        self._gpu = gpu
+        self._gpu, self._cluster = gpu, cluster
 
     @property
     def plan(self) -> FrequencyPlan | None:
@@ -82,6 +85,7 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
             instruction_source_of(trainer, self),
             self._plan,
             gpu=self._gpu,
+            cluster=self._cluster,
             num_gpus=ranks_per_node(trainer),
             user=self,
             report=_report,

@@ -20,10 +20,17 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 
 @dataclass(frozen=True, slots=True)
 class InstructionWork:
-    """How much an instruction computes: floating-point operations and bytes read or written."""
+    """How much an instruction does.
+
+    Attributes:
+        flops: Floating-point operations.
+        bytes: Bytes read or written.
+        sent_bytes: Bytes that it computes for a neighbouring stage.
+    """
 
     flops: float
     bytes: float
+    sent_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +87,8 @@ class InstructionSource(Protocol):
     def schedule(self) -> PipelineSchedule | None:
         """The executed order; None until the number of microbatches is known (at the first batch at the latest)."""
 
-    def add_listener(self, listener: InstructionListener, *, innermost: bool = False) -> None:
-        """Deliver events to `listener`; an innermost one is nested inside all others."""
+    def add_listener(self, listener: InstructionListener, *, innermost: bool = False, outermost: bool = False) -> None:
+        """Deliver events to `listener`; an innermost one is nested inside all others, an outermost one around them."""
 
     def remove_listener(self, listener: InstructionListener) -> None:
         """Stop delivering events to `listener`."""
@@ -95,12 +102,19 @@ class InstructionSource(Protocol):
     def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
         """Exchange a small picklable value with all pipeline ranks, or with those of all places; a collective call."""
 
+    def host_group(self, *, everywhere: bool = False) -> Any:
+        """The process group of these ranks in which hosts talk to each other, none waiting for its device.
+
+        A `torch.distributed` group, None for the world; the first call is a collective one.
+        """
+
 
 class EventEmitter:
     """Keeps the listeners of a source and delivers events to them."""
 
     def __init__(self) -> None:
-        self._outer: list[InstructionListener] = []
+        self._outermost: list[InstructionListener] = []
+        self._between: list[InstructionListener] = []
         self._innermost: list[InstructionListener] = []
         self._begin: tuple[InstructionListener, ...] = ()
         self._end: tuple[InstructionListener, ...] = ()
@@ -109,19 +123,19 @@ class EventEmitter:
         """Whether anybody listens."""
         return bool(self._begin)
 
-    def add(self, listener: InstructionListener, *, innermost: bool = False) -> None:
+    def add(self, listener: InstructionListener, *, innermost: bool = False, outermost: bool = False) -> None:
         """Register a listener; see `InstructionSource.add_listener`."""
-        (self._innermost if innermost else self._outer).append(listener)
+        (self._outermost if outermost else self._innermost if innermost else self._between).append(listener)
         self._refresh()
 
     def remove(self, listener: InstructionListener) -> None:
         """Remove a listener; a listener that is not registered is ignored."""
-        self._outer = [known for known in self._outer if known is not listener]
-        self._innermost = [known for known in self._innermost if known is not listener]
+        for listeners in (self._outermost, self._between, self._innermost):
+            listeners[:] = [known for known in listeners if known is not listener]
         self._refresh()
 
     def _refresh(self) -> None:
-        self._begin = (*self._outer, *self._innermost)
+        self._begin = (*self._outermost, *self._between, *self._innermost)
         self._end = self._begin[::-1]
 
     def iteration_begin(self, iteration: int) -> None:

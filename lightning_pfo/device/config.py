@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.ranges import check_above, check_between
-from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.device.conf_files import checked, known_options, load_option
 
 KINDS = ("auto", "nvml", "zeus", "emulated")
+TIMES = ("virtual", "real")
 
 
 @dataclass
@@ -26,6 +25,10 @@ class GpuConfig:
 
     model: str = "NVIDIA A100-SXM4-80GB"
     """Name of the model that is emulated."""
+
+    time: str = "virtual"
+    """`virtual`: instructions take their modelled time however busy the machine is, and none of the host's; `real`: the
+    emulated GPU sleeps through them."""
 
     top_clock_mhz: int = 1410
     """Highest graphics clock, MHz."""
@@ -115,6 +118,8 @@ class GpuConfig:
         """
         if self.kind not in KINDS:
             raise ConfigurationError(f"gpu.kind is one of {', '.join(KINDS)}; got {self.kind!r}.")
+        if self.time not in TIMES:
+            raise ConfigurationError(f"gpu.time is one of {', '.join(TIMES)}; got {self.time!r}.")
         self._between("top_clock_mhz", 1)
         self._between("min_clock_mhz", 1, self.top_clock_mhz)
         self._between("clock_step_mhz", 1)
@@ -150,7 +155,7 @@ class GpuConfig:
 
 def known_gpu_configs() -> list[str]:
     """Names of the files in conf/gpu: what `gpu=` accepts."""
-    return sorted(path.stem for path in (conf_dir() / "gpu").glob("*.yaml"))
+    return known_options("gpu")
 
 
 def load_gpu_config(name: str) -> GpuConfig:
@@ -162,12 +167,7 @@ def load_gpu_config(name: str) -> GpuConfig:
     Raises:
         ConfigurationError: If there is no such file (the message lists those there are), or a key or value is wrong.
     """
-    known = known_gpu_configs()
-    if name not in known:
-        raise ConfigurationError(
-            f"gpu is one of {', '.join(known)} (files of conf/gpu); got {name!r}.{did_you_mean(name, known)}"
-        )
-    return gpu_config_from(_read(conf_dir() / "gpu" / f"{name}.yaml"))
+    return load_option("gpu", name, GpuConfig)
 
 
 def gpu_config_from(settings: Mapping[str, Any]) -> GpuConfig:
@@ -176,31 +176,4 @@ def gpu_config_from(settings: Mapping[str, Any]) -> GpuConfig:
     Raises:
         ConfigurationError: If a key is unknown (the message names the nearest), or a value has the wrong type or range.
     """
-    from omegaconf import OmegaConf  # slow to import, and the clock watchdog must start quickly
-    from omegaconf.errors import OmegaConfBaseException
-
-    schema = OmegaConf.structured(GpuConfig)
-    for key in settings:
-        if key not in schema:
-            hint = did_you_mean(str(key), schema) or f" Known settings: {', '.join(schema)}."
-            raise ConfigurationError(f"gpu has no setting {key!r}.{hint}")
-    try:
-        config = OmegaConf.to_object(OmegaConf.merge(schema, settings))
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(f"gpu.{error.full_key}: {str(error).splitlines()[0]}.") from error
-    assert isinstance(config, GpuConfig)
-    return config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read a file of conf/gpu, following its Hydra defaults list (files of the same folder, then the file itself)."""
-    from omegaconf import OmegaConf
-
-    loaded = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(loaded, dict)
-    own: dict[str, Any] = {str(key): value for key, value in loaded.items()}
-    settings: dict[str, Any] = {}
-    for entry in own.pop("defaults", []):
-        if entry != "_self_":
-            settings.update(_read(path.parent / f"{entry}.yaml"))
-    return settings | own
+    return checked("gpu", settings, GpuConfig)

@@ -14,7 +14,10 @@ from lightning_pfo.core.errors import DeviceError
 
 @runtime_checkable
 class Gpu(Protocol):
-    """One GPU: its clocks and its energy counter. All methods may be called from any thread."""
+    """One GPU: its clocks and its energy counter. All methods may be called from any thread.
+
+    A GPU whose time is not the host's has an attribute `time_source` besides; see `device.time`.
+    """
 
     @property
     def name(self) -> str:
@@ -45,7 +48,7 @@ class Gpu(Protocol):
     def restore(self) -> None:
         """Undo our lock and give up our claim; does nothing if we never locked."""
 
-    def total_energy_mj(self) -> int:
+    def total_energy_mj(self) -> float:
         """Energy used since some fixed moment; only differences mean something. It may advance in ticks."""
 
     def power_mw(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +10,7 @@ from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupp
 from lightning_pfo.device.backends.dry_run import DryRunGpu
 from lightning_pfo.device.clocks.transition import ClockStatistics, measure_latency
 from lightning_pfo.device.gpu import Gpu
+from lightning_pfo.device.time import time_of
 
 _SCAN_DOWN_TO = 0.5  # of the top clock; energy valleys of measured profiles lie at 0.55 to 0.75
 _MAX_SCANNED_CLOCKS = 32
@@ -142,14 +142,15 @@ def probe_latency(gpu: Gpu) -> ClockStatistics | None:
 def watch_counter(gpu: Gpu, watch_s: float) -> tuple[str, float | None]:
     """See how often the energy counter advances; returns `energy_source` and `counter_tick_s` of `GpuReport`."""
     advances_s: list[float] = []
+    time_source = time_of(gpu)
     try:
         last_mj = gpu.total_energy_mj()
-        end_s = time.perf_counter() + watch_s
-        while time.perf_counter() < end_s:
-            time.sleep(_WATCH_EVERY_S)
+        end_s = time_source.now_s() + watch_s
+        while time_source.now_s() < end_s:
+            time_source.sleep(_WATCH_EVERY_S)
             energy_mj = gpu.total_energy_mj()
             if energy_mj != last_mj:
-                advances_s.append(time.perf_counter())
+                advances_s.append(time_source.now_s())
                 last_mj = energy_mj
     except NotSupportedError:
         return "power", None

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from lightning_pfo.device.config import GpuConfig
+from lightning_pfo.device.emulated.cluster import ClusterConfig
 from lightning_pfo.planner.settings import PlanSettings
 
 
@@ -98,6 +99,8 @@ class ExperimentConfig:
     """The data; its keys depend on the script."""
     gpu: GpuConfig = field(default_factory=GpuConfig)
     """The GPU whose clocks are set and whose energy is measured."""
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """How GPUs are connected, if they are emulated."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The pipeline schedule."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

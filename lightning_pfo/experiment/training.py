@@ -62,7 +62,9 @@ class LossHistory(Callback):
 
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
     """Train while scanning the clocks, until the profile at `path` is complete."""
-    profiler = EnergyProfilerCallback(path, gpu=config.gpu, stop_when_done=True, **vars(config.profiler))
+    profiler = EnergyProfilerCallback(
+        path, gpu=config.gpu, cluster=config.cluster, stop_when_done=True, **vars(config.profiler)
+    )
     with progress_messages():
         _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
 
@@ -81,7 +83,7 @@ def train(
     """
     settings = config.trainer
     history = LossHistory()
-    applied = FrequencyPlanCallback(plan, gpu=config.gpu)
+    applied = FrequencyPlanCallback(plan, gpu=config.gpu, cluster=config.cluster)
     trainer = _fit(
         config,
         make_module,

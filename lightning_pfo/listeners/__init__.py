@@ -7,7 +7,7 @@
 2. `frequency_scan`: the scan of a profiling run, clock by clock; `plan_cursor`: the next clock of a planned run;
 3. `meters`: time and energy of instructions and of iterations;
 4. `clock_requests`: asking for clocks in time; `device_follower`: when the GPU gets somewhere, as the host runs ahead;
-5. `gpu_session`: the GPU of a rank, shared by those who use it; `emulation`: an emulated one under the pipeline;
+5. `gpu_session`: the GPU of a rank, shared by those who use it; `emulated`: modelled ones under the pipeline;
 6. `agreement`: problems of one rank that end the run on all.
 """
 

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Protocol
 
 from lightning_pfo.core.events import InstructionEvent, InstructionListener
 from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.device.time import HOST_TIME, TimeSource
 from lightning_pfo.listeners.device_follower import DeviceFollower
 
 _MEMORY = 0.5  # weight of earlier iterations in expected durations
@@ -31,7 +31,7 @@ class Clocks(Protocol):
         """Ask for a clock now."""
 
     def request_at(self, clock_mhz: int, due_s: float) -> None:
-        """Ask for a clock from a moment on (`time.perf_counter`), unless another request comes before it."""
+        """Ask for a clock from a moment of the GPU's time on, unless another request comes before it."""
 
 
 class ClockRequests(InstructionListener):
@@ -45,12 +45,16 @@ class ClockRequests(InstructionListener):
         clocks: Where requests go.
         follower: Knows when the device gets somewhere.
         leads: Whether to lead by `clocks.usual_latency_s`.
+        time_source: The GPU's time.
     """
 
-    def __init__(self, clocks: Clocks, follower: DeviceFollower, *, leads: bool = False) -> None:
+    def __init__(
+        self, clocks: Clocks, follower: DeviceFollower, *, leads: bool = False, time_source: TimeSource = HOST_TIME
+    ) -> None:
         self._clocks = clocks
         self._follower = follower
         self._leads = leads
+        self._time = time_source
         self._last_mhz: int | None = None
         self._launched: Instruction | None = None  # by the training thread
         # Everything below belongs to the thread of the follower.
@@ -74,7 +78,7 @@ class ClockRequests(InstructionListener):
         self._last_mhz = None
 
     def _reached_wait(self, clock_mhz: int, delay_s: float) -> None:
-        self._clocks.request_at(clock_mhz, time.perf_counter() + delay_s)
+        self._clocks.request_at(clock_mhz, self._time.now_s() + delay_s)
 
     def on_instruction_begin(self, event: InstructionEvent) -> None:
         """Learn when instructions run, and ask ahead."""
@@ -83,7 +87,7 @@ class ClockRequests(InstructionListener):
             self._follower.when_reached(partial(self._reached_begin, event.instruction))
 
     def _reached_begin(self, instruction: Instruction) -> None:
-        now_s = time.perf_counter()
+        now_s = self._time.now_s()
         if self._finished is not None:
             previous, end_s = self._finished
             self._learn(self._wait_s, previous, now_s - end_s)
@@ -95,7 +99,7 @@ class ClockRequests(InstructionListener):
     def _reached_end(self, instruction: Instruction | None, clock_mhz: int) -> None:
         self._clocks.request(clock_mhz)
         if instruction is not None and self._running is not None:
-            now_s = time.perf_counter()
+            now_s = self._time.now_s()
             self._learn(self._duration_s, instruction, now_s - self._running[1])
             self._followed_by_mhz[instruction] = clock_mhz
             self._running, self._finished = None, (instruction, now_s)

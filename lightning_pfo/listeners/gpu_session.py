@@ -11,14 +11,20 @@ import torch
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
+from lightning_pfo.device.emulated.cluster import ClusterConfig, load_cluster_config
 from lightning_pfo.listeners.agreement import check_together
 from lightning_pfo.listeners.device_follower import DeviceFollower, cuda_device_index, no_mark, record_mark
-from lightning_pfo.listeners.emulation import EmulationListener
+from lightning_pfo.listeners.emulated.emulation import EmulationListener
 
 logger = logging.getLogger(__name__)
 
 GpuChoice = str | GpuConfig | Gpu
 """A name such as `auto`, `nvml` or `emulated_a40`, a configuration, or an open GPU."""
+
+ClusterChoice = str | ClusterConfig
+"""How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a configuration."""
+
+DEFAULT_CLUSTER = "nvlink"
 
 _sessions: WeakKeyDictionary[InstructionSource, GpuSession] = WeakKeyDictionary()
 
@@ -33,7 +39,9 @@ class GpuSession:
         follower: Does things when the GPU gets to them.
     """
 
-    def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int) -> None:
+    def __init__(
+        self, source: InstructionSource, choice: GpuChoice, num_gpus: int, cluster: ClusterChoice = DEFAULT_CLUSTER
+    ) -> None:
         self.config = _config_of(choice)
         index = source.local_device_index
         if self.config.kind != "emulated":
@@ -44,12 +52,13 @@ class GpuSession:
         # without the follower nobody would raise a low clock again
         self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark, on_failure=self.clocks.close)
         self._source = source
-        self._choice = choice
+        self._choice, self._cluster = choice, cluster
         self._users: list[object] = []
         self._clock_owner: object | None = None
         self._emulation: EmulationListener | None = None
         if isinstance(self.gpu, EmulatedGpu):
-            self._emulation = EmulationListener(self.gpu, source)
+            links = load_cluster_config(cluster) if isinstance(cluster, str) else cluster
+            self._emulation = EmulationListener(self.gpu, source, links)
             self._emulation.attach()
 
     @property
@@ -104,7 +113,14 @@ class GpuSession:
         self.gpu.claim_clocks()
 
 
-def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, num_gpus: int) -> GpuSession:
+def open_session(
+    source: InstructionSource,
+    choice: GpuChoice,
+    user: object,
+    *,
+    num_gpus: int,
+    cluster: ClusterChoice = DEFAULT_CLUSTER,
+) -> GpuSession:
     """Open the GPU of this rank, or join the callbacks that opened it before.
 
     Args:
@@ -112,18 +128,20 @@ def open_session(source: InstructionSource, choice: GpuChoice, user: object, *, 
         choice: Which GPU.
         user: The callback; it calls `release` when it is done.
         num_gpus: How many ranks of this node open a GPU.
+        cluster: How GPUs are connected, if they are emulated.
 
     Raises:
-        ConfigurationError: If another callback opened a different GPU for this rank, or the choice is impossible.
+        ConfigurationError: If another callback opened a different GPU for this rank, or a choice is impossible.
     """
     session = _sessions.get(source)
     if session is None:
-        session = _sessions[source] = GpuSession(source, choice, num_gpus)
-    elif session._choice != choice:
-        raise ConfigurationError(
-            f"All callbacks of a run use the same GPU; {type(user).__name__} has gpu={choice!r}, another callback "
-            f"gpu={session._choice!r}. Pass the same gpu= to both."
-        )
+        session = _sessions[source] = GpuSession(source, choice, num_gpus, cluster)
+    for name, mine, others in (("gpu", choice, session._choice), ("cluster", cluster, session._cluster)):
+        if mine != others:
+            raise ConfigurationError(
+                f"All callbacks of a run use the same {name}; {type(user).__name__} has {name}={mine!r}, another "
+                f"callback {name}={others!r}. Pass the same {name}= to both."
+            )
     session._users.append(user)
     return session
 

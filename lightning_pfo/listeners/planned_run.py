@@ -13,9 +13,16 @@ from lightning_pfo.core.events import InstructionEvent, InstructionListener, Ins
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clocks.transition import ClockStatistics
+from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.agreement import check_together
 from lightning_pfo.listeners.clock_requests import ClockRequests
-from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.gpu_session import (
+    DEFAULT_CLUSTER,
+    ClusterChoice,
+    GpuChoice,
+    open_session,
+    ranks_on_this_node,
+)
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
 from lightning_pfo.listeners.plan_cursor import PlanCursor
 from lightning_pfo.planner.frontier.data import Frontier
@@ -58,6 +65,8 @@ class PlannedRun(InstructionListener):
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
         plan: The plan; None is the highest clock everywhere, the baseline to compare with.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
+            `ClusterConfig`.
         num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
         user: Who is named in messages; None is this object.
         report: Told about progress.
@@ -87,6 +96,7 @@ class PlannedRun(InstructionListener):
         plan: FrequencyPlan | None,
         *,
         gpu: GpuChoice = "auto",
+        cluster: ClusterChoice = DEFAULT_CLUSTER,
         num_gpus: int | None = None,
         user: object = None,
         report: Callable[[str], None] = log.info,
@@ -98,11 +108,16 @@ class PlannedRun(InstructionListener):
         self._user = self if user is None else user
         self._cursor: PlanCursor | None = None
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
-        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.gpu_name = session.gpu.name
         self.is_open = True
         self._meter = IterationMeter(session.gpu, source, session.follower, is_ready=lambda: session.ready)
-        self._requests = ClockRequests(session.clocks, session.follower, leads=session.config.lead_clocks)
+        self._requests = ClockRequests(
+            session.clocks,
+            session.follower,
+            leads=session.config.lead_clocks,
+            time_source=time_of(session.gpu),
+        )
         try:
             session.own_clocks(self._user)
         except BaseException:

@@ -20,7 +20,13 @@ from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
 from lightning_pfo.listeners.agreement import check_together
 from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
-from lightning_pfo.listeners.gpu_session import GpuChoice, open_session, ranks_on_this_node
+from lightning_pfo.listeners.gpu_session import (
+    DEFAULT_CLUSTER,
+    ClusterChoice,
+    GpuChoice,
+    open_session,
+    ranks_on_this_node,
+)
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from lightning_pfo.planner.profile.profile_csv import write_profile
 
@@ -115,6 +121,8 @@ class ProfilingRun:
         output: The CSV file to write; the first process replaces it, whole, after each clock.
         settings: Which clocks are measured, and for how long.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
+        cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
+            `ClusterConfig`.
         num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
         user: Who is named in messages; None is this object.
         report: Told about progress.
@@ -138,6 +146,7 @@ class ProfilingRun:
         *,
         settings: ScanSettings | None = None,
         gpu: GpuChoice = "auto",
+        cluster: ClusterChoice = DEFAULT_CLUSTER,
         num_gpus: int | None = None,
         user: object = None,
         report: Callable[[str], None] = log.info,
@@ -148,7 +157,7 @@ class ProfilingRun:
         self._report = report
         self._user = self if user is None else user
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
-        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus)
+        self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.is_open = True
         self._meter = InstructionMeter(session.gpu, source)
         try:

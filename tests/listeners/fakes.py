@@ -18,8 +18,8 @@ class FakeSource:
         self.iteration = 0
         self.counting = False
 
-    def add_listener(self, listener, *, innermost=False):
-        self.emitter.add(listener, innermost=innermost)
+    def add_listener(self, listener, *, innermost=False, outermost=False):
+        self.emitter.add(listener, innermost=innermost, outermost=outermost)
 
     def remove_listener(self, listener):
         self.emitter.remove(listener)

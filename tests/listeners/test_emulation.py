@@ -1,9 +1,9 @@
 import pytest
+from lightning_pfo.listeners.emulation import EmulationListener
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
-from lightning_pfo.listeners.emulation import EmulationListener
 from lightning_pfo.listeners.gpu_session import open_session
 from tests.device.fake_clock import FakeClock
 from tests.listeners.fakes import FakeSource

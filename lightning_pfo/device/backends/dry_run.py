@@ -47,7 +47,7 @@ class DryRunGpu:
     def restore(self) -> None:
         """Nothing to do."""
 
-    def total_energy_mj(self) -> int:
+    def total_energy_mj(self) -> float:
         """See `Gpu`."""
         return self._gpu.total_energy_mj()
 

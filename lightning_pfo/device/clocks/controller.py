@@ -6,7 +6,8 @@
     worker thread            lock 1410............|lock 1305 (1200 is skipped), watch   restore
 
 NVML needs milliseconds for a change, so a queue of old requests would leave the clock ever further behind: only the
-latest one counts. After each change the clock is read back (`transition`), until the next change is due.
+latest one counts. After each change the clock is read back (`transition`), until the next change is due. In virtual
+time there is no thread: a request is applied at the moment at which it is made.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import queue
-import threading
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,6 +24,7 @@ from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupp
 from lightning_pfo.device.clocks.transition import ClockStatistics, TransitionLog
 from lightning_pfo.device.gpu import Gpu
 from lightning_pfo.device.safety import guard
+from lightning_pfo.device.time import Process, Task, time_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class _Target:
-    """What is wanted: a clock since a moment, and perhaps another one from a later moment on (`time.perf_counter`)."""
+    """What is wanted: a clock since a moment, and perhaps another one from a later moment on, by the GPU's time."""
 
     clock_mhz: int | None = None
     since_s: float = 0.0
@@ -69,14 +70,14 @@ class ClockController:
         self._warning_level = logging.DEBUG if is_quiet else logging.WARNING
         self.error: Exception | None = None
         self.num_changes = 0
-        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()  # the only queue that is safe in signal handlers
+        self._time = time_of(gpu)
         self._target = _Target()  # replaced as a whole, by the requesting side only
         self._applied_mhz: int | None = None
         self._transitions = TransitionLog(gpu)
         self._is_guarded = False
         self._is_closed = False
         self._is_stopped = False
-        self._worker: threading.Thread | None = None
+        self._worker: Task | None = None
 
     def guard(self) -> None:
         """Have the clocks restored at exit and on signals, at the latest from the first request on.
@@ -90,22 +91,22 @@ class ClockController:
     def request(self, clock_mhz: int) -> None:
         """Ask for a clock and return at once. A repeated value costs nothing; after an error or `close`, neither."""
         if clock_mhz != self._target.clock_mhz or self._target.next_mhz is not None:
-            self._want(_Target(clock_mhz, time.perf_counter()))
+            self._want(_Target(clock_mhz, self._time.now_s()))
 
     def request_at(self, clock_mhz: int, due_s: float) -> None:
-        """Ask for a clock from a moment on (`time.perf_counter`), unless another request comes before it."""
-        now_mhz, since_s = self._target.at(time.perf_counter())
+        """Ask for a clock from a moment of the GPU's time on, unless another request comes before it."""
+        now_mhz, since_s = self._wanted()
         self._want(_Target(now_mhz, since_s, clock_mhz, due_s))
 
     def _want(self, target: _Target) -> None:
         if self._is_closed or self.error is not None:
             return
+        self._target = target
         if self._worker is None:
             self.guard()  # first: from here on there is something to restore
-            self._worker = threading.Thread(target=self._work, name="pfo-clock-controller", daemon=True)
-            self._worker.start()
-        self._target = target
-        self._wake_ups.put(None)
+            self._worker = self._time.spawn(self._work(), "pfo-clock-controller")
+        else:
+            self._worker.wake()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the latest request has been applied.
@@ -132,9 +133,10 @@ class ClockController:
     def close(self) -> None:
         """Stop and restore the clocks; later requests are ignored. May be called twice, and from signal handlers."""
         self._is_closed = True
-        self._wake_ups.put(None)
+        if self._worker is not None:
+            self._worker.wake()
         deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
-        while self._worker is not None and not self._is_stopped and self._worker.is_alive():
+        while self._worker is not None and not self._is_stopped and self._worker.is_running:
             if time.monotonic() >= deadline_s:
                 logger.error(
                     "%s did not answer within %.0f s, so its clocks may still be locked. Unlock them with: "
@@ -154,19 +156,19 @@ class ClockController:
     ) -> None:
         self.close()
 
-    def _work(self) -> None:
+    def _work(self) -> Process[None]:
         """Apply requests until closed, or until the first failure: better the GPU's own clocks than a stale one."""
         try:
             while not self._is_closed:
                 clock_mhz, since_s = self._wanted()
                 if clock_mhz is None or clock_mhz == self._applied_mhz:
-                    self._sleep(math.inf)
+                    yield from self._pause(math.inf)
                     continue
                 self.gpu.lock_graphics_clock(clock_mhz)
                 self.num_changes += 1
                 self._applied_mhz = clock_mhz
                 with contextlib.suppress(NotSupportedError):  # clocks can be set, but not read
-                    self._transitions.watch(clock_mhz, since_s, self._sleep)
+                    yield from self._transitions.watch(clock_mhz, since_s, self._pause)
         except Exception as error:  # surfaces as `error`; a dead worker would hide it
             self.error = error
             self._say(error)
@@ -175,16 +177,13 @@ class ClockController:
             self._is_stopped = True
 
     def _wanted(self) -> tuple[int | None, float]:
-        return self._target.at(time.perf_counter())
+        return self._target.at(self._time.now_s())
 
-    def _sleep(self, duration_s: float) -> bool:
+    def _pause(self, duration_s: float) -> Generator[float, None, bool]:
         """Sleep, at most until something is to be done; returns whether that is so."""
-        now_s, target = time.perf_counter(), self._target
+        now_s, target = self._time.now_s(), self._target
         if not self._is_closed and target.at(now_s)[0] == self._applied_mhz and duration_s > 0:
-            if target.next_s > now_s:
-                duration_s = min(duration_s, target.next_s - now_s)
-            with contextlib.suppress(queue.Empty):
-                self._wake_ups.get(timeout=duration_s if duration_s < math.inf else None)
+            yield min(duration_s, target.next_s - now_s) if target.next_s > now_s else duration_s
         return self._is_closed or self._wanted()[0] != self._applied_mhz
 
     def _say(self, error: Exception) -> None:

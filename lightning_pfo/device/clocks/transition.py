@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.gpu import Gpu
+from lightning_pfo.device.time import run, time_of
 
 TIMEOUT_S = 0.25
 """A clock that has not landed by then is not reached."""
@@ -29,6 +29,9 @@ _POLL_SHARE = 0.1  # of the time passed: the latency is known to a tenth, and a 
 _USUAL_SHARE = 0.9  # of the usual latency: before that a poll would see nothing
 _MIN_OBSERVED = 5
 _KEPT = 1000
+
+Pause = Callable[[float], Generator[float, None, bool]]
+"""A process that sleeps for some seconds; returns whether to stop watching, as another change is to be made."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class TransitionLog:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._now_s = time_of(gpu).now_s
         self._tolerance_mhz = _half_step(gpu.supported_clocks_mhz())
         self._latencies_s: deque[float] = deque(maxlen=_KEPT)
         self._not_reached: Counter[int] = Counter()
@@ -110,23 +114,23 @@ class TransitionLog:
         latencies_s = tuple(self._latencies_s)
         return statistics.median(latencies_s) if len(latencies_s) >= _MIN_OBSERVED else 0.0
 
-    def watch(self, clock_mhz: int, requested_s: float, sleep: Callable[[float], bool]) -> Transition:
-        """Read the clock until it is there, and remember what was seen.
+    def watch(self, clock_mhz: int, requested_s: float, pause: Pause) -> Generator[float, None, Transition]:
+        """Read the clock until it is there, and remember what was seen; a process.
 
         Args:
             clock_mhz: The clock that the driver was just told.
-            requested_s: When it was asked for (`time.perf_counter`).
-            sleep: Sleeps for some seconds; returns whether to stop watching, as another change is to be made.
+            requested_s: When it was asked for, by the GPU's time.
+            pause: Sleeps, and says when to stop.
 
         Raises:
             DeviceError: If the clock cannot be read.
         """
-        transition = watch_clock(
-            self._gpu, clock_mhz, requested_s, sleep, self._tolerance_mhz, _USUAL_SHARE * self.usual_latency_s
+        transition = yield from watch_clock(
+            self._gpu, clock_mhz, requested_s, pause, self._tolerance_mhz, _USUAL_SHARE * self.usual_latency_s
         )
         if transition.latency_s is not None:
             self._latencies_s.append(transition.latency_s)
-        elif transition.limits or time.perf_counter() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows
+        elif transition.limits or self._now_s() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows
             self._not_reached[clock_mhz] += 1
             self._limits |= transition.limits
         return transition
@@ -148,24 +152,25 @@ def watch_clock(
     gpu: Gpu,
     clock_mhz: int,
     requested_s: float,
-    sleep: Callable[[float], bool],
+    pause: Pause,
     tolerance_mhz: float,
     first_look_s: float = 0.0,
-) -> Transition:
-    """Read a GPU's clock until it is within `tolerance_mhz` of `clock_mhz`, `TIMEOUT_S` is over, or `sleep` says stop.
+) -> Generator[float, None, Transition]:
+    """Read a GPU's clock until it is within `tolerance_mhz` of `clock_mhz`, `TIMEOUT_S` is over, or `pause` says stop.
 
     Raises:
         DeviceError: If the clock cannot be read.
     """
-    is_stopped = sleep(first_look_s - (time.perf_counter() - requested_s)) if first_look_s else False
+    now_s = time_of(gpu).now_s
+    is_stopped = (yield from pause(first_look_s - (now_s() - requested_s))) if first_look_s else False
     while True:
         reached_mhz = gpu.graphics_clock_mhz()
-        passed_s = time.perf_counter() - requested_s
+        passed_s = now_s() - requested_s
         if abs(reached_mhz - clock_mhz) <= tolerance_mhz:
             return Transition(clock_mhz, reached_mhz, passed_s)
         if is_stopped or passed_s >= TIMEOUT_S:
             return Transition(clock_mhz, reached_mhz, None, gpu.clock_limits())
-        is_stopped = sleep(max(_POLL_S, _POLL_SHARE * passed_s))
+        is_stopped = yield from pause(max(_POLL_S, _POLL_SHARE * passed_s))
 
 
 def measure_latency(gpu: Gpu, clocks_mhz: Sequence[int]) -> ClockStatistics:
@@ -176,19 +181,19 @@ def measure_latency(gpu: Gpu, clocks_mhz: Sequence[int]) -> ClockStatistics:
     Raises:
         DeviceError: If a clock cannot be set or read.
     """
-    log = TransitionLog(gpu)
+    log, time_source = TransitionLog(gpu), time_of(gpu)
     try:
         for clock_mhz in clocks_mhz:
-            requested_s = time.perf_counter()
+            requested_s = time_source.now_s()
             gpu.lock_graphics_clock(clock_mhz)
-            log.watch(clock_mhz, requested_s, _sleep)
+            run(time_source, log.watch(clock_mhz, requested_s, _pause))
     finally:
         gpu.restore()
     return log.statistics(len(clocks_mhz))
 
 
-def _sleep(duration_s: float) -> bool:
-    time.sleep(max(0.0, duration_s))
+def _pause(duration_s: float) -> Generator[float, None, bool]:
+    yield duration_s
     return False
 
 

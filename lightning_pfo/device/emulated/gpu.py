@@ -1,6 +1,7 @@
-"""A GPU that behaves in real time, for machines that have none.
+"""A GPU that is only modelled, in virtual time or in the host's, for machines that have none.
 
-It occupies its caller for as long as a modelled instruction would take, and its counter integrates power over time::
+An instruction takes its modelled time: virtual time passes at once, the host's occupies the caller for so long. The
+counter integrates power over that time::
 
     state     waiting |      computing       | waiting |   computing
     caller            begin_work  finish_work          begin_work ...
@@ -20,7 +21,7 @@ from threading import Lock
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.device.config import GpuConfig
 from lightning_pfo.device.emulated.physics import GpuPhysics
-from lightning_pfo.device.emulated.time import RealTime, TimeSource
+from lightning_pfo.device.emulated.time import EmulationTime, RealTime, VirtualTime
 from lightning_pfo.device.gpu import check_clock_supported
 
 _WAITING_STATES = ("blocked", "idle")
@@ -39,25 +40,28 @@ class EmulatedGpu:
 
     Attributes:
         physics: The model: time and power at each clock.
+        time_source: Where its moments come from.
         num_instructions: Instructions that took modelled time.
         num_overruns: Those whose real computation took longer.
     """
 
     is_emulated = True
 
-    def __init__(self, config: GpuConfig, *, index: int = 0, clock: TimeSource | None = None) -> None:
+    def __init__(self, config: GpuConfig, *, index: int = 0, time_source: EmulationTime | None = None) -> None:
         """Start at the top clock, idle, with an energy counter of zero.
 
         Args:
             config: The model's parameters; `config.kind` is ignored.
             index: Index of this GPU on its node: selects its noise and whether it is the straggler.
-            clock: Where time comes from; None: real time.
+            time_source: Where time comes from; None: as `config.time` says.
         """
         self.config = config
         self.index = index
         self.physics = GpuPhysics(config)
         self.num_instructions = self.num_overruns = 0
-        self._clock = clock or RealTime()
+        if time_source is None:
+            time_source = VirtualTime() if config.time == "virtual" else RealTime()
+        self.time_source: EmulationTime = time_source
         self._random = random.Random(f"{config.seed}:{index}")
         self._duration_factor = config.time_scale * (config.straggler_factor if index == config.straggler_index else 1)
         self._latency_s = config.clock_latency_s * config.time_scale
@@ -71,7 +75,7 @@ class EmulatedGpu:
         self._landed_mhz = config.top_clock_mhz
         self._state = "idle"
         self._waiting_state = "idle"
-        self._start_s = self._time_s = self._clock.now_s()
+        self._start_s = self._time_s = self.time_source.now_s()
         self._energy_j = 0.0
         self._ticked_energy_j = 0.0
         self._worked_s: dict[int, float] = {}  # since begin_work, by clock
@@ -79,7 +83,8 @@ class EmulatedGpu:
     @property
     def name(self) -> str:
         """The model's name, and that it is emulated."""
-        return f"{self.config.model} (emulated)"
+        kind = "emulated, virtual time" if self.config.time == "virtual" else "emulated"
+        return f"{self.config.model} ({kind})"
 
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """Graphics clocks that can be locked, highest first."""
@@ -105,20 +110,20 @@ class EmulatedGpu:
             self._request(self.config.top_clock_mhz)
 
     def _request(self, clock_mhz: int) -> None:
-        self._requests.append((self._clock.now_s() + self._latency_s, clock_mhz))
+        self._requests.append((self.time_source.now_s() + self._latency_s, clock_mhz))
         if self._state == "computing":  # read after the append: finish_work sees the request or is woken
             self._wake_ups.put(None)
 
-    def total_energy_mj(self) -> int:
-        """Energy since the start, mJ; as of the last counter tick if `config.counter_tick_s` is set."""
+    def total_energy_mj(self) -> float:
+        """Energy since the start, mJ; whole ones as of the last counter tick if `config.counter_tick_s` is set."""
         with self._lock:
-            self._advance(self._clock.now_s())
-            return int((self._ticked_energy_j if self._tick_s else self._energy_j) * 1000)
+            self._advance(self.time_source.now_s())
+            return int(self._ticked_energy_j * 1000) if self._tick_s else self._energy_j * 1000
 
     def power_mw(self) -> int:
         """Power drawn now, mW."""
         with self._lock:
-            self._advance(self._clock.now_s())
+            self._advance(self.time_source.now_s())
             return int(self._power_w() * 1000)
 
     def graphics_clock_mhz(self) -> int:
@@ -138,7 +143,7 @@ class EmulatedGpu:
 
     def _landed_now_mhz(self) -> int:
         """The requested clock that has landed last, without landing it."""
-        requests, now_s = self._requests.copy(), self._clock.now_s()
+        requests, now_s = self._requests.copy(), self.time_source.now_s()
         landed = [clock_mhz for lands_s, clock_mhz in requests if lands_s <= now_s]
         return landed[-1] if landed else self._landed_mhz
 
@@ -172,7 +177,7 @@ class EmulatedGpu:
         if state not in _WAITING_STATES:
             raise ConfigurationError(f"An emulated GPU waits {' or '.join(_WAITING_STATES)}; got {state!r}.")
         with self._lock:
-            self._advance(self._clock.now_s())
+            self._advance(self.time_source.now_s())
             self._waiting_state = state
             if self._state != "computing":
                 self._state = state
@@ -186,7 +191,7 @@ class EmulatedGpu:
         with self._lock:
             if self._state == "computing":
                 raise DeviceError("begin_work() starts one instruction at a time; call finish_work(...) before it.")
-            self._advance(self._clock.now_s())
+            self._advance(self.time_source.now_s())
             self._worked_s.clear()
             self._state = "computing"
 
@@ -210,7 +215,7 @@ class EmulatedGpu:
             with self._lock:
                 if self._state != "computing":
                     raise DeviceError("finish_work() ends an instruction; call begin_work() at its beginning.")
-                now_s = self._clock.now_s()
+                now_s = self.time_source.now_s()
                 self._advance(now_s)
                 wait_s = self._remaining_s(now_s, compute_s, memory_s)
                 if wait_s <= 0:
@@ -220,7 +225,7 @@ class EmulatedGpu:
                         self.num_overruns += not has_waited
                     return
             has_waited = True
-            self._clock.wait(self._wake_ups, wait_s)
+            self.time_source.wait(self._wake_ups, wait_s)
 
     def _remaining_s(self, now_s: float, compute_s: float, memory_s: float) -> float:
         """Time until the running instruction is over, given all clock requests made so far."""

@@ -1,4 +1,4 @@
-"""Watch a GPU's energy counter, clock and limits from a thread of its own, mostly asleep.
+"""Watch a GPU's energy counter, clock and limits beside the training, mostly asleep: on a thread, or in virtual time.
 
 ::
 
@@ -13,15 +13,14 @@ A tick is known to half the time between the poll that missed it and the poll th
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device.energy.attribution import EnergyTrace, snap_to_period
 from lightning_pfo.device.gpu import Gpu
+from lightning_pfo.device.time import Process, Task, time_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class GpuState:
     """The state of a GPU at one moment.
 
     Attributes:
-        time_s: When (`time.perf_counter`).
+        time_s: When, by the GPU's time.
         clock_mhz: Its graphics clock.
         limits: What holds the clock below the locked one: of `power_cap`, `thermal`, `hw_slowdown`.
     """
@@ -69,20 +68,21 @@ class EnergySampler:
         self._has_counter = True
         self._readings: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._states: deque[GpuState] = deque(maxlen=_KEPT)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._time = time_of(gpu)
+        self._is_stopped = False
+        self._task: Task | None = None
 
     def start(self) -> None:
         """Start sampling; does nothing if it runs already."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="pfo-energy-sampler", daemon=True)
-            self._thread.start()
+        if self._task is None:
+            self._task = self._time.spawn(self._work(), "pfo-energy-sampler")
 
     def stop(self) -> None:
         """Stop sampling. May be called twice."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(5)
+        self._is_stopped = True
+        if self._task is not None:
+            self._task.wake()
+            self._task.join(5)
 
     def trace(self, from_s: float) -> EnergyTrace:
         """Readings since a time; possibly none."""
@@ -99,7 +99,7 @@ class EnergySampler:
         # in this order, which a tick in between does no harm
         (before_s, before_j), (last_s, last_j) = self._readings[-2], self._readings[-1]
         period_s = last_s - before_s
-        since_s = min(time.perf_counter() - last_s, _LONGEST_CONTINUED * period_s)
+        since_s = min(self._time.now_s() - last_s, _LONGEST_CONTINUED * period_s)
         return last_j + (last_j - before_j) * since_s / period_s
 
     def states(self, from_s: float) -> list[GpuState]:
@@ -108,37 +108,41 @@ class EnergySampler:
 
     def wait_for_reading_after(self, time_s: float, timeout_s: float) -> bool:
         """Wait until the counter has advanced once more; returns whether it has."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = self._time.now_s() + timeout_s
         while not (self._readings and self._readings[-1][0] >= time_s):
-            if self.error is not None or time.monotonic() >= deadline_s:
+            if self.error is not None or self._time.now_s() >= deadline_s:
                 return False
-            time.sleep(_POLL_S)
+            self._time.sleep(_POLL_S)
         return True
 
-    def _work(self) -> None:
+    def _work(self) -> Process[None]:
         try:
             if not self._with_energy:
-                self._watch_state()
+                yield from self._watch_state()
                 return
             try:
-                self._watch_counter()
+                yield from self._watch_counter()
             except NotSupportedError:
-                self._integrate_power()
+                yield from self._integrate_power()
         except DeviceError as error:
             self.error = error
             logger.warning("Energy of %s is not measured any more. %s", self._gpu.name, error)
 
-    def _watch_state(self) -> None:
-        while not self._stop.wait(_STATE_S):
+    def _goes_on_after(self, duration_s: float) -> Generator[float, None, bool]:
+        yield duration_s
+        return not self._is_stopped
+
+    def _watch_state(self) -> Process[None]:
+        while (yield from self._goes_on_after(_STATE_S)):
             self._note_state()
 
-    def _watch_counter(self) -> None:
+    def _watch_counter(self) -> Process[None]:
         wake_ups = _WakeUps()
-        last_mj, last_poll_s = self._gpu.total_energy_mj(), time.perf_counter()
-        while not self._stop.wait(wake_ups.sleep_s(time.perf_counter())):
-            before_s = time.perf_counter()
+        last_mj, last_poll_s = self._gpu.total_energy_mj(), self._time.now_s()
+        while (yield from self._goes_on_after(wake_ups.sleep_s(self._time.now_s()))):
+            before_s = self._time.now_s()
             energy_mj = self._gpu.total_energy_mj()
-            now_s = (before_s + time.perf_counter()) / 2
+            now_s = (before_s + self._time.now_s()) / 2
             if energy_mj != last_mj:
                 _check_rise(self._gpu, last_mj, energy_mj)
                 is_sharp = now_s - last_poll_s <= 2 * _POLL_S
@@ -149,12 +153,12 @@ class EnergySampler:
             last_poll_s = now_s
             self._note_state_if_due(now_s)
 
-    def _integrate_power(self) -> None:
+    def _integrate_power(self) -> Process[None]:
         self._has_counter = False
-        energy_j, last_s, last_w = 0.0, time.perf_counter(), self._gpu.power_mw() / 1000
+        energy_j, last_s, last_w = 0.0, self._time.now_s(), self._gpu.power_mw() / 1000
         self._readings.append((last_s, energy_j))
-        while not self._stop.wait(_POWER_S):
-            now_s, now_w = time.perf_counter(), self._gpu.power_mw() / 1000
+        while (yield from self._goes_on_after(_POWER_S)):
+            now_s, now_w = self._time.now_s(), self._gpu.power_mw() / 1000
             energy_j += (now_s - last_s) * (last_w + now_w) / 2
             self._readings.append((now_s, energy_j))
             last_s, last_w = now_s, now_w
@@ -165,7 +169,7 @@ class EnergySampler:
             self._note_state()
 
     def _note_state(self) -> None:
-        self._states.append(GpuState(time.perf_counter(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
+        self._states.append(GpuState(self._time.now_s(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
 
 
 class _WakeUps:
@@ -192,7 +196,7 @@ class _WakeUps:
         return min(_STATE_S, until_next_s) if until_next_s > _POLL_S else _POLL_S
 
 
-def _check_rise(gpu: Gpu, before_mj: int, now_mj: int) -> None:
+def _check_rise(gpu: Gpu, before_mj: float, now_mj: float) -> None:
     """The counter has 64 bits and never wraps; what it counted is lost when the GPU is reset.
 
     Raises:

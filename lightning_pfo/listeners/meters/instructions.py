@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
 from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
+from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
 
 Kind = tuple[int, InstructionType]
@@ -101,6 +101,7 @@ class InstructionMeter(InstructionListener):
     def __init__(self, gpu: Gpu, source: InstructionSource, record: Recorder = record_timed_mark) -> None:
         self._gpu = gpu
         self._source = source
+        self._time = time_of(gpu)
         self._reads_directly = gpu.energy_is_continuous
         self._record = no_mark if gpu.is_emulated else record
         self._sampler = EnergySampler(gpu, with_energy=not self._reads_directly)
@@ -113,7 +114,7 @@ class InstructionMeter(InstructionListener):
         self._since: tuple[float, float] | None = None
         self._anchor: tuple[DeviceMark, float] | None = None
         self._marks: list[tuple[DeviceMark, Samples]] = []
-        self._from_s = time.perf_counter()
+        self._from_s = self._time.now_s()
 
     def close(self) -> None:
         """Stop watching the GPU."""
@@ -227,4 +228,4 @@ class InstructionMeter(InstructionListener):
 
     def _read(self) -> tuple[float, float]:
         self._source.synchronize()  # kernels run asynchronously: what was launched must be over
-        return time.perf_counter(), self._gpu.total_energy_mj() / 1000 if self._reads_directly else 0.0
+        return self._time.now_s(), self._gpu.total_energy_mj() / 1000 if self._reads_directly else 0.0

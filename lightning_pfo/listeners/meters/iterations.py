@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import mean_powers
 from lightning_pfo.device.energy.reader import EnergyReader
+from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceFollower
 
 _LOOK_EVERY_S = 0.1
@@ -51,6 +51,7 @@ class IterationMeter(InstructionListener):
     ) -> None:
         self._source = source
         self._follower = follower
+        self._time = time_of(gpu)
         self._reader = EnergyReader(gpu)
         self._is_ready = is_ready
         self._is_measuring = False
@@ -97,7 +98,7 @@ class IterationMeter(InstructionListener):
         self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
 
     def _read(self) -> tuple[float, float]:
-        return time.perf_counter(), self._reader.energy_j()
+        return self._time.now_s(), self._reader.energy_j()
 
     def take(self) -> IterationMeasurement | None:
         """Return the last iteration's measurement, the same on every rank; a collective call.

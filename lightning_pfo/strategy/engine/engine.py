@@ -85,9 +85,9 @@ class PipelineEngine:
         """Whether this rank computes the loss."""
         return self.num_stages - 1 in self._modules
 
-    def add_listener(self, listener: InstructionListener, *, innermost: bool = False) -> None:
+    def add_listener(self, listener: InstructionListener, *, innermost: bool = False, outermost: bool = False) -> None:
         """See `InstructionSource.add_listener`."""
-        self._emitter.add(listener, innermost=innermost)
+        self._emitter.add(listener, innermost=innermost, outermost=outermost)
 
     def remove_listener(self, listener: InstructionListener) -> None:
         """See `InstructionSource.remove_listener`."""
@@ -107,12 +107,16 @@ class PipelineEngine:
 
     def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
         """See `InstructionSource.all_gather`; hosts talk to each other, none waits for its device as with nccl."""
-        if everywhere not in self._hosts:
-            self._hosts[everywhere] = host_group(None if everywhere else self.group, self.device)
-        group = self._hosts[everywhere]
+        group = self.host_group(everywhere=everywhere)
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
         return values
+
+    def host_group(self, *, everywhere: bool = False) -> dist.ProcessGroup | None:
+        """See `InstructionSource.host_group`."""
+        if everywhere not in self._hosts:
+            self._hosts[everywhere] = host_group(None if everywhere else self.group, self.device)
+        return self._hosts[everywhere]
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
         """Fix the number of microbatches of training iterations, which makes `schedule` known.

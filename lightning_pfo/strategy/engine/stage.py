@@ -7,6 +7,7 @@ stage holds its inputs and outputs, and autograd what it saved. Nothing else out
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +100,8 @@ class Stage:
         if self.counted_work is not None and key not in self.counted_work:
             with WorkCounter() as counter:
                 produced = self._computations[instruction.type](instruction.microbatch, received)
-            self.counted_work[key] = counter.work
+            sent_bytes = sum(tensor.numel() * tensor.element_size() for tensor in produced)
+            self.counted_work[key] = replace(counter.work, sent_bytes=sent_bytes)
         else:
             produced = self._computations[instruction.type](instruction.microbatch, received)
         work = self.counted_work.get(key) if self.counted_work is not None else None
