@@ -34,7 +34,7 @@ ROUND = GpuConfig(
 def make(**changes: object) -> tuple[EmulatedGpu, FakeClock]:
     clock = FakeClock()
     index = changes.pop("index", 0)
-    return EmulatedGpu(replace(ROUND, **changes), index=index, clock=clock), clock  # type: ignore[arg-type]
+    return EmulatedGpu(replace(ROUND, **changes), index=index, time_source=clock), clock  # type: ignore[arg-type]
 
 
 def run(gpu: EmulatedGpu, clock: FakeClock, compute_s: float, memory_s: float = 0.0, real_s: float = 0.0) -> float:
