@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import platform
 import queue
 import threading
 import time
 from collections.abc import Generator
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -44,6 +47,10 @@ class Task(Protocol):
 class TimeSource(Protocol):
     """Moments, and waiting for them."""
 
+    @property
+    def scope(self) -> str:
+        """Moments of two sources with the same scope can be compared, in different processes too."""
+
     def now_s(self) -> float:
         """Seconds since some fixed moment; never decreases."""
 
@@ -55,7 +62,14 @@ class TimeSource(Protocol):
 
 
 class HostTime:
-    """The system's monotonic clock, the one that `time.perf_counter` reads."""
+    """The system's monotonic clock, the one that `time.perf_counter` reads: it counts since the machine was started."""
+
+    @cached_property
+    def scope(self) -> str:
+        """The machine, since it was started last."""
+        with contextlib.suppress(OSError):
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return platform.node()
 
     def now_s(self) -> float:
         """See `TimeSource`."""

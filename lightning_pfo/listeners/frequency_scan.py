@@ -18,12 +18,13 @@ time: where they wait for each other, the slowest decides. An instruction's vall
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import ClockController
-from lightning_pfo.listeners.meters.instructions import InstructionMeter, Measured
+from lightning_pfo.listeners.meters.instructions import InstructionMeter, Kind, Measured
+from lightning_pfo.listeners.meters.transfers import measured_transfers
 
 _CLOCK_TIMEOUT_S = 5.0
 _CLOCK_TOLERANCE = 0.01
@@ -34,7 +35,8 @@ _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
 class ProfileRow:
     """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W.
 
-    The ranks of replicas and of tensor parallelism are columns only where there are several.
+    `transfer_time` is None where the instruction sends nothing, or nobody waited for it. The ranks of replicas and of
+    tensor parallelism are columns only where there are several.
     """
 
     stage: int
@@ -46,6 +48,7 @@ class ProfileRow:
     energy_stderr: float
     samples: int
     p2p_blocking_power_w: float
+    transfer_time: float | None = None
     flags: str = ""
     gpu: str = ""
     dp_rank: int = 0
@@ -156,7 +159,8 @@ class FrequencyScan(InstructionListener):
         if self._num_iterations < self._warmup_iterations + self._num_wanted or self._wants_more():
             return
         self._num_iterations, self._num_wanted = 0, self._iterations_per_clock
-        mine = [] if self._exhausted() else self._measure()
+        transfers_s = measured_transfers(self._source, self._meter)
+        mine = [] if self._exhausted() else self._measure(transfers_s)
         self.position += 1
         rows = [row for part in self._source.all_gather(mine, everywhere=True) for row in part]
         self._rows.extend(rows)
@@ -184,7 +188,7 @@ class FrequencyScan(InstructionListener):
         self._num_wanted = min(math.ceil(growth * self._num_wanted), self._max_iterations_per_clock)
         return True
 
-    def _measure(self) -> list[ProfileRow]:
+    def _measure(self, transfers_s: Mapping[Kind, float]) -> list[ProfileRow]:
         rows = []
         clock_mhz = self.clock_mhz
         dp_rank, tp_rank = self._source.place
@@ -204,6 +208,7 @@ class FrequencyScan(InstructionListener):
                     energy_stderr=measured.energy_stderr_j,
                     samples=measured.samples,
                     p2p_blocking_power_w=blocked_power_w,
+                    transfer_time=transfers_s.get((stage, kind)),
                     flags=_flags(measured, clock_mhz, self._target_error),
                     gpu=self._gpu_name,
                     dp_rank=dp_rank,

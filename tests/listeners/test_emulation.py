@@ -12,7 +12,7 @@ from tests.listeners.fakes import FakeSource
 def test_the_first_iteration_counts_and_the_others_take_their_modelled_time():
     source = FakeSource(num_microbatches=3)
     clock = FakeClock()
-    gpu = EmulatedGpu(load_gpu_config("emulated_a100"), clock=clock)
+    gpu = EmulatedGpu(load_gpu_config("emulated_a100"), time_source=clock)
     emulation = EmulationListener(gpu, source)
     emulation.attach()
     assert source.counting

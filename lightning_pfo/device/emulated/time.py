@@ -56,6 +56,8 @@ class VirtualTime:
     when threads run.
     """
 
+    scope = "virtual time"
+
     def __init__(self) -> None:
         self._now_s = 0.0
         self._due: list[tuple[float, int, _VirtualTask]] = []  # a heap: the earliest first, then the first that slept

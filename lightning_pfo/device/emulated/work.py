@@ -10,6 +10,9 @@ from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.device.config import GpuConfig
 
 
+_LEAST_S = 1e-6  # what has nothing to compute, such as input gradients of the first stage, is launched all the same
+
+
 @dataclass(frozen=True)
 class WorkScale:
     """Factors from counted work to time at the top clock.
@@ -23,8 +26,9 @@ class WorkScale:
     seconds_per_byte: float
 
     def seconds(self, work: InstructionWork) -> tuple[float, float]:
-        """Return (compute_s, memory_s) of an instruction at the top clock."""
-        return work.flops * self.seconds_per_flop, work.bytes * self.seconds_per_byte
+        """Return (compute_s, memory_s) of an instruction at the top clock; no instruction takes less than 1 us."""
+        compute_s, memory_s = work.flops * self.seconds_per_flop, work.bytes * self.seconds_per_byte
+        return compute_s, max(memory_s, _LEAST_S - compute_s)
 
 
 def fit_work_scale(forwards: Iterable[InstructionWork], config: GpuConfig) -> WorkScale:

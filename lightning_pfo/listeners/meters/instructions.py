@@ -107,6 +107,11 @@ class InstructionMeter(InstructionListener):
         self._sampler = EnergySampler(gpu, with_energy=not self._reads_directly)
         self.reset()
 
+    @property
+    def scope(self) -> str:
+        """Whose moments can be compared with those of the samples; see `TimeSource.scope`."""
+        return self._time.scope
+
     def reset(self) -> None:
         """Forget all samples."""
         self.instructions: dict[Kind, Samples] = defaultdict(Samples)
