@@ -1,3 +1,7 @@
+from itertools import permutations
+
+import pytest
+
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionListener
 from lightning_pfo.core.instruction import Instruction
 
@@ -13,25 +17,49 @@ class Recorder(InstructionListener):
         self.seen.append(f"{self.name} end {event.instruction}")
 
 
-def test_listeners_nest_and_the_innermost_stays_inside():
+@pytest.mark.parametrize("order", list(permutations(["outermost", "outer", "inner", "innermost"])))
+def test_listeners_nest_and_the_innermost_and_outermost_stay_there(order):
+    """Whoever comes first; those between nest in the order in which they came."""
     seen = []
     emitter = EventEmitter()
     assert not emitter
-    emitter.add(Recorder("gpu", seen), innermost=True)
-    outer, inner = Recorder("outer", seen), Recorder("inner", seen)
-    emitter.add(outer)
-    emitter.add(inner)
+    for name in order:
+        emitter.add(Recorder(name, seen), innermost=name == "innermost", outermost=name == "outermost")
     event = InstructionEvent(Instruction.parse("0F0"), 0)
     emitter.instruction_begin(event)
     emitter.instruction_end(event)
-    assert [line.split()[0] for line in seen] == ["outer", "inner", "gpu", "gpu", "inner", "outer"]
+    between = [name for name in order if name in ("outer", "inner")]
+    nested = ["outermost", *between, "innermost"]
+    assert [line.split()[0] for line in seen] == [*nested, *nested[::-1]]
 
 
-def test_removed_listeners_hear_nothing():
+def test_iterations_begin_outermost_and_end_there():
+    seen = []
+
+    class Iterations(InstructionListener):
+        def __init__(self, name):
+            self.name = name
+
+        def on_iteration_begin(self, iteration):
+            seen.append(f"{self.name} begin {iteration}")
+
+        def on_iteration_end(self, iteration):
+            seen.append(f"{self.name} end {iteration}")
+
+    emitter = EventEmitter()
+    emitter.add(Iterations("between"))
+    emitter.add(Iterations("outermost"), outermost=True)
+    emitter.iteration_begin(3)
+    emitter.iteration_end(3)
+    assert seen == ["outermost begin 3", "between begin 3", "between end 3", "outermost end 3"]
+
+
+@pytest.mark.parametrize("place", [{}, {"innermost": True}, {"outermost": True}])
+def test_removed_listeners_hear_nothing(place):
     seen = []
     emitter = EventEmitter()
     listener = Recorder("one", seen)
-    emitter.add(listener)
+    emitter.add(listener, **place)
     assert emitter
     emitter.remove(listener)
     emitter.remove(listener)

@@ -1,4 +1,7 @@
-"""A process that locks clocks until something ends it: `python -m tests.device.locking_process GPU ENDING [INDEX]`."""
+"""A process that locks clocks until something ends it: `python -m tests.device.locking_process GPU ENDING [INDEX]`.
+
+The GPU `virtual` or `real` is emulated, in that time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import time
 
 from lightning_pfo.device import ClockController, EmulatedGpu, GpuConfig, open_gpu
+from lightning_pfo.device.config import TIMES
 from lightning_pfo.device.safety import guard
 
 logging.basicConfig(stream=sys.stderr)
@@ -29,8 +33,9 @@ class Announcer:
 def main(gpu_name: str, ending: str, index: str = "0") -> None:
     if ending == "own handler":
         signal.signal(signal.SIGTERM, lambda *_: (print("own handler", flush=True), sys.exit(7)))
-    is_real = gpu_name in ("nvml", "zeus")  # then all else is a default, and reading the name's file would cost more
-    gpu = open_gpu(GpuConfig(kind=gpu_name) if is_real else gpu_name, int(index))
+    is_emulated = gpu_name in TIMES
+    config = GpuConfig(kind="emulated", time=gpu_name) if is_emulated else GpuConfig(kind=gpu_name)
+    gpu = open_gpu(config, int(index))  # not by its name, as reading a file would cost more
     clocks = ClockController(gpu)
     supported = gpu.supported_clocks_mhz()
     clocks.request(supported[3])

@@ -64,6 +64,7 @@ def test_accepts_omegaconf_and_null() -> None:
     ("field", "value"),
     [
         ("kind", "amd"),
+        ("time", "warped"),
         ("top_clock_mhz", 0),
         ("min_clock_mhz", 5000),
         ("clock_step_mhz", 0),

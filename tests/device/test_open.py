@@ -62,7 +62,7 @@ def test_more_ranks_than_gpus(real_gpus: int, choice: str) -> None:
 @with_real_gpus(2)
 def test_emulated_is_emulated_wherever_it_runs(real_gpus: int, caplog: pytest.LogCaptureFixture) -> None:
     gpu = open_gpu("emulated_a40", 7)
-    assert gpu.name == "NVIDIA A40 (emulated)"
+    assert gpu.name == "NVIDIA A40 (emulated, virtual time)"
     assert isinstance(gpu, Gpu)
     assert caplog.text == ""  # asked for, so nothing to warn of
 

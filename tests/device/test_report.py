@@ -15,9 +15,19 @@ __all__ = ["fake_driver"]
 
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
 def test_the_counter_s_tick_is_found(tick_s: float) -> None:
-    source, found_s = watch_counter(open_gpu(GpuConfig(kind="emulated", counter_tick_s=tick_s), 0), 7 * tick_s)
+    gpu = open_gpu(GpuConfig(kind="emulated", counter_tick_s=tick_s), 0)
+    assert watch_counter(gpu, 7 * tick_s) == ("counter", pytest.approx(tick_s, abs=0.001))  # looked at every millisecond
+
+
+def test_a_counter_without_ticks_and_one_that_ticks_too_seldom() -> None:
+    assert watch_counter(open_gpu(GpuConfig(kind="emulated"), 0), 0.1) == ("counter", 0.0)
+    assert watch_counter(open_gpu(GpuConfig(kind="emulated", counter_tick_s=30.0), 0), 1.0) == ("counter", None)
+
+
+def test_in_real_time_the_counter_is_watched_too() -> None:
+    source, tick_s = watch_counter(open_gpu(GpuConfig(kind="emulated", time="real", counter_tick_s=0.02), 0), 0.14)
     assert source == "counter"
-    assert found_s == pytest.approx(tick_s, rel=0.4)
+    assert tick_s == pytest.approx(0.02, rel=0.4)
 
 
 def test_few_clocks_are_all_scanned() -> None:

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import EmulatedGpu
+from lightning_pfo.device.emulated.time import VirtualTime
 from lightning_pfo.experiment.config import ExperimentConfig, TrainerConfig
 from lightning_pfo.experiment.hydra_main import check_no_foreign_keys, with_folder, with_selection
-from tests.device.fake_clock import FakeClock
 from tests.example_scripts import ROOT, load_example
 from tests.launch import run_script
 
@@ -61,7 +61,7 @@ def test_every_option_composes(group, option):
 
 def behaviour(config):
     """What a GPU of index 1 does in two instructions of 0.1 s, the second after a change of clock."""
-    gpu = EmulatedGpu(config, index=1, clock=(clock := FakeClock()))
+    gpu = EmulatedGpu(config, index=1, time_source=(clock := VirtualTime()))
     seen = {"start_mj": gpu.total_energy_mj()}
     for name, clock_mhz in (("first", 1410), ("second", 1005)):
         begin_s = clock.now_s()
@@ -225,7 +225,7 @@ def test_help_lists_groups_options_and_common_overrides(run):
         ("+trainer.devcies=2", "There is no key 'devcies' in trainer. Did you mean devices? Known: accelerator,"),
         ("gpu.nosie=0.1", "There is no key 'nosie' in gpu. Did you mean noise? Known: blocked_activity,"),
         ("modle=gpt_tiny", "There is no key 'modle' at the top level of the configuration. Did you mean model? Known:"),
-        ("+extra=1", "There is no key 'extra' at the top level of the configuration. Known: data, gpu, model, name,"),
+        ("+extra=1", "There is no key 'extra' at the top level of the configuration. Known: cluster, data, gpu, model, name,"),
         ("plan=least_enrgy", "There is no plan=least_enrgy. Did you mean least_energy? Known: least_energy, no_slow"),
         (
             "plan=cheap",

@@ -82,7 +82,7 @@ class VirtualTime:
         end_s = self._now_s + timeout_s
         while wake_ups.empty():
             if not self._run_next(end_s):
-                self._now_s = end_s
+                self._now_s = max(self._now_s, end_s)
                 return
         wake_ups.get()
 
@@ -136,3 +136,5 @@ class _VirtualTask:
                 self._time.call_later(self, duration_s)
         finally:
             self._is_awake = False
+        if self._is_woken:  # by a signal handler, after the last look
+            self.wake()

@@ -1,8 +1,11 @@
+"""Requests applied by a thread in real time, and in step in virtual time; `gpu` is one of each, `real_gpu` the former."""
+
 from __future__ import annotations
 
 import logging
 import signal
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,8 +18,8 @@ from tests.waiting import wait_until
 class RecordingGpu(EmulatedGpu):
     """Records what is done to it; `gate` lets a test hold the worker inside a change."""
 
-    def __init__(self) -> None:
-        super().__init__(load_gpu_config("emulated_a100"))
+    def __init__(self, time: str) -> None:
+        super().__init__(replace(load_gpu_config("emulated_a100"), time=time))
         self.calls: list[int | str] = []
         self.threads: set[str] = set()
         self.gate = threading.Event()
@@ -39,9 +42,19 @@ class RecordingGpu(EmulatedGpu):
         self.calls.append("restore")
 
 
+@pytest.fixture(params=["virtual", "real"])
+def gpu(request: pytest.FixtureRequest) -> RecordingGpu:
+    return RecordingGpu(request.param)
+
+
 @pytest.fixture
-def gpu() -> RecordingGpu:
-    return RecordingGpu()
+def virtual_gpu() -> RecordingGpu:
+    return RecordingGpu("virtual")
+
+
+@pytest.fixture
+def real_gpu() -> RecordingGpu:
+    return RecordingGpu("real")
 
 
 def test_applies_requests_and_restores(gpu: RecordingGpu) -> None:
@@ -54,17 +67,17 @@ def test_applies_requests_and_restores(gpu: RecordingGpu) -> None:
     assert clocks.error is None
 
 
-def test_latest_wins_and_the_caller_never_waits(gpu: RecordingGpu) -> None:
-    with ClockController(gpu) as clocks:
-        gpu.gate.clear()
+def test_latest_wins_and_the_caller_never_waits(real_gpu: RecordingGpu) -> None:
+    with ClockController(real_gpu) as clocks:
+        real_gpu.gate.clear()
         clocks.request(1410)
-        assert gpu.entered.wait(30)
-        for clock_mhz in gpu.supported_clocks_mhz()[1:]:
+        assert real_gpu.entered.wait(30)
+        for clock_mhz in real_gpu.supported_clocks_mhz()[1:]:
             clocks.request(clock_mhz)  # would block for ever if it waited for the gate
         assert not clocks.wait(0.01)
-        gpu.gate.set()
+        real_gpu.gate.set()
         assert clocks.wait(30)
-    assert gpu.calls == [1410, 210, "restore"]
+    assert real_gpu.calls == [1410, 210, "restore"]
     assert clocks.num_changes == 2
 
 
@@ -76,33 +89,49 @@ def test_repeated_values_are_free(gpu: RecordingGpu) -> None:
     assert gpu.calls == [1410, 1200, 1410, "restore"]
 
 
-def test_repeated_values_do_not_even_wake_the_worker(gpu: RecordingGpu) -> None:
-    with ClockController(gpu) as clocks:
-        gpu.gate.clear()
+def test_repeated_values_do_not_even_wake_the_worker(real_gpu: RecordingGpu) -> None:
+    with ClockController(real_gpu) as clocks:
+        real_gpu.gate.clear()
         clocks.request(1410)
-        assert gpu.entered.wait(30)
+        assert real_gpu.entered.wait(30)
         for _ in range(5):
             clocks.request(1200)
-        assert clocks._wake_ups.qsize() == 1
-        gpu.gate.set()
+        assert clocks._worker._wake_ups.qsize() == 1  # type: ignore[union-attr]
+        real_gpu.gate.set()
 
 
-def test_a_value_that_returns_while_the_worker_is_busy_is_not_set_again(gpu: RecordingGpu) -> None:
-    with ClockController(gpu) as clocks:
-        gpu.gate.clear()
+def test_a_value_that_returns_while_the_worker_is_busy_is_not_set_again(real_gpu: RecordingGpu) -> None:
+    with ClockController(real_gpu) as clocks:
+        real_gpu.gate.clear()
         clocks.request(1410)
-        assert gpu.entered.wait(30)
+        assert real_gpu.entered.wait(30)
         clocks.request(1200)
         clocks.request(1410)
-        gpu.gate.set()
+        real_gpu.gate.set()
         assert clocks.wait(30)
-    assert gpu.calls == [1410, "restore"]
+    assert real_gpu.calls == [1410, "restore"]
 
 
-def test_only_the_worker_touches_clocks(gpu: RecordingGpu) -> None:
-    with ClockController(gpu) as clocks:
+def test_in_virtual_time_each_request_is_applied_before_it_returns(virtual_gpu: RecordingGpu) -> None:
+    before = threading.active_count()
+    with ClockController(virtual_gpu) as clocks:
+        for number, clock_mhz in enumerate((1410, 1200, 1200, 1305), start=1):
+            clocks.request(clock_mhz)
+            assert virtual_gpu.calls[-1] == clock_mhz
+            assert clocks.wait(0), number
+        virtual_gpu.time_source.sleep(0.01)
+        assert virtual_gpu.graphics_clock_mhz() == 1305
+    assert threading.active_count() == before
+    assert virtual_gpu.threads == {threading.current_thread().name}
+    assert virtual_gpu.calls == [1410, 1200, 1305, "restore"]
+    virtual_gpu.time_source.sleep(10)  # nothing is left that would change a clock
+    assert virtual_gpu.calls == [1410, 1200, 1305, "restore"]
+
+
+def test_only_the_worker_touches_clocks(real_gpu: RecordingGpu) -> None:
+    with ClockController(real_gpu) as clocks:
         clocks.request(1200)
-    assert gpu.threads == {"pfo-clock-controller"}
+    assert real_gpu.threads == {"pfo-clock-controller"}
 
 
 def test_without_a_request_nothing_is_touched_or_started(gpu: RecordingGpu) -> None:
@@ -124,18 +153,18 @@ def test_requests_after_close_are_ignored(gpu: RecordingGpu) -> None:
     assert gpu.calls == [1410, "restore"]
 
 
-def test_close_while_a_change_is_under_way_restores_after_it(gpu: RecordingGpu) -> None:
-    clocks = ClockController(gpu)
-    gpu.gate.clear()
+def test_close_while_a_change_is_under_way_restores_after_it(real_gpu: RecordingGpu) -> None:
+    clocks = ClockController(real_gpu)
+    real_gpu.gate.clear()
     clocks.request(1200)
-    assert gpu.entered.wait(30)
+    assert real_gpu.entered.wait(30)
     clocks.request(1000)
     closing = threading.Thread(target=clocks.close)
     closing.start()
     wait_until(lambda: clocks._is_closed)
-    gpu.gate.set()
+    real_gpu.gate.set()
     closing.join(30)
-    assert gpu.calls == [1200, "restore"]
+    assert real_gpu.calls == [1200, "restore"]
 
 
 def test_restores_on_an_exception(gpu: RecordingGpu) -> None:
@@ -178,17 +207,17 @@ def test_first_failure_is_kept_logged_once_and_makes_the_controller_inert(
 
 
 def test_a_hung_driver_does_not_hang_the_end(
-    gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    real_gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_pfo.device.clocks.controller._CLOSE_TIMEOUT_S", 0.02)
-    clocks = ClockController(gpu)
-    gpu.gate.clear()
+    clocks = ClockController(real_gpu)
+    real_gpu.gate.clear()
     clocks.request(1200)
-    assert gpu.entered.wait(30)
+    assert real_gpu.entered.wait(30)
     clocks.close()
     assert "--reset-gpu-clocks" in caplog.text
-    gpu.gate.set()  # when it answers after all, its clocks are restored
-    wait_until(lambda: gpu.calls == [1200, "restore"])
+    real_gpu.gate.set()  # when it answers after all, its clocks are restored
+    wait_until(lambda: real_gpu.calls == [1200, "restore"])
 
 
 def test_guarded_on_the_main_thread_signals_restore_what_another_thread_asked_for(gpu: RecordingGpu) -> None:
@@ -208,9 +237,9 @@ def test_guarded_on_the_main_thread_signals_restore_what_another_thread_asked_fo
         signal.signal(signal.SIGTERM, replaced)
 
 
-def test_many_threads_many_requests_end_consistently(gpu: RecordingGpu) -> None:
-    supported = gpu.supported_clocks_mhz()
-    clocks = ClockController(gpu)
+def test_many_threads_many_requests_end_consistently(real_gpu: RecordingGpu) -> None:
+    supported = real_gpu.supported_clocks_mhz()
+    clocks = ClockController(real_gpu)
     clocks.request(supported[0])
 
     def hammer(offset: int) -> None:
@@ -223,8 +252,8 @@ def test_many_threads_many_requests_end_consistently(gpu: RecordingGpu) -> None:
     for thread in threads:
         thread.join()
     assert clocks.wait(30)
-    assert gpu.calls[-1] == clocks._target.clock_mhz
+    assert real_gpu.calls[-1] == clocks._target.clock_mhz
     clocks.close()
-    assert gpu.calls[-1] == "restore"
-    assert clocks.num_changes == len(gpu.calls) - 1
-    assert all(a != b for a, b in pairwise(gpu.calls))
+    assert real_gpu.calls[-1] == "restore"
+    assert clocks.num_changes == len(real_gpu.calls) - 1
+    assert all(a != b for a, b in pairwise(real_gpu.calls))

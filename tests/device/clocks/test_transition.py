@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import time
+from collections.abc import Generator
 
 import pytest
 
 from lightning_pfo.core.errors import NotSupportedError
 from lightning_pfo.device import ClockController, EmulatedGpu, GpuConfig
-from lightning_pfo.device.clocks.transition import TransitionLog, measure_latency
+from lightning_pfo.device.clocks.transition import Transition, TransitionLog, measure_latency
+from lightning_pfo.device.time import run
 from tests.device.fake_driver import FakeDriver, fake_driver
 from tests.waiting import wait_until
 
@@ -33,25 +34,23 @@ class ScriptedGpu(EmulatedGpu):
         return self.limits
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr("lightning_pfo.device.clocks.transition.time.perf_counter", lambda: now[0])
-    return now
+def watched(
+    log: TransitionLog, gpu: EmulatedGpu, clock_mhz: int, ago_s: float = 0.0, stops_after_s: float = math.inf
+) -> Transition:
+    """Watch a change that was asked for a while ago, and stop when the next one comes."""
+    source, now_s = gpu.time_source, gpu.time_source.now_s()
+
+    def pause(duration_s: float) -> Generator[float, None, bool]:
+        yield duration_s
+        return source.now_s() >= now_s + stops_after_s
+
+    return run(source, log.watch(clock_mhz, now_s - ago_s, pause))
 
 
-def sleeper(now: list[float], stops_after: float = math.inf) -> object:
-    def sleep(duration_s: float) -> bool:
-        now[0] += max(0.0, duration_s)
-        return now[0] >= stops_after
-
-    return sleep
-
-
-def test_a_clock_that_lands_is_timed_from_its_request(now: list[float]) -> None:
-    log = TransitionLog(ScriptedGpu(1410, 1410, 1200))
-    transition = log.watch(1200, requested_s=99.998, sleep=sleeper(now))  # type: ignore[arg-type]
-    assert transition.latency_s == pytest.approx(0.003, abs=1e-4)  # two polls of half a millisecond
+def test_a_clock_that_lands_is_timed_from_its_request() -> None:
+    log = TransitionLog(gpu := ScriptedGpu(1410, 1410, 1200))
+    transition = watched(log, gpu, 1200, ago_s=0.002)
+    assert transition.latency_s == pytest.approx(0.003)  # two polls of half a millisecond
     assert transition.reached_mhz == 1200
     statistics = log.statistics(1)
     assert (statistics.num_observed, statistics.not_reached) == (1, {})
@@ -60,23 +59,23 @@ def test_a_clock_that_lands_is_timed_from_its_request(now: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("count", "within"), [(2, 2), (9, 9), (10, 9), (20, 18)])
-def test_nine_in_ten_latencies_are_within_the_last_figure(count: int, within: int, now: list[float]) -> None:
-    log = TransitionLog(ScriptedGpu(1200))
+def test_nine_in_ten_latencies_are_within_the_last_figure(count: int, within: int) -> None:
+    log = TransitionLog(gpu := ScriptedGpu(1200))
     for latency_ms in range(1, count + 1):
-        log.watch(1200, requested_s=now[0] - latency_ms / 1000, sleep=sleeper(now))  # type: ignore[arg-type]
-    assert log.statistics(count).latency_p90_s == pytest.approx(within / 1000, abs=1e-4)
+        watched(log, gpu, 1200, ago_s=latency_ms / 1000)
+    assert log.statistics(count).latency_p90_s == pytest.approx(within / 1000)
 
 
-def test_a_reading_nearer_than_half_a_step_counts(now: list[float]) -> None:
-    log = TransitionLog(ScriptedGpu(1207))
-    assert log.watch(1200, 100.0, sleeper(now)).latency_s == 0  # type: ignore[arg-type]
-    assert TransitionLog(ScriptedGpu(1208)).watch(1200, 100.0, sleeper(now)).latency_s is None  # type: ignore[arg-type]
+@pytest.mark.parametrize(("shown_mhz", "latency_s"), [(1207, 0.0), (1208, None)])
+def test_a_reading_nearer_than_half_a_step_counts(shown_mhz: int, latency_s: float | None) -> None:
+    gpu = ScriptedGpu(shown_mhz)
+    assert watched(TransitionLog(gpu), gpu, 1200).latency_s == latency_s
 
 
-def test_a_clock_that_is_never_there_is_not_reached_and_costs_few_readings(now: list[float]) -> None:
+def test_a_clock_that_is_never_there_is_not_reached_and_costs_few_readings() -> None:
     gpu = ScriptedGpu(*[1290] * 1000, limits=frozenset({"power_cap"}))
     log = TransitionLog(gpu)
-    assert log.watch(1410, 100.0, sleeper(now)).latency_s is None  # type: ignore[arg-type]
+    assert watched(log, gpu, 1410).latency_s is None
     assert len(gpu.shown_mhz) > 940
     assert str(log.statistics(1)) == "1 clock change; not reached: 1410 MHz 1 time (power_cap)"
     assert log.statistics(1).as_dict() == {
@@ -90,45 +89,69 @@ def test_a_clock_that_is_never_there_is_not_reached_and_costs_few_readings(now: 
 
 @pytest.mark.parametrize(("limits", "not_reached"), [(frozenset(), {}), (frozenset({"thermal"}), {1410: 1})])
 def test_an_overtaken_change_is_judged_only_if_something_held_it(
-    now: list[float], limits: frozenset[str], not_reached: dict[int, int]
+    limits: frozenset[str], not_reached: dict[int, int]
 ) -> None:
-    log = TransitionLog(ScriptedGpu(1290, limits=limits))
-    log.watch(1410, 100.0, sleeper(now, stops_after=100.003))  # type: ignore[arg-type]
+    log = TransitionLog(gpu := ScriptedGpu(1290, limits=limits))
+    watched(log, gpu, 1410, stops_after_s=0.003)
     assert log.statistics(1).not_reached == not_reached
 
 
-def test_once_the_latency_is_known_polls_begin_late(now: list[float]) -> None:
+def test_once_the_latency_is_known_polls_begin_late() -> None:
     gpu = ScriptedGpu(1200)
     log = TransitionLog(gpu)
     assert log.usual_latency_s == 0
     for _ in range(5):
         gpu.shown_mhz = [1410] * 8 + [1200]
-        log.watch(1200, now[0], sleeper(now))  # type: ignore[arg-type]
+        watched(log, gpu, 1200)
     assert log.usual_latency_s > 0.004
     gpu.shown_mhz = [1410] * 9 + [1200]
-    begin_s = now[0]
-    log.watch(1200, begin_s, sleeper(now, stops_after=begin_s + 0.001))  # type: ignore[arg-type]
+    watched(log, gpu, 1200, stops_after_s=0.001)
     assert len(gpu.shown_mhz) == 9  # one reading
 
 
-def test_the_controller_reports_the_latency_of_a_live_gpu() -> None:
+def passes(gpu: EmulatedGpu, duration_s: float) -> None:
+    """Let time pass, be it real or virtual."""
+    gpu.time_source.sleep(duration_s)
+
+
+def test_the_controller_reports_the_latency_of_a_virtual_gpu() -> None:
     gpu = EmulatedGpu(GpuConfig(kind="emulated", clock_latency_s=0.02))
     with ClockController(gpu) as clocks:
-        for number, clock_mhz in enumerate((1410, 1200, 1005, 1200, 1005, 1200), start=1):
+        for clock_mhz in (1410, 1200, 1005, 1200, 1005, 1200):
             clocks.request(clock_mhz)
-            wait_until(lambda number=number: clocks.statistics().num_observed >= number - 1)  # type: ignore[misc]
-            time.sleep(0.05)
+            passes(gpu, 0.05)
         statistics = clocks.statistics()
-    assert statistics.num_changes == 6
-    assert statistics.num_observed >= 5  # the first one was there already
+        assert (statistics.num_changes, statistics.num_observed) == (6, 6)  # the first one was there already
+        assert 0.02 <= statistics.latency_s <= 0.022  # polled at a tenth of what has passed
+        assert statistics.latency_p90_s <= 0.022
+        assert statistics.not_reached == {}
+        assert clocks.usual_latency_s == statistics.latency_s
+        clocks.request(900)
+        passes(gpu, 0.019)
+        clocks.request(885)  # overtakes it
+        passes(gpu, 0.03)
+        assert clocks.statistics().num_changes == 8
+        assert clocks.statistics().num_observed == 7
+
+
+def test_the_controller_reports_the_latency_of_a_live_gpu() -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", time="real", clock_latency_s=0.02))
+    with ClockController(gpu) as clocks:
+        for number, clock_mhz in enumerate((1410, 1200, 1005, 1200), start=1):
+            clocks.request(clock_mhz)
+            wait_until(lambda number=number: clocks.statistics().num_observed >= number)  # type: ignore[misc]
+        statistics = clocks.statistics()
+    assert (statistics.num_changes, statistics.num_observed) == (4, 4)
     assert statistics.latency_s >= 0.019
     assert statistics.not_reached == {}
 
 
-def test_a_throttled_gpu_s_clocks_are_not_reached() -> None:
-    gpu = EmulatedGpu(GpuConfig(kind="emulated", throttle_clock_mhz=900, clock_latency_s=0))
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_a_throttled_gpu_s_clocks_are_not_reached(time: str) -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", time=time, throttle_clock_mhz=900, clock_latency_s=0))
     with ClockController(gpu) as clocks:
         clocks.request(1410)
+        passes(gpu, 0.3)
         wait_until(lambda: bool(clocks.statistics().not_reached))
         clocks.request(855)
         wait_until(lambda: clocks.statistics().num_observed == 1)
@@ -136,42 +159,70 @@ def test_a_throttled_gpu_s_clocks_are_not_reached() -> None:
         assert clocks.statistics().limits == {"thermal"}
 
 
-def test_clocks_that_cannot_be_read_are_set_all_the_same() -> None:
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_clocks_that_cannot_be_read_are_set_all_the_same(time: str) -> None:
     class Blind(EmulatedGpu):
         def graphics_clock_mhz(self) -> int:
             raise NotSupportedError("This GPU does not tell its clock.")
 
-    with ClockController(Blind(GpuConfig(kind="emulated"))) as clocks:
+    with ClockController(Blind(GpuConfig(kind="emulated", time=time))) as clocks:
         for clock_mhz in (1410, 1200):
             clocks.request(clock_mhz)
             assert clocks.wait(30)
         assert (clocks.num_changes, clocks.error) == (2, None)
 
 
-def test_a_request_for_later_comes_at_its_time_unless_overtaken() -> None:
-    gpu = EmulatedGpu(GpuConfig(kind="emulated"))
-    locked: list[tuple[int, float]] = []
-    lock = gpu.lock_graphics_clock
-    gpu.lock_graphics_clock = lambda mhz: (lock(mhz), locked.append((mhz, time.perf_counter())))[0]  # type: ignore
+class NotingGpu(EmulatedGpu):
+    """Notes when it was told a clock."""
+
+    def __init__(self, config: GpuConfig) -> None:
+        super().__init__(config)
+        self.locked: list[tuple[int, float]] = []
+
+    def lock_graphics_clock(self, clock_mhz: int) -> None:
+        super().lock_graphics_clock(clock_mhz)
+        self.locked.append((clock_mhz, self.time_source.now_s()))
+
+
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_a_request_for_later_comes_at_its_time_unless_overtaken(time: str) -> None:
+    gpu = NotingGpu(GpuConfig(kind="emulated", time=time))
     with ClockController(gpu) as clocks:
         clocks.request(1410)
         assert clocks.wait(30)
-        due_s = time.perf_counter() + 0.3
+        due_s = gpu.time_source.now_s() + 0.3
         clocks.request_at(1200, due_s)
         assert clocks.wait(0)  # nothing is due yet
-        wait_until(lambda: len(locked) == 2)
-        assert locked[1][0] == 1200
-        assert locked[1][1] >= due_s
-        clocks.request_at(1005, time.perf_counter() + 30)
+        passes(gpu, 0.3)
+        wait_until(lambda: len(gpu.locked) == 2)
+        assert gpu.locked[1][0] == 1200
+        assert gpu.locked[1][1] >= due_s
+        clocks.request_at(1005, gpu.time_source.now_s() + 30)
         clocks.request(1305)
         assert clocks.wait(30)
-        clocks.request_at(900, time.perf_counter() - 1)  # late already: at once
+        clocks.request_at(900, gpu.time_source.now_s() - 1)  # late already: at once
         assert clocks.wait(30)
-    assert [clock_mhz for clock_mhz, _ in locked] == [1410, 1200, 1305, 900]
+    assert [clock_mhz for clock_mhz, _ in gpu.locked] == [1410, 1200, 1305, 900]
 
 
-def test_measuring_the_latency_restores_the_clock() -> None:
-    gpu = EmulatedGpu(GpuConfig(kind="emulated", clock_latency_s=0.01))
+@pytest.mark.parametrize("latency_s", [0.0, 0.004, 0.5])  # landed, being watched and not reached when it is due
+def test_in_virtual_time_a_request_for_later_comes_at_its_very_moment(latency_s: float) -> None:
+    gpu = NotingGpu(GpuConfig(kind="emulated", clock_latency_s=latency_s))
+    with ClockController(gpu) as clocks:
+        clocks.request(1305)
+        clocks.request_at(1200, 0.0031)
+        passes(gpu, 0.002)
+        assert gpu.locked == [(1305, 0.0)]
+        passes(gpu, 0.5)
+        clocks.request_at(1005, 0.9)
+        clocks.request_at(990, 0.7)  # in place of it
+        passes(gpu, 1)
+    assert gpu.locked == [(1305, 0.0), (1200, 0.0031), (990, 0.7)]
+
+
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_measuring_the_latency_restores_the_clock(time: str) -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", time=time, clock_latency_s=0.01))
     statistics = measure_latency(gpu, [1200, 1410, 1200])
     assert statistics.num_observed == 3
     assert statistics.latency_s >= 0.0099

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
-from tests.device.fake_clock import FakeClock
+from lightning_pfo.device.emulated.time import VirtualTime
 
 PROFILES = Path(__file__).parents[4] / "shared" / "profiles"
 MEASURED = {
@@ -34,11 +34,11 @@ def test_normalised_curves_of_every_stage_within_five_percent(name: str) -> None
     assert len(curves) == 8 * len(instructions)
     for curve in curves.values():
         top_mhz = max(curve)
-        gpu = EmulatedGpu(config, clock=(clock := FakeClock()))
+        gpu = EmulatedGpu(config, time_source=(clock := VirtualTime()))
         emulated = {}
         for mhz in curve:
             gpu.lock_graphics_clock(mhz)
-            clock.advance(1)
+            clock.sleep(1)
             start_s, start_mj = clock.now_s(), gpu.total_energy_mj()
             gpu.begin_work()
             gpu.finish_work(1 - config.memory_share, config.memory_share)

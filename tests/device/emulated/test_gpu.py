@@ -1,4 +1,4 @@
-"""The emulated GPU against hand-computed times and energies, in exact fake time."""
+"""The emulated GPU against hand-computed times and energies, in exact virtual time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.device import EmulatedGpu, GpuConfig
-from tests.device.fake_clock import FakeClock
+from lightning_pfo.device.emulated.time import VirtualTime
+from tests.device.later import later
 
 # Round numbers: 1000 MHz at the top, no voltage rise, so P(f) = 100 + 300 f/1000; idle 50, blocked 50 + 0.1 * dynamic.
 ROUND = GpuConfig(
@@ -31,24 +32,24 @@ ROUND = GpuConfig(
 )
 
 
-def make(**changes: object) -> tuple[EmulatedGpu, FakeClock]:
-    clock = FakeClock()
+def make(**changes: object) -> tuple[EmulatedGpu, VirtualTime]:
+    clock = VirtualTime()
     index = changes.pop("index", 0)
     return EmulatedGpu(replace(ROUND, **changes), index=index, time_source=clock), clock  # type: ignore[arg-type]
 
 
-def run(gpu: EmulatedGpu, clock: FakeClock, compute_s: float, memory_s: float = 0.0, real_s: float = 0.0) -> float:
-    start_s = clock.time_s
+def run(gpu: EmulatedGpu, clock: VirtualTime, compute_s: float, memory_s: float = 0.0, real_s: float = 0.0) -> float:
+    start_s = clock.now_s()
     gpu.begin_work()
-    clock.advance(real_s)
+    clock.sleep(real_s)
     gpu.finish_work(compute_s, memory_s)
-    return clock.time_s - start_s
+    return clock.now_s() - start_s
 
 
 def test_instruction_takes_its_time_at_the_top_clock() -> None:
     gpu, clock = make()
     assert run(gpu, clock, 0.03, 0.01) == pytest.approx(0.04)
-    assert gpu.total_energy_mj() == pytest.approx(0.04 * 400e3, abs=1)
+    assert gpu.total_energy_mj() == pytest.approx(0.04 * 400e3)
 
 
 def test_real_computation_runs_inside_the_modelled_time() -> None:
@@ -61,7 +62,7 @@ def test_only_the_compute_part_scales_with_the_clock() -> None:
     gpu, clock = make()
     gpu.lock_graphics_clock(500)
     assert run(gpu, clock, 0.03, 0.01) == pytest.approx(0.03 * 2 + 0.01)
-    assert gpu.total_energy_mj() == pytest.approx(0.07 * 250e3, abs=1)
+    assert gpu.total_energy_mj() == pytest.approx(0.07 * 250e3)
 
 
 def test_clock_lands_after_its_latency_in_the_middle_of_an_instruction() -> None:
@@ -71,27 +72,27 @@ def test_clock_lands_after_its_latency_in_the_middle_of_an_instruction() -> None
     # Half of 20 ms done at 1000 MHz, the other half takes twice as long.
     assert run(gpu, clock, 0.02) == pytest.approx(0.01 + 0.02)
     assert gpu.graphics_clock_mhz() == 500
-    assert gpu.total_energy_mj() == pytest.approx(0.01 * 400e3 + 0.02 * 250e3, abs=1)
+    assert gpu.total_energy_mj() == pytest.approx(0.01 * 400e3 + 0.02 * 250e3)
 
 
 def test_clock_requested_while_the_instruction_sleeps() -> None:
     gpu, clock = make()
-    clock.at(0.005, lambda: gpu.lock_graphics_clock(500))
-    clock.at(0.015, lambda: gpu.lock_graphics_clock(1000))
+    later(clock, 0.005, lambda: gpu.lock_graphics_clock(500))
+    later(clock, 0.015, lambda: gpu.lock_graphics_clock(1000))
     # 5 ms at full speed, 10 ms at half, the remaining 10 of 20 ms at full.
     assert run(gpu, clock, 0.02) == pytest.approx(0.005 + 0.010 + 0.010)
-    assert gpu.total_energy_mj() == pytest.approx(0.015 * 400e3 + 0.010 * 250e3, abs=1)
+    assert gpu.total_energy_mj() == pytest.approx(0.015 * 400e3 + 0.010 * 250e3)
 
 
 def test_clocks_land_in_the_order_of_their_requests() -> None:
     gpu, clock = make(clock_latency_s=0.01)
     gpu.lock_graphics_clock(500)
-    clock.advance(0.004)
+    clock.sleep(0.004)
     gpu.lock_graphics_clock(300)
     seen = []
     for _ in range(8):
         seen.append(gpu.graphics_clock_mhz())
-        clock.advance(0.002)
+        clock.sleep(0.002)
     assert seen == [1000, 1000, 1000, 500, 500, 300, 300, 300]
 
 
@@ -99,11 +100,11 @@ def test_overrun_returns_at_once_and_is_counted() -> None:
     gpu, clock = make()
     assert run(gpu, clock, 0.03, real_s=0.05) == pytest.approx(0.05)
     assert gpu.num_overruns == 1
-    assert gpu.total_energy_mj() == pytest.approx(0.05 * 400e3, abs=1)
+    assert gpu.total_energy_mj() == pytest.approx(0.05 * 400e3)
 
 
 def test_a_machine_that_is_too_slow_is_told_so_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
-    gpu, clock = make(index=2)
+    gpu, clock = make(index=2, time="real")
     for real_s in (0.05, *[0.0] * 9):
         run(gpu, clock, 0.03, real_s=real_s)
     run(gpu, clock, 0.0)  # nothing is modelled
@@ -117,16 +118,16 @@ def test_a_machine_that_is_too_slow_is_told_so_at_the_end(caplog: pytest.LogCapt
 
 def test_energy_of_waiting() -> None:
     gpu, clock = make()
-    clock.advance(1)  # idle
+    clock.sleep(1)  # idle
     gpu.set_waiting("blocked")
-    clock.advance(1)
+    clock.sleep(1)
     run(gpu, clock, 1.0)
     assert gpu.power_mw() == 80_000  # blocked again
-    clock.advance(1)
+    clock.sleep(1)
     gpu.set_waiting("idle")
     assert gpu.power_mw() == 50_000
-    clock.advance(1)
-    assert gpu.total_energy_mj() == pytest.approx((50 + 80 + 400 + 80 + 50) * 1e3, abs=1)
+    clock.sleep(1)
+    assert gpu.total_energy_mj() == pytest.approx((50 + 80 + 400 + 80 + 50) * 1e3)
 
 
 def test_waiting_state_may_change_during_an_instruction() -> None:
@@ -140,13 +141,13 @@ def test_waiting_state_may_change_during_an_instruction() -> None:
 
 def test_energy_counter_advances_in_ticks() -> None:
     gpu, clock = make(counter_tick_s=0.1)
-    clock.advance(0.05)
+    clock.sleep(0.05)
     assert gpu.total_energy_mj() == 0
     run(gpu, clock, 0.1)  # from 0.05 to 0.15
     assert gpu.total_energy_mj() == pytest.approx((0.05 * 50 + 0.05 * 400) * 1e3, abs=1)
-    clock.advance(0.04)
+    clock.sleep(0.04)
     assert gpu.total_energy_mj() == pytest.approx((0.05 * 50 + 0.05 * 400) * 1e3, abs=1)
-    clock.advance(0.02)
+    clock.sleep(0.02)
     assert gpu.total_energy_mj() == pytest.approx((0.05 * 50 + 0.1 * 400 + 0.05 * 50) * 1e3, abs=1)
 
 
@@ -254,7 +255,7 @@ def test_any_history_of_clocks_agrees_with_fine_steps(
     gpu, clock = make(clock_latency_s=latency_s)
     changes = {ms / 1000: mhz for ms, mhz in requests_ms}
     for request_s, mhz in changes.items():
-        clock.at(request_s, lambda mhz=mhz: gpu.lock_graphics_clock(mhz))  # type: ignore[misc]
+        later(clock, request_s, lambda mhz=mhz: gpu.lock_graphics_clock(mhz))  # type: ignore[misc]
     step_s = 1e-4
     expected_s, expected_j = simulate_finely(changes, compute_ms / 1000, memory_ms / 1000, latency_s, step_s)
     taken_s = run(gpu, clock, compute_ms / 1000, memory_ms / 1000, real_s=real_ms / 1000)
@@ -267,26 +268,26 @@ def test_any_history_of_clocks_agrees_with_fine_steps(
 
 @given(st.lists(st.floats(0, 0.3), max_size=10), st.lists(st.floats(0, 0.3), max_size=5))
 def test_reading_does_not_disturb(read_at_s: list[float], lock_at_s: list[float]) -> None:
-    def final_energy(readings: list[float]) -> tuple[int, list[int]]:
+    def final_energy(readings: list[float]) -> tuple[float, list[float]]:
         gpu, clock = make(clock_latency_s=0.004)
-        seen: list[int] = []
+        seen: list[float] = []
         for number, time_s in enumerate(lock_at_s):
-            clock.at(time_s, lambda mhz=100 * (number + 3): gpu.lock_graphics_clock(mhz))  # type: ignore[misc]
+            later(clock, time_s, lambda mhz=100 * (number + 3): gpu.lock_graphics_clock(mhz))  # type: ignore[misc]
         for time_s in readings:
-            clock.at(time_s, lambda: seen.append(gpu.total_energy_mj()))
+            later(clock, time_s, lambda: seen.append(gpu.total_energy_mj()))
         gpu.set_waiting("blocked")
         run(gpu, clock, 0.05, 0.01)
-        clock.advance(0.4)
+        clock.sleep(0.4)
         return gpu.total_energy_mj(), seen
 
     undisturbed, _ = final_energy([])
     total, seen = final_energy(sorted(read_at_s))
-    assert total == pytest.approx(undisturbed, abs=1)
+    assert total == pytest.approx(undisturbed, rel=1e-12)
     assert seen == sorted(seen)
 
 
 def test_in_real_time_a_clock_from_another_thread_takes_effect_at_once() -> None:
-    gpu = EmulatedGpu(ROUND)
+    gpu = EmulatedGpu(replace(ROUND, time="real"))
     gpu.lock_graphics_clock(100)
     timer = threading.Timer(0.05, gpu.lock_graphics_clock, [1000])
     timer.start()
@@ -298,7 +299,7 @@ def test_in_real_time_a_clock_from_another_thread_takes_effect_at_once() -> None
 
 
 def test_in_real_time_an_instruction_takes_at_least_its_time() -> None:
-    gpu = EmulatedGpu(ROUND)
+    gpu = EmulatedGpu(replace(ROUND, time="real"))
     for _ in range(5):
         start_s = time.perf_counter()
         gpu.begin_work()

@@ -1,7 +1,8 @@
+"""The energy used so far, in virtual time and in real time."""
+
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -12,15 +13,37 @@ from lightning_pfo.device.energy.reader import EnergyReader
 from tests.waiting import wait_until
 
 
-def test_total_energy_comes_from_the_counter_or_from_power(caplog: pytest.LogCaptureFixture) -> None:
-    class Old(EmulatedGpu):
-        def total_energy_mj(self) -> int:
-            raise NotSupportedError("Older than Volta.")
+class Old(EmulatedGpu):
+    def total_energy_mj(self) -> float:
+        raise NotSupportedError("Older than Volta.")
 
+
+def test_energy_comes_from_a_counter_that_does_not_tick(caplog: pytest.LogCaptureFixture) -> None:
     gpu = EmulatedGpu(GpuConfig(kind="emulated"))
-    assert EnergyReader(gpu).energy_j() == pytest.approx(gpu.total_energy_mj() / 1000, abs=1)
+    reader = EnergyReader(gpu)
+    gpu.time_source.sleep(0.3)
+    assert reader.energy_j() == gpu.total_energy_mj() / 1000 == pytest.approx(0.3 * 60)
     assert not caplog.records
-    reader = EnergyReader(Old(GpuConfig(kind="emulated")))
+    assert reader.trace(0.0) is None
+    reader.close()
+
+
+def test_without_a_counter_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
+    """At the readings it is the energy; between them the power before goes on."""
+    gpu = Old(GpuConfig(kind="emulated", static_power_w=100, dynamic_power_w=300, power_limit_w=1000))
+    reader = EnergyReader(gpu)
+    gpu.time_source.sleep(1.003)
+    assert reader.energy_j() == pytest.approx(1.003 * 60)
+    gpu.begin_work()
+    gpu.finish_work(0.5, 0.0)
+    gpu.time_source.sleep(0.2)
+    assert reader.energy_j() == pytest.approx(1.203 * 60 + 0.5 * 400, abs=0.01 * 340)  # a step falls between readings
+    assert "no energy counter" in caplog.text
+    reader.close()
+
+
+def test_in_real_time_a_thread_integrates_power(caplog: pytest.LogCaptureFixture) -> None:
+    reader = EnergyReader(Old(GpuConfig(kind="emulated", time="real")))
     wait_until(lambda: reader.energy_j() > 1)
     assert "no energy counter" in caplog.text
     reader.close()
@@ -30,22 +53,29 @@ def test_total_energy_comes_from_the_counter_or_from_power(caplog: pytest.LogCap
 class ResetCounter(EmulatedGpu):
     """Its energy counter starts again once, from `reset` on."""
 
-    forgotten_mj = 0
+    forgotten_mj = 0.0
 
     def reset(self) -> None:
         self.forgotten_mj = super().total_energy_mj()
 
-    def total_energy_mj(self) -> int:
+    def total_energy_mj(self) -> float:
         return super().total_energy_mj() - self.forgotten_mj
 
 
-def test_a_counter_that_is_reset_is_an_error_not_a_negative_energy() -> None:
-    gpu = ResetCounter(GpuConfig(kind="emulated", counter_tick_s=0.02))
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_a_counter_that_is_reset_is_an_error_not_a_negative_energy(time: str) -> None:
+    gpu = ResetCounter(GpuConfig(kind="emulated", time=time, counter_tick_s=0.02))
     reader = EnergyReader(gpu)
-    wait_until(lambda: reader.energy_j() > 5)
+
+    def passes_until_above_5_j() -> bool:
+        gpu.time_source.sleep(0.01)
+        return reader.energy_j() > 5
+
+    wait_until(passes_until_above_5_j)
     gpu.reset()
 
     def is_refused() -> bool:
+        gpu.time_source.sleep(0.01)
         try:
             return reader.energy_j() < 0
         except DeviceError as error:
@@ -62,13 +92,10 @@ def test_between_the_ticks_of_a_counter_its_last_tick_is_continued() -> None:
     """Read as it is, 0.08 s at 60 W are 3 J or 6 J on a counter with ticks of 3 J."""
     gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.05, idle_power_w=60))
     reader = EnergyReader(gpu)
-    wait_until(lambda: reader.energy_j() >= 6)
-    time.sleep(0.1)
-    errors = []
+    gpu.time_source.sleep(0.3)
     for _ in range(15):
-        begin_s, begin_j = time.perf_counter(), reader.energy_j()
-        time.sleep(0.08)
-        end_s, end_j = time.perf_counter(), reader.energy_j()
-        errors.append(abs((end_j - begin_j) / (60 * (end_s - begin_s)) - 1))
+        begin_j = reader.energy_j()
+        gpu.time_source.sleep(0.08)
+        # each tick is seen to a millisecond: half the time between two polls
+        assert reader.energy_j() - begin_j == pytest.approx(60 * 0.08, abs=60 * 0.004)
     reader.close()
-    assert sorted(errors)[len(errors) // 2] < 0.1

@@ -1,9 +1,10 @@
+"""What is noted beside the training: by a thread in real time, in step in virtual time."""
+
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,12 +18,41 @@ from tests.waiting import wait_until
 __all__ = ["fake_driver"]
 
 
-def ticking_gpu(tick_s: float = 0.02) -> EmulatedGpu:
-    return EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=tick_s, idle_power_w=60))
+class Counting(EmulatedGpu):
+    """Counts how often its energy is read."""
+
+    num_reads = 0
+
+    def total_energy_mj(self) -> float:
+        self.num_reads += 1
+        return super().total_energy_mj()
+
+
+class Old(EmulatedGpu):
+    def total_energy_mj(self) -> float:
+        raise NotSupportedError("Older than Volta.")
 
 
 def test_ticks_are_seen_with_their_energy() -> None:
-    gpu = ticking_gpu()
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.02, idle_power_w=60))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    sampler.start()
+    gpu.time_source.sleep(0.25)
+    sampler.stop()
+    sampler.stop()
+    trace = sampler.trace(0.0)
+    assert len(trace.times_s) == 12
+    for number, (time_s, energy_j) in enumerate(zip(trace.times_s, trace.energies_j, strict=True), start=1):
+        assert time_s == pytest.approx(0.02 * number, abs=0.0011)  # half the time between two polls
+        assert energy_j == pytest.approx(60 * 0.02 * number, abs=0.001)  # whole millijoules
+    assert sampler.trace(trace.times_s[-1] + 1).times_s == ()
+    gpu.time_source.sleep(1)
+    assert sampler.trace(0.0) == trace  # nobody looks any more
+
+
+def test_in_real_time_a_thread_sees_the_ticks_with_their_energy() -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", time="real", counter_tick_s=0.02, idle_power_w=60))
     sampler = EnergySampler(gpu)
     sampler.start()
     sampler.start()
@@ -30,56 +60,61 @@ def test_ticks_are_seen_with_their_energy() -> None:
     sampler.stop()
     sampler.stop()
     trace = sampler.trace(0.0)
-    start_s = gpu._start_s
     for time_s, energy_j in zip(trace.times_s, trace.energies_j, strict=True):
-        assert energy_j == pytest.approx(60 * 0.02 * round((time_s - start_s) / 0.02), abs=0.01)
+        assert energy_j == pytest.approx(60 * 0.02 * round((time_s - gpu._start_s) / 0.02), abs=0.01)
     assert sampler.trace(trace.times_s[-1] + 1).times_s == ()
-    assert sampler._thread is not None
-    assert not sampler._thread.is_alive()
+    assert sampler._task is not None
+    assert not sampler._task.is_running
 
 
 def test_it_sleeps_between_ticks() -> None:
-    class Counting(EmulatedGpu):
-        num_reads = 0
-
-        def total_energy_mj(self) -> int:
-            self.num_reads += 1
-            return super().total_energy_mj()
-
     gpu = Counting(GpuConfig(kind="emulated", counter_tick_s=0.1))
     sampler = EnergySampler(gpu)
     sampler.start()
-    wait_until(lambda: len(sampler.trace(0.0).times_s) >= 8)
+    gpu.time_source.sleep(1.0)
     sampler.stop()
-    assert gpu.num_reads < (time.perf_counter() - gpu._start_s) / 0.002 / 2  # half of what steady polling would need
+    assert len(sampler.trace(0.0).times_s) == 10
+    assert gpu.num_reads < 1.0 / 0.002 / 2  # half of what steady polling would need; the first two ticks are polled for
 
 
-def test_without_a_counter_power_is_integrated() -> None:
-    class Old(EmulatedGpu):
-        def total_energy_mj(self) -> int:
-            raise NotSupportedError("Older than Volta.")
-
-    sampler = EnergySampler(Old(GpuConfig(kind="emulated", idle_power_w=60)))
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_without_a_counter_power_is_integrated(time: str) -> None:
+    gpu = Old(GpuConfig(kind="emulated", time=time, idle_power_w=60))
+    sampler = EnergySampler(gpu)
     sampler.start()
-    assert sampler.wait_for_reading_after(time.perf_counter() + 0.1, 60)
+    assert sampler.wait_for_reading_after(gpu.time_source.now_s() + 0.1, 60)
     sampler.stop()
     trace = sampler.trace(0.0)
     passed_s = trace.times_s[-1] - trace.times_s[0]
+    assert passed_s >= 0.1 - 1e-9
     assert trace.energies_j[-1] - trace.energies_j[0] == pytest.approx(60 * passed_s)
 
 
-def test_a_lost_gpu_ends_the_sampling_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_virtual_time_a_reading_is_waited_for_by_letting_time_pass() -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.1))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    assert sampler.wait_for_reading_after(0.25, 60)
+    assert gpu.time_source.now_s() == pytest.approx(0.3, abs=0.004)
+    assert not sampler.wait_for_reading_after(1000.0, 0.5)
+    assert gpu.time_source.now_s() == pytest.approx(0.8, abs=0.008)
+    sampler.stop()
+
+
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_a_lost_gpu_ends_the_sampling_with_one_warning(time: str, caplog: pytest.LogCaptureFixture) -> None:
     class Lost(EmulatedGpu):
-        def total_energy_mj(self) -> int:
+        def total_energy_mj(self) -> float:
             raise DeviceError("Fallen off the bus.")
 
-    sampler = EnergySampler(Lost(GpuConfig(kind="emulated")))
+    gpu = Lost(GpuConfig(kind="emulated", time=time))
+    sampler = EnergySampler(gpu)
     sampler.start()
     wait_until(lambda: sampler.error is not None)
     assert not sampler.wait_for_reading_after(0.0, 60)
     sampler.stop()
     assert [record.getMessage() for record in caplog.records] == [
-        "Energy of NVIDIA A100-SXM4-80GB (emulated) is not measured any more. Fallen off the bus."
+        f"Energy of {gpu.name} is not measured any more. Fallen off the bus."
     ]
 
 
@@ -90,11 +125,15 @@ def test_a_gpu_that_is_held_back_says_why(options: dict[str, float], limit: str)
     gpu = EmulatedGpu(GpuConfig(kind="emulated", **options))  # type: ignore[arg-type]
     sampler = EnergySampler(gpu, with_energy=False)
     sampler.start()
+    gpu.time_source.sleep(0.05)
+    begin_s = gpu.time_source.now_s()
     gpu.begin_work()
-    begin_s = time.perf_counter()
-    wait_until(lambda: len(sampler.states(begin_s)) >= 3)
-    end_s = time.perf_counter()
+    gpu.finish_work(0.1, 0.0)
+    end_s = gpu.time_source.now_s()
     sampler.stop()
+    states = sampler.states(begin_s)
+    assert [state.time_s for state in states] == pytest.approx([0.02 * n for n in range(3, 3 + len(states))])
+    assert len(states) >= 5
     clock_mhz, limits = clock_within(sampler.states(0.0), [(begin_s, end_s)])
     assert limits == {limit}
     assert clock_mhz < 1400

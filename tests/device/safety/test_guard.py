@@ -44,7 +44,7 @@ def test_restored_on_signals_at_any_moment(signum: signal.Signals, latency_ms: i
         assert [change.clock_mhz for change in changes].count(None) == 1
 
 
-@pytest.mark.parametrize("gpu", ["nvml", "emulated_a100"])
+@pytest.mark.parametrize("gpu", ["nvml", "virtual", "real"])
 def test_a_signal_inside_our_own_code_does_not_deadlock(gpu: str, fake_driver: FakeDriver) -> None:
     processes = start_several(fake_driver.environment(num_gpus=4), gpu, "tight loop", 4)
     for number, process in enumerate(processes):
