@@ -196,5 +196,5 @@ def four_ranks():
     say("tensor parallel")
 
 
-# run_ranks(two_ranks, 2)
+run_ranks(two_ranks, 2)
 run_ranks(four_ranks, 4)
