@@ -28,10 +28,10 @@ def measure(environment: dict[str, str], *settings: str) -> tuple[str, list[dict
 def test_an_emulated_gpu_draws_its_modelled_blocked_power(fake_driver: FakeDriver, tmp_path: Path) -> None:
     name, blocked, _ = measure(fake_driver.environment(), "gpu=emulated_a100", "num_clocks=2")
     physics = GpuPhysics(load_gpu_config("emulated_a100"))
-    assert name == "NVIDIA A100-SXM4-80GB (emulated)"
+    assert name == "NVIDIA A100-SXM4-80GB (emulated, virtual time)"
     assert [power["clock_mhz"] for power in blocked] == [1410, 705]
     for power in blocked:
-        assert power["power_w"] == pytest.approx(physics.blocked_power_w(power["clock_mhz"]), rel=0.03)
+        assert power["power_w"] == pytest.approx(physics.blocked_power_w(power["clock_mhz"]), rel=1e-3)
     (tmp_path / "power.json").write_text(json.dumps({"gpu": name, "blocked": blocked}))
     for_the_planner = read_blocking_power(tmp_path / "power.json")
     assert for_the_planner == {power["clock_mhz"]: power["power_w"] for power in blocked}
