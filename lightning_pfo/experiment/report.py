@@ -119,7 +119,8 @@ class Report:
     def table(self) -> Table:
         """The table at the end of an experiment."""
         note = "EMULATED: times, clocks and energies are modelled." if self.is_emulated else None
-        table = Table(title=f"One iteration on {self.device}", caption=note)
+        title = f"One iteration on {self.device}"
+        table = Table(title=title, caption=note, min_width=len(title))  # on one line
         table.add_column("")
         for column in ("top clocks", "plan", "difference", "at best"):
             table.add_column(column, justify="right")
