@@ -16,6 +16,7 @@ from rich.table import Table
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.p2p_power import measure_blocked_power
 
 
 @dataclass
@@ -37,10 +38,6 @@ def run(settings: Settings) -> None:
     """
     check_between("num_clocks", settings.num_clocks, 1, 1000)
     check_between("seconds", settings.seconds, 0.1, 3600)
-    from lightning_pfo.experiment.p2p_power import (
-        measure_blocked_power,  # imports torch, which the list of commands need not
-    )
-
     gpu = open_gpu(settings.gpu, 0)
     try:
         measured = measure_blocked_power(gpu, settings.num_clocks, settings.seconds)

@@ -9,7 +9,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.device.config import GpuConfig
 
-
 _LEAST_S = 1e-6  # what has nothing to compute, such as input gradients of the first stage, is launched all the same
 
 

@@ -1,0 +1,23 @@
+"""What training measures on emulated GPUs is what the planner predicts, to rounding: see scripts/oracle.py."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "oracle.py"
+CHECKS = [
+    *("1f1b", "gpipe", "interleaved_1f1b", "interleaved_1f1b x 3", "looped_bfs", "interleaved_zero_bubble"),
+    *("zbv", "dualpipev", "envpipe", "envpipe:1,0", "latency", "limits", "replicas", "tensor parallel"),
+]
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    return run_script(SCRIPT, tmp_path_factory.mktemp("oracle")).stdout.splitlines()
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_measured_is_predicted(checked, what):
+    assert what in checked
