@@ -149,6 +149,7 @@ def run(settings: Settings) -> dict[str, Any]:
     is_real = torch.cuda.is_available() and nvml_available() and not settings.gpu.startswith("emulated")
     device = torch.device("cuda", 0) if is_real else torch.device("cpu")
     config: GpuConfig = load_gpu_config(settings.gpu)
+    config.time = "real"  # what its threads cost is to be measured
     config.dry_run = not settings.sets_clocks
     opened = open_gpu(config, 0)
     with tempfile.TemporaryDirectory() as folder:

@@ -65,6 +65,8 @@ def become(output, arguments, environment):
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # the server's believe that they can seek
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     os.environ.clear()
     os.environ.update(environment)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)):

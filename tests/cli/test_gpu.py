@@ -106,7 +106,7 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
     path = tmp_path / "copy.yaml"
     assert cli.main(["gpu", "gpu=emulated_a40", "json=true", "watch_s=0.02", f"write={path}"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
-    assert report["name"] == "NVIDIA A40 (emulated)"
+    assert report["name"] == "NVIDIA A40 (emulated, virtual time)"
     assert (report["uuid"], report["is_emulated"], report["may_set_clocks"]) == ("", True, True)
     original, copy = load_gpu_config("emulated_a40"), gpu_config_from(OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
     assert copy.power_limit_w == original.power_limit_w

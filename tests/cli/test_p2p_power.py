@@ -1,40 +1,50 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_pfo import cli
-from lightning_pfo.device.config import load_gpu_config
+from lightning_pfo.device import EmulatedGpu, load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
-from lightning_pfo.experiment.p2p_power import clocks_to_measure
+from lightning_pfo.experiment.p2p_power import clocks_to_measure, measure_blocked_power
 from lightning_pfo.planner.profile.blocking_power import read_blocking_power
 from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.launch import run_script
 
 __all__ = ["fake_driver"]
 
 
+MAIN = Path(cli.__file__).parents[1] / "__main__.py"
+
+
 def measure(environment: dict[str, str], *settings: str) -> tuple[str, list[dict[str, float]], str]:
-    command = [sys.executable, "-m", "lightning_pfo", "p2p-power", "json=true", "seconds=0.3", *settings]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    return report["gpu"], report["blocked"], done.stderr
+    output = run_script(MAIN, "p2p-power", "json=true", "seconds=0.3", *settings, **environment).stdout
+    begin = output.index("{")
+    report = json.loads(output[begin:])
+    return report["gpu"], report["blocked"], output[:begin]
 
 
-def test_an_emulated_gpu_draws_its_modelled_blocked_power(fake_driver: FakeDriver, tmp_path: Path) -> None:
-    name, blocked, _ = measure(fake_driver.environment(), "gpu=emulated_a100", "num_clocks=2")
+def test_an_emulated_gpu_draws_its_modelled_blocked_power(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["p2p-power", "json=true", "gpu=emulated_a100", "num_clocks=2", "seconds=2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gpu"] == "NVIDIA A100-SXM4-80GB (emulated, virtual time)"
+    assert [power["clock_mhz"] for power in report["blocked"]] == [1410, 705]
     physics = GpuPhysics(load_gpu_config("emulated_a100"))
-    assert name == "NVIDIA A100-SXM4-80GB (emulated, virtual time)"
-    assert [power["clock_mhz"] for power in blocked] == [1410, 705]
-    for power in blocked:
+    for power in report["blocked"]:
         assert power["power_w"] == pytest.approx(physics.blocked_power_w(power["clock_mhz"]), rel=1e-3)
-    (tmp_path / "power.json").write_text(json.dumps({"gpu": name, "blocked": blocked}))
+    (tmp_path / "power.json").write_text(json.dumps(report))
     for_the_planner = read_blocking_power(tmp_path / "power.json")
-    assert for_the_planner == {power["clock_mhz"]: power["power_w"] for power in blocked}
+    assert for_the_planner == {power["clock_mhz"]: power["power_w"] for power in report["blocked"]}
+
+
+def test_in_real_time_an_emulated_gpu_really_waits() -> None:
+    gpu = EmulatedGpu(replace(load_gpu_config("emulated_a100"), time="real"))
+    (measured,) = measure_blocked_power(gpu, 1, 0.3)
+    assert measured.clock_mhz == 1410
+    assert measured.power_w == pytest.approx(gpu.physics.blocked_power_w(1410), rel=0.03)
 
 
 def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver) -> None:
@@ -46,9 +56,9 @@ def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver)
 
 
 def test_without_permission_its_own_clock_is_measured(fake_driver: FakeDriver) -> None:
-    _, blocked, stderr = measure(fake_driver.environment("no_permission"), "gpu=nvml")
+    _, blocked, said = measure(fake_driver.environment("no_permission"), "gpu=nvml")
     assert [power["clock_mhz"] for power in blocked] == [1410]
-    assert "CAP_SYS_ADMIN" in stderr
+    assert "CAP_SYS_ADMIN" in said
 
 
 def test_clocks_are_spread_from_the_top_to_half_of_it() -> None:

@@ -16,7 +16,10 @@ __all__ = ["fake_driver"]
 @pytest.mark.parametrize("tick_s", [0.02, 0.1])
 def test_the_counter_s_tick_is_found(tick_s: float) -> None:
     gpu = open_gpu(GpuConfig(kind="emulated", counter_tick_s=tick_s), 0)
-    assert watch_counter(gpu, 7 * tick_s) == ("counter", pytest.approx(tick_s, abs=0.001))  # looked at every millisecond
+    assert watch_counter(gpu, 7 * tick_s) == (
+        "counter",
+        pytest.approx(tick_s, abs=0.001),
+    )  # looked at every millisecond
 
 
 def test_a_counter_without_ticks_and_one_that_ticks_too_seldom() -> None:

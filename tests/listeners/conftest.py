@@ -1,23 +1,22 @@
-import time
-
 import pytest
 
+from lightning_pfo.device.emulated.time import VirtualTime
 from tests.listeners.fakes import FakeGpu, FakeSource
 
 
-@pytest.fixture
-def world(monkeypatch):
+class World:
     """Time passes only where a test says so."""
 
-    class World:
-        now_s = 100.0
-        gpu = FakeGpu()
-        source = FakeSource()
+    def __init__(self):
+        self.time_source = VirtualTime()
+        self.gpu = FakeGpu(self.time_source)
+        self.source = FakeSource()
 
-        def spend(self, time_s, power_w):
-            self.now_s += time_s
-            self.gpu.energy_mj += int(1000 * time_s * power_w)
+    def spend(self, time_s, power_w):
+        self.time_source.sleep(time_s)
+        self.gpu.energy_mj += int(1000 * time_s * power_w)
 
-    world = World()
-    monkeypatch.setattr(time, "perf_counter", lambda: world.now_s)
-    return world
+
+@pytest.fixture
+def world():
+    return World()

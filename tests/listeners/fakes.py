@@ -2,6 +2,7 @@
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent
 from lightning_pfo.core.schedules.registry import one_f_one_b
+from lightning_pfo.device.time import HOST_TIME
 
 
 class FakeSource:
@@ -61,8 +62,9 @@ class FakeGpu:
     is_emulated = False
     energy_is_continuous = True
 
-    def __init__(self):
+    def __init__(self, time_source=HOST_TIME):
         self.energy_mj = 0
+        self.time_source = time_source
 
     def graphics_clock_mhz(self):
         return 1000

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.listeners import clock_requests
+from lightning_pfo.device.emulated.time import VirtualTime
 from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
 from lightning_pfo.listeners.plan_cursor import PlanCursor
@@ -21,57 +21,49 @@ class World(InstructionListener):
     usual_latency_s = 0.005
 
     def __init__(self, wait_s, leads=True, follower=None):
-        self.now_s = self.start_s = 100.0
+        self.time_source = VirtualTime()
+        self.start_s = 0.0
         self.asked = []
         self.wait_s = wait_s
         self.source = FakeSource()
-        requests = ClockRequests(self, follower or DeviceFollower(no_mark), leads=leads)
+        follower = follower or DeviceFollower(no_mark)
+        requests = ClockRequests(self, follower, leads=leads, time_source=self.time_source)
         cursor = PlanCursor(FrequencyPlan(self.source.schedule, (CLOCKS_MHZ,), 1.0, 1.0), 0, requests)
         for listener in (self, requests, cursor):
             self.source.add_listener(listener)
 
     def on_instruction_begin(self, event):
-        self.now_s += self.wait_s if event.instruction.type.value == "B" else 0.0
+        self.time_source.sleep(self.wait_s if event.instruction.type.value == "B" else 0.0)
+
+    def since_start_s(self, moment_s):
+        return round(moment_s - self.start_s, 6)
 
     def request(self, clock_mhz):
-        self.asked.append((clock_mhz, round(self.now_s - self.start_s, 6)))
+        self.asked.append((clock_mhz, self.since_start_s(self.time_source.now_s())))
 
     def request_at(self, clock_mhz, due_s):
-        self.asked.append((clock_mhz, round(self.now_s - self.start_s, 6), round(due_s - self.start_s, 6)))
+        self.asked.append((clock_mhz, self.since_start_s(self.time_source.now_s()), self.since_start_s(due_s)))
 
     def run_iteration(self, instruction_s=0.02):
-        def compute(_):
-            self.now_s += instruction_s
-
         self.asked.clear()
-        self.start_s = self.now_s
-        self.source.run_iteration(compute)
+        self.start_s = self.time_source.now_s()
+        self.source.run_iteration(lambda _: self.time_source.sleep(instruction_s))
 
 
-@pytest.fixture
-def world_of(monkeypatch):
-    def make(*args, **options):
-        world = World(*args, **options)
-        monkeypatch.setattr(clock_requests.time, "perf_counter", lambda: world.now_s)
-        return world
-
-    return make
-
-
-def test_without_leading_each_clock_is_asked_for_at_the_end_of_the_instruction_before(world_of):
-    world = world_of(0.01, leads=False)
+def test_without_leading_each_clock_is_asked_for_at_the_end_of_the_instruction_before():
+    world = World(0.01, leads=False)
     world.run_iteration()
     assert world.asked == [(1200, 0.0), (1305, 0.02), (1200, 0.05), (1410, 0.07), (1200, 0.1)]
 
 
-def test_the_first_iteration_only_learns(world_of):
-    world = world_of(0.0)
+def test_the_first_iteration_only_learns():
+    world = World(0.0)
     world.run_iteration()
     assert [len(asked) for asked in world.asked] == [2] * 5
 
 
-def test_clocks_lead_by_the_latency_where_there_is_no_wait(world_of):
-    world = world_of(0.0)
+def test_clocks_lead_by_the_latency_where_there_is_no_wait():
+    world = World(0.0)
     world.run_iteration()
     world.run_iteration()
     assert world.asked == [
@@ -87,31 +79,31 @@ def test_clocks_lead_by_the_latency_where_there_is_no_wait(world_of):
     ]
 
 
-def test_where_the_wait_is_longer_than_the_latency_nothing_leads(world_of):
-    world = world_of(0.007)
+def test_where_the_wait_is_longer_than_the_latency_nothing_leads():
+    world = World(0.007)
     world.run_iteration()
     world.run_iteration()
     leading = [asked for asked in world.asked if len(asked) == 3]
     assert leading == [(1200, 0.027, 0.042), (1200, 0.074, 0.089)]  # after backwards only; before them there is a wait
 
 
-def test_a_wait_shorter_than_the_latency_is_led_by_the_rest(world_of):
-    world = world_of(0.002)
+def test_a_wait_shorter_than_the_latency_is_led_by_the_rest():
+    world = World(0.002)
     world.run_iteration()
     world.run_iteration()
     assert world.asked[1] == (1305, 0.0, 0.017)
 
 
-def test_expected_durations_follow_slowly(world_of):
-    world = world_of(0.0)
+def test_expected_durations_follow_slowly():
+    world = World(0.0)
     world.run_iteration(0.02)
     world.run_iteration(0.04)
     world.run_iteration(0.04)
     assert world.asked[1] == (1305, 0.0, 0.025)  # half of each, less the latency
 
 
-def test_without_a_known_latency_nothing_leads(world_of):
-    world = world_of(0.0)
+def test_without_a_known_latency_nothing_leads():
+    world = World(0.0)
     world.usual_latency_s = 0.0
     world.run_iteration()
     world.run_iteration()

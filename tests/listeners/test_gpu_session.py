@@ -66,6 +66,32 @@ def test_the_gpu_is_the_one_that_torch_computes_on(cuda, monkeypatch, kind, inde
     assert opened == [index]
 
 
+def test_one_gpu_is_shared_and_closed_after_its_last_user():
+    source = FakeSource()
+    one, two = object(), object()
+    session = open_session(source, "emulated_a40", one, num_gpus=1)
+    assert open_session(source, "emulated_a40", two, num_gpus=1) is session
+    with pytest.raises(ConfigurationError, match=r"gpu='nvml', another callback gpu='emulated_a40'"):
+        open_session(source, "nvml", two, num_gpus=1)
+    with pytest.raises(ConfigurationError, match=r"cluster='ideal', another callback cluster='nvlink'"):
+        open_session(source, "emulated_a40", two, num_gpus=1, cluster="ideal")
+    session.own_clocks(one)
+    with pytest.raises(ConfigurationError, match="One callback sets the clocks"):
+        session.own_clocks(two)
+    session.release(one)
+    session.own_clocks(two)
+    assert source.counting
+    session.release(two)
+    session.release(two)
+    assert not source.counting
+    assert open_session(source, "emulated_a100", one, num_gpus=1) is not session
+
+
+def test_an_unknown_cluster_is_refused():
+    with pytest.raises(ConfigurationError, match=r"cluster is one of ideal, nvlink, pcie .*got 'nvlin'"):
+        open_session(FakeSource(), "emulated_a40", "a user", num_gpus=1, cluster="nvlin")
+
+
 def test_a_gpu_that_cannot_be_restored_does_not_spoil_the_end_of_a_training(monkeypatch, caplog):
     def fail(gpu):
         raise ClockPermissionError("You may not any more.")
@@ -76,8 +102,10 @@ def test_a_gpu_that_cannot_be_restored_does_not_spoil_the_end_of_a_training(monk
     assert "was not released: You may not any more. The watchdog tries again" in caplog.text
 
 
-def test_clocks_go_back_to_the_gpu_s_own_where_its_progress_is_not_known_any_more(caplog):
-    session = open_session(FakeSource(), GpuConfig(kind="emulated", clock_latency_s=0), "a user", num_gpus=1)
+@pytest.mark.parametrize("time", ["virtual", "real"])
+def test_clocks_go_back_to_the_gpu_s_own_where_its_progress_is_not_known_any_more(time, caplog):
+    config = GpuConfig(kind="emulated", time=time, clock_latency_s=0)
+    session = open_session(FakeSource(), config, "a user", num_gpus=1)
     session.own_clocks("a user")
     session.clocks.request(600)
     assert session.clocks.wait(30)

@@ -1,38 +1,81 @@
-"""A plan on one rank and an emulated GPU, in real time, without a Trainer."""
+"""A plan on one rank and an emulated GPU, without a Trainer."""
+
+from itertools import pairwise
 
 import pytest
 
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.device.emulated.physics import GpuPhysics
 from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlannedRun, chosen_plan
 from lightning_pfo.planner import plan_frontier, save_frontier
 from tests.listeners.fakes import FakeSource
 
+CLOCKS_MHZ = (1410, 1200, 1305, 1005)  # of F0 B0 F1 B1
+WORK = InstructionWork(1e9, 1e6)
+LATENCY_S = 0.004
 
-@pytest.mark.parametrize("lead_clocks", [False, True])
-def test_clocks_follow_the_plan_and_their_latency_is_reported(lead_clocks, monkeypatch):
+
+def planned_run(monkeypatch, num_iterations=6, **options):
+    """Iterations under the plan: the run, what it said, and the clocks asked for, with their moments."""
     locked, said = [], []
     lock = EmulatedGpu.lock_graphics_clock
 
     def noting(gpu, clock_mhz):
-        locked.append(clock_mhz)
+        locked.append((clock_mhz, gpu.time_source.now_s()))
         lock(gpu, clock_mhz)
 
     monkeypatch.setattr(EmulatedGpu, "lock_graphics_clock", noting)
     source = FakeSource(num_microbatches=2)
-    plan = FrequencyPlan(source.schedule, ((1410, 1200, 1305, 1005),), 1.0, 1.0)
-    config = GpuConfig(kind="emulated", forward_s=0.03, clock_latency_s=0.004, lead_clocks=lead_clocks)
+    plan = FrequencyPlan(source.schedule, (CLOCKS_MHZ,), 1.0, 1.0)
+    config = GpuConfig(kind="emulated", forward_s=0.03, clock_latency_s=LATENCY_S, **options)
     with PlannedRun(source, plan, gpu=config, num_gpus=1, report=said.append) as run:
-        for _ in range(6):
-            source.run_iteration(work=InstructionWork(1e9, 1e6))
+        for _ in range(num_iterations):
+            source.run_iteration(work=WORK)
             run.measure()
-        statistics = run.clock_statistics
-    assert set(locked) == {1410, 1200, 1305, 1005}
+    return run, said, locked
+
+
+def instruction_s(config, clock_mhz, until_landed_mhz=None):
+    """Oracle: how long an instruction takes whose clock has landed, or lands after the latency."""
+    physics, parts = GpuPhysics(config), (0.03 * (1 - config.memory_share), 0.03 * config.memory_share)
+    done = LATENCY_S / physics.time_s(until_landed_mhz, *parts) if until_landed_mhz else 0.0
+    return (LATENCY_S if until_landed_mhz else 0.0) + (1 - done) * physics.time_s(clock_mhz, *parts)
+
+
+def test_clocks_follow_the_plan_and_their_latency_is_reported(monkeypatch):
+    run, said, locked = planned_run(monkeypatch)
+    assert [clock_mhz for clock_mhz, _ in locked] == [1410, *[1200, 1305, 1005, 1410] * 6]
+    statistics = run.clock_statistics
+    assert statistics.num_changes == len(locked)
+    assert LATENCY_S <= statistics.latency_s <= 1.1 * LATENCY_S  # read back at a tenth of what has passed
+    assert f"clock changes; reached after {1000 * statistics.latency_s:.1f} ms" in said[-1]
+    assert [measured.iteration for measured in run.measurements] == [1, 2, 3, 4, 5]  # work was counted in the first
+    # asked for at the end of the instruction before, each clock lands when the instruction has begun
+    before = (CLOCKS_MHZ[-1], *CLOCKS_MHZ[:-1])
+    expected_s = sum(instruction_s(GpuConfig(), *pair) for pair in zip(CLOCKS_MHZ, before, strict=True))
+    assert [measured.time_s for measured in run.measurements[1:]] == pytest.approx([expected_s] * 4)
+
+
+def test_clocks_that_are_led_have_landed_when_their_instruction_begins(monkeypatch):
+    run, _, locked = planned_run(monkeypatch, num_iterations=25, lead_clocks=True)
+    assert {clock_mhz for clock_mhz, _ in locked} == set(CLOCKS_MHZ)
+    # at the end of the instruction before, less the latency, which is known to a tenth
+    asked_before_s = [b - a for (_, a), (_, b) in pairwise(locked[-5:])]
+    durations_s = [instruction_s(GpuConfig(), clock_mhz) for clock_mhz in CLOCKS_MHZ]
+    assert asked_before_s == pytest.approx(durations_s, rel=0.02)
+    assert run.measurements[-1].time_s == pytest.approx(sum(durations_s), rel=0.02)
+
+
+def test_in_real_time_clocks_follow_the_plan_from_a_thread(monkeypatch):
+    run, said, locked = planned_run(monkeypatch, time="real")
+    statistics = run.clock_statistics
+    assert {clock_mhz for clock_mhz, _ in locked} == set(CLOCKS_MHZ)
     assert len(locked) > 8
     assert len(locked) - 1 <= statistics.num_changes <= len(locked)  # the worker may be between lock and count
-    assert statistics.latency_s >= 0.004
-    assert len(run.measurements) == 5  # the emulated GPU counted work in the first iteration
+    assert statistics.latency_s >= LATENCY_S
+    assert len(run.measurements) == 5
     assert "clock changes; reached after" in said[-1]
 
 

@@ -1,4 +1,4 @@
-"""Requests applied by a thread in real time, and in step in virtual time; `gpu` is one of each, `real_gpu` the former."""
+"""Requests applied by a thread in real time, and in step in virtual time."""
 
 from __future__ import annotations
 

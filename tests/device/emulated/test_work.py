@@ -26,7 +26,15 @@ def test_no_forward_takes_longer(forwards: list[InstructionWork], share: float, 
     assert max(times_s) == pytest.approx(forward_s)
     most_flops = max(forwards, key=lambda work: work.flops)
     compute_s, memory_s = scale.seconds(most_flops)
-    assert memory_s == pytest.approx(share * (compute_s + memory_s) if most_flops.bytes else 0)
+    expected_s = share * (compute_s + memory_s) if most_flops.bytes else 0
+    assert memory_s == pytest.approx(max(expected_s, 1e-6 - compute_s))
+
+
+def test_what_has_nothing_to_compute_takes_a_microsecond() -> None:
+    scale = fit_work_scale([InstructionWork(1e6, 10)], GpuConfig(work_scale=1e-8, memory_share=0.25))
+    assert scale.seconds(InstructionWork(0, 0)) == pytest.approx((0.0, 1e-6))
+    assert scale.seconds(InstructionWork(40, 0)) == pytest.approx((0.3e-6, 0.7e-6))
+    assert scale.seconds(InstructionWork(400, 0)) == pytest.approx((3e-6, 0.0))
 
 
 def test_explicit_scale() -> None:

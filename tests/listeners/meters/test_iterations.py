@@ -1,5 +1,3 @@
-import time
-
 import pytest
 
 from lightning_pfo.device import EmulatedGpu, GpuConfig
@@ -25,22 +23,22 @@ def meter_of_60_w(tick_s):
     source = FakeSource()
     meter = IterationMeter(gpu, source, DeviceFollower(no_mark), is_ready=lambda: True)
     source.add_listener(meter)
-    return meter, source
+    return meter, source, gpu.time_source.sleep
 
 
 def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_them():
-    meter, source = meter_of_60_w(tick_s=0.05)
+    meter, source, sleep = meter_of_60_w(tick_s=0.05)
     for _ in range(14):
-        source.run_iteration(lambda instruction: time.sleep(0.02))
-        time.sleep(0.01)
+        source.run_iteration(lambda instruction: sleep(0.02))
+        sleep(0.01)
     meter.close()
-    times_s = [end_s - begin_s for begin_s, end_s in list(meter._intervals_s)[-12:]]
-    assert meter.mean_energy_j(12) == pytest.approx(60 * sum(times_s) / 12, rel=0.05)
+    assert [end_s - begin_s for begin_s, end_s in meter._intervals_s] == pytest.approx([0.08] * 14)
+    assert meter.mean_energy_j(12) == pytest.approx(60 * 0.08, rel=0.005)
 
 
 def test_single_iterations_are_exact_where_the_counter_does_not_tick():
-    meter, source = meter_of_60_w(tick_s=0)
-    source.run_iteration(lambda instruction: time.sleep(0.002))
+    meter, source, sleep = meter_of_60_w(tick_s=0)
+    source.run_iteration(lambda instruction: sleep(0.002))
     meter.close()
     assert meter.mean_energy_j(1) is None
-    assert meter.take().energy_j == pytest.approx(60 * (meter._intervals_s[0][1] - meter._intervals_s[0][0]), rel=0.05)
+    assert meter.take().energy_j == pytest.approx(60 * 0.008)
