@@ -96,10 +96,10 @@ def trace_long_tradeoff(
 def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
     """Options no slower than the relaxation grants, what one leaves over passed on to the next; shape (n, 1).
 
-    Every node may end when the first of its successors starts in the relaxation.
+    Every node may end when the first of its successors starts in the relaxation, less the delay in between.
     """
     latest_ends = np.full(table.dag.num_nodes, relaxed.time)
-    np.minimum.at(latest_ends, table.dag.edges[:, 0], relaxed.starts[table.dag.edges[:, 1]])
+    np.minimum.at(latest_ends, table.dag.edges[:, 0], relaxed.starts[table.dag.edges[:, 1]] - table.dag.delays)
     latest_ends = latest_ends[:, None] + TOLERANCE * relaxed.time
     fastest = np.zeros((table.dag.num_nodes, 1), dtype=np.int64)
     filled = []

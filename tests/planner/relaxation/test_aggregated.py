@@ -57,7 +57,7 @@ def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
         np.add.at(outflow, list(dag.sinks), solution.sink_flow)
         np.add.at(inflow, heads, solution.edge_flow)
         assert outflow == pytest.approx(solution.flow)
-        starting = [not before for before in dag.predecessors]
+        starting = [not before for before in dag.incoming]
         assert np.where(starting, outflow, inflow) == pytest.approx(outflow, abs=1e-5 * outflow.max())
         assert outflow[starting].sum() == pytest.approx(-solution.slope)
 

@@ -24,7 +24,7 @@ NODES = 7
 
 
 def diamonds_of(table):
-    return Diamonds(table.dag, table.kind_of, table.times, table.costs)
+    return Diamonds(table.dag, table.kind_of, table.times, table.costs, table.dag.wait_delays)
 
 
 def conserved(table, relaxed):
