@@ -1,6 +1,7 @@
-"""Random problems for hypothesis: small DAGs and options for their nodes."""
+"""Random problems for hypothesis: small DAGs and options for their nodes; and profiles whose transfers take time."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -62,4 +63,13 @@ def least_costs(table, flows):
             )
             for flow in flows
         ]
+    )
+
+
+def with_transfers(profile, transfer_s):
+    """The profile with a time for each transfer: of a number of seconds, or a function of stage and kind."""
+    time_of = transfer_s if callable(transfer_s) else lambda stage, kind: transfer_s
+    return replace(
+        profile,
+        instructions={key: replace(line, transfer_s=time_of(*key)) for key, line in profile.instructions.items()},
     )

@@ -134,8 +134,8 @@ def _delays(graph: nx.DiGraph[Any], attribute: str) -> dict[tuple[Hashable, Hash
                 f"A delay is a number between 0 and {_LARGEST:g}; edge {before!r} -> {after!r} has "
                 f"{attribute}={shortened(value)}."
             )
-        if value:
-            delays[before, after] = float(value)
+        if value:  # of doubled edges the longest counts
+            delays[before, after] = max(float(value), delays.get((before, after), 0.0))
     return delays
 
 
