@@ -37,7 +37,9 @@ _POINTS_PER_CHARACTER = 0.62
 """Width of a character relative to the font size."""
 
 _CROWDED = 60
-"""Instructions per rank from which edges are thin and forwards unmarked."""
+"""Instructions per rank from which edges are thin, and forwards and transfers unmarked."""
+
+_TRANSFER = "#3d4b5c"
 
 
 def draw_timelines(
@@ -50,7 +52,7 @@ def draw_timelines(
     """Draw one iteration, or several one above the other, with one time axis and one colour scale: before and after.
 
     Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
-    the critical path. Clocks in MHz and instructions are written where they fit. The headings of all but the first
+    the critical path; arrows are transfers between ranks, where they take time and there are not too many. Clocks in MHz and instructions are written where they fit. The headings of all but the first
     iteration say how it differs from that.
 
     Args:
@@ -98,6 +100,8 @@ def _add_key(figure: Figure, timelines: list[Timeline]) -> None:
             markerfacecoloralt="#c4cbdc", markeredgewidth=0, label="forward (pale top edge)",
         )  # fmt: skip
         entries.append(forward)
+        if any(timeline.dag.delays.any() for timeline in timelines):
+            entries.append(Line2D([], [], color=_TRANSFER, linewidth=0.8, label="transfer"))
     figure.legend(
         handles=entries, loc="outside lower right", ncols=len(entries), frameon=False, fontsize=8, labelcolor=INK
     )
@@ -133,6 +137,8 @@ def _draw(axes: Axes, timeline: Timeline, colour: str, norm: Normalize, width_in
     _mark_forwards(axes, timeline, rank_of, crowded)
     _trace_critical_path(axes, timeline, rank_of, crowded)
     _draw_wait_clocks(axes, timeline, width_in)
+    if not crowded:
+        _draw_transfers(axes, timeline, rank_of)
     _write_clocks(axes, timeline, rank_of, [norm(value) < 0.6 for value in values], width_in, bar_pt)
 
     axes.set_xlim(0, end)
@@ -181,6 +187,22 @@ def _draw_wait_clocks(axes: Axes, timeline: Timeline, width_in: float) -> None:
         if length * points_per_second >= 4 * _POINTS_PER_CHARACTER * size:
             labels.append((begin + length / 2, float(wait.rank), str(wait.clock_mhz), MUTED))
     write_many(axes, labels, size, zorder=5)
+
+
+def _draw_transfers(axes: Axes, timeline: Timeline, rank_of: list[int]) -> None:
+    """An arrow from the end of each producer to the moment from which its consumer could start."""
+    dag = timeline.dag
+    delayed = dag.delays > 0
+    (before, after), delays_s = dag.edges[delayed].T, dag.delays[delayed]
+    if not len(delays_s):
+        return
+    ends_s, ranks = np.array(timeline.starts_s) + timeline.durations_s, np.array(rank_of)
+    down = np.sign(ranks[after] - ranks[before])  # from the edge of one bar to that of the other
+    from_y, to_y = ranks[before] + down * _BAR / 2, ranks[after] - down * _BAR / 2
+    axes.quiver(
+        ends_s[before], from_y, delays_s, to_y - from_y, color=_TRANSFER, angles="xy", scale_units="xy", scale=1,
+        units="inches", width=0.009, headwidth=6, headlength=7, headaxislength=6, zorder=1.9,
+    )  # fmt: skip
 
 
 def _points_per_second(timeline: Timeline, width_in: float) -> float:

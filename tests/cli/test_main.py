@@ -44,6 +44,18 @@ def test_plan_writes_everything_as_a_program(profile_csv, tmp_path):
     assert {path.name for path in out.iterdir()} == plan_files | pictures | {"frontier.csv", "frontier.json"}
 
 
+def test_plan_reckons_with_the_times_of_transfers_in_a_profile(profile_csv, tmp_path):
+    options = ["num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=3"]
+    header, *rows = profile_csv.read_text().splitlines()
+    (tmp_path / "slow.csv").write_text("\n".join([f"{header},transfer_time", *(f"{row},0.01" for row in rows)]) + "\n")
+    times_s = []
+    for name in ("profile", "slow"):
+        assert main(["plan", f"profile={tmp_path / name}.csv", f"output_dir={tmp_path / name}", *options]) == 0
+        times_s.append(load_frontier(tmp_path / name).fastest.iteration_time_s)
+    # Of a forward at the beginning and a backward at the end the pipeline waits, whatever happens between.
+    assert times_s[1] >= times_s[0] + 0.02 - 1e-9
+
+
 def test_help_of_the_program_and_of_a_command(capsys):
     assert main(["--help"]) == 0
     assert "plan" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.axis import Tick
 from matplotlib.image import imread
+from matplotlib.quiver import Quiver
 from matplotlib.text import Text
 
 from lightning_pfo.core.instruction import InstructionType
@@ -16,6 +17,7 @@ from lightning_pfo.pictures.frontier import draw_frontier
 from lightning_pfo.pictures.profile import _indistinct_stages, _label, draw_energy_valleys
 from lightning_pfo.pictures.timeline import draw_timelines
 from lightning_pfo.planner import InstructionProfile, plan_frontier
+from tests.planner.problems import with_transfers
 
 
 def test_pictures_are_written_with_something_on_them(frontier, profile, tmp_path):
@@ -51,6 +53,26 @@ def test_waits_with_a_clock_of_their_own_are_shaded(make_profile, tmp_path):
         share[path.stem] = np.isclose(imread(path)[:, :, :3], shade, atol=2e-3).all(axis=2).mean()
     assert share["with"] > 0.02
     assert share["without"] < 1e-4
+
+
+def test_transfers_are_arrows_from_the_end_of_one_to_when_the_other_could_start(make_profile, monkeypatch):
+    figures = []
+    monkeypatch.setattr(timeline_picture, "save_figure", lambda figure, _: figures.append(figure))
+    plain = make_profile([0.02, 0.03])
+    slow = with_transfers(plain, lambda stage, kind: 0.01 if kind is InstructionType.FORWARD else None)
+    for profile, num_microbatches in ((plain, 3), (slow, 3), (slow, 40)):
+        frontier = plan_frontier(profile, num_microbatches=num_microbatches, num_plans=2)
+        timeline = frontier.timeline(frontier.fastest)
+        draw_timelines({"a": timeline}, "picture")
+        arrows = figures[-1].findobj(Quiver)
+        named = "transfer" in [text.get_text() for text in figures[-1].legends[0].get_texts()]
+        assert len(arrows) == named == (profile is slow and num_microbatches == 3)
+        if arrows:  # of the three forwards of stage 0; those of stage 1 and the backwards hand over in no time
+            forwards = [i for i, inst in enumerate(timeline.schedule.orders[0]) if inst.type.value == "F"]
+            ends = [timeline.starts_s[i] + timeline.durations_s[i] for i in forwards]
+            assert arrows[0].X.tolist() == pytest.approx(ends)
+            assert arrows[0].U.tolist() == pytest.approx([0.01] * 3)
+            assert all(arrows[0].V > 0)  # to the rank below
 
 
 def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, monkeypatch):

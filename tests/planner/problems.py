@@ -1,6 +1,7 @@
-"""Random problems for hypothesis: small DAGs and options for their nodes."""
+"""Random problems for hypothesis: small DAGs and options for their nodes; and profiles whose transfers take time."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -25,11 +26,24 @@ def edge_sets(num_nodes, min_size=0):
     return st.sets(st.sampled_from(list(itertools.combinations(range(num_nodes), 2))), min_size=min_size)
 
 
+def delay_sets(num_nodes):
+    """Delays in 0.1 s of some pairs of nodes; those that are no precedence mean nothing."""
+    pairs = st.sampled_from(list(itertools.combinations(range(num_nodes), 2)))
+    return st.dictionaries(pairs, st.integers(0, 30).map(lambda ticks: ticks / 10))
+
+
+def networks(num_nodes, min_size=0):
+    """Random DAGs, some with delays."""
+    return st.builds(
+        lambda edges, delays: make_network(num_nodes, edges, delays),
+        edge_sets(num_nodes, min_size),
+        st.one_of(st.just({}), delay_sets(num_nodes)),
+    )
+
+
 def problems(num_nodes, **kinds):
     """A DAG and the options of its nodes."""
-    return st.tuples(
-        edge_sets(num_nodes).map(lambda edges: make_network(num_nodes, edges)), options_of(num_nodes, **kinds)
-    )
+    return st.tuples(networks(num_nodes), options_of(num_nodes, **kinds))
 
 
 def assignments_of(table):
@@ -49,4 +63,13 @@ def least_costs(table, flows):
             )
             for flow in flows
         ]
+    )
+
+
+def with_transfers(profile, transfer_s):
+    """The profile with a time for each transfer: of a number of seconds, or a function of stage and kind."""
+    time_of = transfer_s if callable(transfer_s) else lambda stage, kind: transfer_s
+    return replace(
+        profile,
+        instructions={key: replace(line, transfer_s=time_of(*key)) for key, line in profile.instructions.items()},
     )

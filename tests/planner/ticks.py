@@ -1,4 +1,7 @@
-"""An oracle for timelines: every rank of a pipeline is played in ticks of time, its clock landing late."""
+"""An oracle for timelines: every rank of a pipeline is played in ticks of time, its clock landing late.
+
+Every stage is on a rank of its own, or transfers take no time.
+"""
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
 
@@ -14,12 +17,15 @@ def play_in_ticks(profile, plan, power_at, latency_s, tick_s=5e-5):
 def ranks_in_ticks(profile, plan, power_at, latency_s, tick_s=5e-5):
     """Time of an iteration, and the ranks at its end."""
     schedule = plan.schedule
+    on_the_way = []  # when the output of an instruction will be where it is needed
     ranks = [Rank(profile, schedule, plan, rank, power_at, latency_s) for rank in range(schedule.num_ranks)]
     finished, now = set(), 0.0
     while not all(rank.done for rank in ranks):
         ended = [inst for rank in ranks if (inst := rank.tick(now, tick_s, finished))]
         now += tick_s
-        finished.update(ended)
+        on_the_way += [(now + profile.transfer_s(inst.stage, inst.type), inst) for inst in ended]
+        finished.update(inst for arrival, inst in on_the_way if arrival <= now + 1e-12)
+        on_the_way = [(arrival, inst) for arrival, inst in on_the_way if arrival > now + 1e-12]
     return now, ranks
 
 

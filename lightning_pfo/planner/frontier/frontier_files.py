@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_pfo.core.errors import PfoError, PlanError
 from lightning_pfo.core.files import write_texts_together
-from lightning_pfo.core.wording import cut, shortened
+from lightning_pfo.core.wording import cut, listed, shortened
 from lightning_pfo.planner.frontier.check import check_predictions
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_json import FORMAT, READ_VERSIONS, frontier_from, frontier_text
@@ -70,7 +70,7 @@ def load_frontier(path: str | os.PathLike[str]) -> Frontier:
     if isinstance(version, bool) or not isinstance(version, int) or version not in READ_VERSIONS:
         raise PlanError(
             f"{where} has version {shortened(version)} of the frontier format; this release reads versions "
-            f"{' and '.join(map(str, READ_VERSIONS))}. Plan again with this release."
+            f"{listed(READ_VERSIONS)}. Plan again with this release."
         )
     try:
         frontier = frontier_from(data)

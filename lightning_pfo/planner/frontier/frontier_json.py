@@ -2,7 +2,8 @@
 
 Self-contained: the order of instructions, the measurements, the blocking power, the top-clock baseline and the clocks
 of every plan. Instructions are written as text (`2F0`), sequences on one line. Version 1, which is still read, has one
-blocking power per rank, and no clocks of waits, latency or dwell.
+blocking power per rank, and no clocks of waits, latency or dwell. Version 3 has times of transfers, which no release
+must leave out because it does not know them; without any, files are of version 2.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import COLUMNS, InstructionProfile, Profile
 
 FORMAT = "lightning_pfo.frontier"
-VERSION, READ_VERSIONS = 2, (1, 2)
+VERSION, READ_VERSIONS = 3, (1, 2, 3)
+_WITHOUT_TRANSFERS = 2
 _MEASURED = [name for name in COLUMNS if name != "clocks_mhz"]
 _WAIT_COLUMNS = ("rank", "position", "clock_mhz", "hold_s")
 
@@ -36,10 +38,11 @@ def frontier_text(frontier: Frontier) -> str:
     Raises:
         PlanError: If a plan has no predicted time and energy.
     """
-    schedule = frontier.schedule
+    schedule, measurements = frontier.schedule, frontier.profile.instructions
+    has_transfers = any(measured.transfer_s is not None for measured in measurements.values())
     data = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if has_transfers else _WITHOUT_TRANSFERS,
         "schedule": {
             "name": schedule.name,
             "num_stages": schedule.num_stages,
@@ -56,8 +59,9 @@ def frontier_text(frontier: Frontier) -> str:
                 "stage": stage,
                 "instruction": kind.profile_name,
                 **{column: getattr(measured, column) for column in ("clocks_mhz", *_MEASURED)},
+                **({"transfer_s": measured.transfer_s} if has_transfers else {}),
             }
-            for (stage, kind), measured in frontier.profile.instructions.items()
+            for (stage, kind), measured in measurements.items()
         ],
         "baseline": _plan_record(frontier.baseline),
         "plans": [{"plan": number, **_plan_record(plan)} for number, plan in enumerate(reversed(frontier.plans))],
@@ -109,7 +113,9 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
     profile = Profile(
         {
             (_whole(row["stage"]), InstructionType.from_profile_name(row["instruction"])): InstructionProfile(
-                tuple(map(_whole, row["clocks_mhz"])), *(_numbers(row[column]) for column in _MEASURED)
+                tuple(map(_whole, row["clocks_mhz"])),
+                **{column: _numbers(row[column]) for column in _MEASURED},
+                transfer_s=row.get("transfer_s"),
             )
             for row in data["profile"]
         },

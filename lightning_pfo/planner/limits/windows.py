@@ -73,12 +73,12 @@ def time_windows(
     """
     numbers = range(span.start, span.stop)
     release = [
-        max([starts_s[node] + durations_s[node] for node in dag.predecessors[i] if node not in numbers], default=0.0)
+        max([starts_s[j] + durations_s[j] + delay for j, delay in dag.incoming[i] if j not in numbers], default=0.0)
         for i in numbers
     ]
     tolerance = EQUAL_TIMES * deadline_s
     due = [
-        min([starts_s[node] for node in dag.successors[i] if node not in numbers], default=deadline_s) + tolerance
+        min([starts_s[j] - delay for j, delay in dag.outgoing[i] if j not in numbers], default=deadline_s) + tolerance
         for i in numbers
     ]
     fastest = programme.times.min(axis=1, where=programme.allowed, initial=math.inf)

@@ -1,22 +1,26 @@
 """The instruction DAG as flat tables, and longest paths through it.
 
 Nodes are numbered; for a pipeline schedule node i is `schedule.instructions[i]`. An instruction may start when all
-its predecessors have finished, so the iteration time is the longest path, every node weighing its duration.
+its predecessors have finished and what they hand over has arrived: a precedence may have a *delay*. So the iteration
+time is the longest path, every node weighing its duration and every precedence its delay.
 For one set of durations the passes are plain loops over lists: on a graph this thin they are quicker than anything
 vectorised by level. `levels` is for passes over many sets of durations at once (see `choices`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.core.errors import ConfigurationError
+
+_T = TypeVar("_T")
 
 _NARROW = 4
 """Levels whose nodes have at most so many neighbours are padded to columns, which is at most so much more work."""
@@ -30,22 +34,26 @@ class Level:
         positions: Where they are in the order of all levels.
         neighbours: Positions of the neighbours of each, one node after the other; empty where the nodes have none.
         begins: Where in `neighbours` those of each node begin; every node has one at least, if any has.
-        columns: Positions of the first, second, ... neighbour of each, shape (m,) each; one with fewer repeats its
-            last. Empty where a node has more than a few: padding would cost the square of the number of nodes.
+        delays: What is added to the value of each neighbour; None for nothing.
+        columns: Positions of the first, second, ... neighbour of each, shape (m,) each, and their delays; a node with
+            fewer repeats its last. Empty where a node has more than a few: padding would cost the square of the number
+            of nodes.
     """
 
     positions: slice
     neighbours: npt.NDArray[np.int64]
     begins: npt.NDArray[np.int64]
-    columns: tuple[npt.NDArray[np.int64], ...]
+    delays: npt.NDArray[np.float64] | None
+    columns: tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.float64] | None], ...]
 
     def reduce(self, largest_or_least: np.ufunc, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The largest (`np.maximum`) or least (`np.minimum`) value of the neighbours of each node, shape (m, ...)."""
+        """The largest (`np.maximum`) or least (`np.minimum`) of the neighbours' values and delays, shape (m, ...)."""
         if not self.columns:
-            return np.asarray(largest_or_least.reduceat(values[self.neighbours], self.begins, axis=0))
-        found = values[self.columns[0]]
-        for column in self.columns[1:]:
-            found = largest_or_least(found, values[column])
+            delayed = _delayed(values[self.neighbours], self.delays)
+            return np.asarray(largest_or_least.reduceat(delayed, self.begins, axis=0))
+        found, *others = (_delayed(values[column], delays) for column, delays in self.columns)
+        for other in others:
+            found = largest_or_least(found, other)
         return found
 
 
@@ -71,38 +79,48 @@ class ActivityNetwork:
     Attributes:
         num_nodes: Number of nodes n.
         edges: Precedences (before, after), distinct and sorted, int array of shape (num_edges, 2).
+        delays: Time in seconds from the end of `before` until `after` may start, for each of `edges`, at least 0.
         order: A topological order of all nodes.
     """
 
     num_nodes: int
     edges: npt.NDArray[np.int64]
+    delays: npt.NDArray[np.float64]
     order: tuple[int, ...]
 
     @cached_property
-    def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Direct predecessors of each node."""
-        return _adjacency(self.num_nodes, self.edges[:, ::-1])
+    def incoming(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Direct predecessors of each node, each with the delay in between."""
+        return _grouped(self.num_nodes, self.edges[:, 1], self._with_delays(self.edges[:, 0]))
 
     @cached_property
-    def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Direct successors of each node."""
-        return _adjacency(self.num_nodes, self.edges)
+    def outgoing(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """Direct successors of each node, each with the delay in between."""
+        return _grouped(self.num_nodes, self.edges[:, 0], self._with_delays(self.edges[:, 1]))
+
+    def _with_delays(self, nodes: npt.NDArray[np.int64]) -> list[tuple[int, float]]:
+        return list(zip(nodes.tolist(), self.delays.tolist(), strict=True))
 
     @cached_property
     def sinks(self) -> tuple[int, ...]:
         """Nodes without successors."""
-        return tuple(node for node, after in enumerate(self.successors) if not after)
+        return tuple(node for node, after in enumerate(self.outgoing) if not after)
+
+    @cached_property
+    def awaited(self) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """The moments at which nodes start, distinct: the nodes that must have ended, and how long before."""
+        return tuple(dict.fromkeys(self.incoming))
 
     @cached_property
     def events(self) -> tuple[tuple[int, ...], ...]:
-        """The moments at which nodes start: the nodes that must have ended, distinct."""
-        return tuple(dict.fromkeys(self.predecessors))
+        """The nodes that must have ended at each of these moments; where delays differ, some are the same."""
+        return tuple(tuple(node for node, _ in before) for before in self.awaited)
 
     @cached_property
     def start_of(self) -> tuple[int, ...]:
         """Number of the event at which each node starts."""
-        number = {before: event for event, before in enumerate(self.events)}
-        return tuple(number[before] for before in self.predecessors)
+        number = {before: event for event, before in enumerate(self.awaited)}
+        return tuple(number[before] for before in self.incoming)
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
@@ -116,6 +134,11 @@ class ActivityNetwork:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
+    def wait_delays(self) -> npt.NDArray[np.float64]:
+        """Delay of each of `waits` in seconds."""
+        return np.array([delay for before in self.awaited for _, delay in before], dtype=np.float64)
+
+    @cached_property
     def wait_of_edge(self) -> npt.NDArray[np.int64]:
         """Number of the wait that each precedence belongs to, aligned with `edges`."""
         before, after = self.edges.T
@@ -126,39 +149,41 @@ class ActivityNetwork:
     @cached_property
     def ends_of(self) -> tuple[tuple[int, ...], ...]:
         """Numbers of the events that wait for each node, ascending."""
-        return _adjacency(self.num_nodes, self.waits[:, ::-1])
+        return _grouped(self.num_nodes, self.waits[:, 1], self.waits[:, 0].tolist())
 
     @cached_property
     def levels(self) -> Levels:
         """All nodes, each one level after the last of its predecessors; the first level has none."""
-        return _levels(self.order, self.predecessors)
+        return _levels(self.order, self.incoming)
 
     @cached_property
     def levels_from_the_end(self) -> Levels:
-        """All nodes, each one level after the last of its successors; the first level has none."""
-        return _levels(self.order[::-1], self.successors)
+        """All nodes, each one level after the last of its successors; the first level has none. Delays count down."""
+        return _levels(self.order[::-1], self.outgoing, sign=-1.0)
 
     def finish_times(self, durations: Sequence[float]) -> list[float]:
         """Earliest finish of each node in seconds."""
         finish = [0.0] * self.num_nodes
-        before_of = self.predecessors
+        incoming = self.incoming
         for node in self.order:
             start = 0.0
-            for before in before_of[node]:
-                if finish[before] > start:
-                    start = finish[before]
+            for before, delay in incoming[node]:
+                arrival = finish[before] + delay
+                if arrival > start:
+                    start = arrival
             finish[node] = start + durations[node]
         return finish
 
     def latest_starts(self, durations: Sequence[float], deadline: float) -> list[float]:
         """Latest start of each node in seconds such that everything ends by `deadline`."""
         latest = [0.0] * self.num_nodes
-        after_of = self.successors
+        outgoing = self.outgoing
         for node in reversed(self.order):
             end = deadline
-            for after in after_of[node]:
-                if latest[after] < end:
-                    end = latest[after]
+            for after, delay in outgoing[node]:
+                departure = latest[after] - delay
+                if departure < end:
+                    end = departure
             latest[node] = end - durations[node]
         return latest
 
@@ -170,19 +195,28 @@ class ActivityNetwork:
         """Nodes of one longest path, first to last."""
         finish = self.finish_times(durations)
         path = [max(range(self.num_nodes), key=finish.__getitem__)]
-        while self.predecessors[path[-1]]:
-            path.append(max(self.predecessors[path[-1]], key=finish.__getitem__))
+        while self.incoming[path[-1]]:
+            path.append(max(self.incoming[path[-1]], key=lambda edge: finish[edge[0]] + edge[1])[0])
         return path[::-1]
 
 
-def make_network(num_nodes: int, edges: Iterable[tuple[int, int]]) -> ActivityNetwork:
+def make_network(
+    num_nodes: int, edges: Iterable[tuple[int, int]], delays: Mapping[tuple[int, int], float] | None = None
+) -> ActivityNetwork:
     """Build the tables from an edge list; doubled edges are merged.
+
+    Args:
+        num_nodes: Number of nodes.
+        edges: Precedences (before, after).
+        delays: Delays in seconds, at least 0, of those edges that have one.
 
     Raises:
         ConfigurationError: If the edges contain a cycle.
     """
-    pairs = np.array(sorted(set(edges)), dtype=np.int64).reshape(-1, 2)
-    after_of = _adjacency(num_nodes, pairs)
+    distinct = sorted(set(edges))
+    pairs = np.array(distinct, dtype=np.int64).reshape(-1, 2)
+    delay_of = np.array([delays.get(edge, 0.0) for edge in distinct]) if delays else np.zeros(len(pairs))
+    after_of = _grouped(num_nodes, pairs[:, 0], pairs[:, 1].tolist())
     waiting = np.bincount(pairs[:, 1], minlength=num_nodes).tolist()
     order = [node for node in range(num_nodes) if waiting[node] == 0]
     for node in order:  # grows while it is read (Kahn 1962)
@@ -193,34 +227,46 @@ def make_network(num_nodes: int, edges: Iterable[tuple[int, int]]) -> ActivityNe
     if len(order) < num_nodes:
         stuck = next(node for node in range(num_nodes) if waiting[node] > 0)
         raise ConfigurationError(f"Precedences must not form a cycle; node {stuck} (and others) waits for itself.")
-    return ActivityNetwork(num_nodes, pairs, tuple(order))
+    return ActivityNetwork(num_nodes, pairs, delay_of, tuple(order))
 
 
-def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[int, ...]]) -> Levels:
-    """Group nodes by the longest chain of neighbours that must come before them."""
+def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[tuple[int, float], ...]], sign: float = 1.0) -> Levels:
+    """Group nodes by the longest chain of neighbours that must come before them; delays are taken times `sign`."""
     depth = [0] * len(order)
     for node in order:
-        depth[node] = max([depth[before] + 1 for before in neighbours_of[node]], default=0)
+        depth[node] = max([depth[before] + 1 for before, _ in neighbours_of[node]], default=0)
     nodes, ends = np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth)).tolist()
     position_of = np.argsort(nodes)
     rows = [neighbours_of[node] for node in nodes.tolist()]
-    flat = position_of[np.fromiter((other for row in rows for other in row), dtype=np.int64)]
+    flat = position_of[np.fromiter((other for row in rows for other, _ in row), dtype=np.int64)]
+    delays = sign * np.fromiter((delay for row in rows for _, delay in row), dtype=np.float64)
     sizes = np.array([len(row) for row in rows], dtype=np.int64)
     begins = np.cumsum(sizes) - sizes
     levels = []
     for first, end in pairwise([0, *ends]):
         here, before = slice(first, end), int(begins[first])
-        columns = tuple(
-            flat[begins[here] + np.minimum(number, sizes[here] - 1)]
+        places = [
+            begins[here] + np.minimum(number, sizes[here] - 1)
             for number in range(sizes[here].max() if sizes[here].max() <= _NARROW else 0)
-        )
-        neighbours = flat[before : before + int(sizes[here].sum())]
-        levels.append(Level(here, neighbours, begins[here] - before, columns))
+        ]
+        columns = tuple((flat[place], _if_any(delays[place])) for place in places)
+        all_of_them = slice(before, before + int(sizes[here].sum()))
+        levels.append(Level(here, flat[all_of_them], begins[here] - before, _if_any(delays[all_of_them]), columns))
     return Levels(nodes, position_of, tuple(levels))
 
 
-def _adjacency(num_nodes: int, pairs: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    rows: list[list[int]] = [[] for _ in range(num_nodes)]
-    for source, target in pairs.tolist():
-        rows[source].append(target)
+def _if_any(delays: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | None:
+    return delays if delays.any() else None
+
+
+def _delayed(values: npt.NDArray[np.float64], delays: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64]:
+    """The values, shape (m, ...), and the delay of each row."""
+    return values if delays is None else (values.T + delays).T
+
+
+def _grouped(num_nodes: int, keys: npt.NDArray[np.int64], values: Iterable[_T]) -> tuple[tuple[_T, ...], ...]:
+    """The values of each key from 0 on, in the order in which they come."""
+    rows: list[list[_T]] = [[] for _ in range(num_nodes)]
+    for key, value in zip(keys.tolist(), values, strict=True):
+        rows[key].append(value)
     return tuple(map(tuple, rows))

@@ -15,7 +15,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.arrays import Floats, Integers
 from lightning_pfo.planner.network.assignments import finish_times
-from lightning_pfo.planner.pipeline.problem import schedule_network
+from lightning_pfo.planner.pipeline.problem import pipeline_network
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
@@ -39,7 +39,7 @@ def predict(
     """
     clocks = np.array([[clock for row in plan.clocks_mhz for clock in row] for plan in plans], dtype=np.int64).T
     durations, energies = _measured(profile, schedule, clocks)
-    finish = finish_times(schedule_network(schedule), durations)
+    finish = finish_times(pipeline_network(profile, schedule), durations)
     times = finish.max(axis=0)
     totals = energies.sum(axis=0)
     wait_clocks = [(wait.rank, column, wait) for column, plan in enumerate(plans) for wait in plan.wait_clocks]

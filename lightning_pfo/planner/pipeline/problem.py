@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.dag import ActivityNetwork, make_network
 from lightning_pfo.planner.network.options import OptionSet, make_option_set
@@ -37,7 +38,7 @@ class Problem:
     @property
     def network(self) -> ActivityNetwork:
         """The precedences; activity i is `schedule.instructions[i]`."""
-        return schedule_network(self.schedule)
+        return pipeline_network(self.profile, self.schedule)
 
     @property
     def power_w(self) -> float:
@@ -72,13 +73,34 @@ class Problem:
         return tuple(options)
 
 
+def pipeline_network(profile: Profile, schedule: PipelineSchedule) -> ActivityNetwork:
+    """The activity network of a schedule whose transfers take as long as they were measured to.
+
+    Raises:
+        ConfigurationError: If the schedule cannot be executed.
+    """
+    transfers_s = ((kind, profile.transfer_s(*kind)) for kind in profile.instructions)
+    return schedule_network(schedule, tuple((kind, time_s) for kind, time_s in transfers_s if time_s))
+
+
 @lru_cache(maxsize=4)
-def schedule_network(schedule: PipelineSchedule) -> ActivityNetwork:
+def schedule_network(
+    schedule: PipelineSchedule, transfers_s: tuple[tuple[tuple[int, InstructionType], float], ...] = ()
+) -> ActivityNetwork:
     """The activity network of a pipeline schedule; activity i is `schedule.instructions[i]`.
+
+    Args:
+        schedule: The order of instructions.
+        transfers_s: Stages and kinds of instructions whose results take so many seconds to another rank.
 
     Raises:
         ConfigurationError: If the schedule cannot be executed.
     """
     schedule.validate()
     number = {instruction: i for i, instruction in enumerate(schedule.instructions)}
-    return make_network(len(number), ((number[before], number[after]) for before, after in schedule.dependencies()))
+    edges = ((number[before], number[after]) for before, after in schedule.dependencies())
+    delays, time_s = {}, dict(transfers_s)
+    for before, after in schedule.handovers().items() if time_s else ():
+        if schedule.rank_of(before.stage) != schedule.rank_of(after.stage):
+            delays[number[before], number[after]] = time_s.get((before.stage, before.type), 0.0)
+    return make_network(len(number), edges, delays)

@@ -1,9 +1,11 @@
 """What a choice of clocks costs: the timeline of one iteration under a profile's own times and energies.
 
-Every instruction starts as early as possible. Its clock is asked for when the one before it on its rank ends (as
-`callbacks.plan_cursor` does), so a wait passes at the clock of the instruction that ends it, unless it has a clock of
-its own. Without switch latency clocks change at once; `clock_signal` says what happens with it. Iterations follow each
-other: each begins at the clock of its first instruction, which was asked for when the one before ended.
+Every instruction starts as early as possible: when the one before it on its rank has ended, and what it needs has come
+from its neighbour. Sending takes no time of the sender; whoever waits for a message is blocked. An instruction's clock
+is asked for when the one before it on its rank ends (as `callbacks.plan_cursor` does), so a wait passes at the clock of
+the instruction that ends it, unless it has a clock of its own. Without switch latency clocks change at once;
+`clock_signal` says what happens with it. Iterations follow each other: each begins at the clock of its first
+instruction, which was asked for when the one before ended.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.pipeline.clock_signal import ClockSignal
-from lightning_pfo.planner.pipeline.problem import schedule_network
+from lightning_pfo.planner.pipeline.problem import pipeline_network
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
@@ -35,7 +37,7 @@ class Timeline:
         iteration_energy_j: Energy of all instructions and of all waiting.
         requests: When (s) which clock (MHz) is asked for, by rank, without repetitions.
         wait_clocks: Clocks of waits.
-        dag: The precedences.
+        dag: The precedences, and how long transfers between ranks delay them.
     """
 
     schedule: PipelineSchedule
@@ -88,7 +90,7 @@ class Simulator:
         blocking: Sequence[BlockingPower],
         switch_latency_s: float = 0.0,
     ) -> None:
-        self.dag = schedule_network(schedule)
+        self.dag = pipeline_network(profile, schedule)
         self.schedule, self.blocking, self._latency_s = schedule, blocking, switch_latency_s
         kinds = {(inst.stage, inst.type): profile.of(inst.stage, inst.type) for inst in schedule.instructions}
         at, near = ({kind: cache(getattr(m, name)) for kind, m in kinds.items()} for name in ("at", "near"))
@@ -114,10 +116,10 @@ class Simulator:
         num_nodes = len(clocks)
         starts, durations, finish, energies = ([0.0] * num_nodes for _ in range(4))
         rank_ends, wait_energies = [0.0] * len(signals), [0.0] * len(signals)
-        before_of = self.dag.predecessors
+        incoming = self.dag.incoming
         for node in self.dag.order:
             rank, position = self.schedule.places[node]
-            start = max([finish[before] for before in before_of[node]], default=0.0)
+            start = max([finish[before] + delay for before, delay in incoming[node]], default=0.0)
             signal, begin = signals[rank], rank_ends[rank]
             _request(signal, begin, start, clocks[node], waiting.get((rank, position)))
             wait_energies[rank] += signal.block(begin, start, self._power_at[rank])

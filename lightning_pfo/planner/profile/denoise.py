@@ -115,6 +115,7 @@ def _rows(measured: InstructionProfile, rows: Sequence[int]) -> InstructionProfi
         tuple(measured.times_s[row] for row in rows),
         tuple(measured.energies_j[row] for row in rows),
         tuple(powers[row] for row in rows) if powers else (),
+        transfer_s=measured.transfer_s,
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, Quantity, check_whole, items
+from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, TRANSFER, Quantity, check_whole, items
 from lightning_pfo.core.wording import counted, listed, shortened
 from lightning_pfo.planner.profile.interpolation import at_clock
 
@@ -26,6 +26,9 @@ COLUMNS = {
 }
 """What is measured of an instruction: its name in tables, and what its values may be. The first three are needed."""
 
+TRANSFER_COLUMN = "transfer_time"
+"""Name in tables of how long a result takes to another rank: in each row of an instruction, where known."""
+
 STAGE = Quantity("a stage number 0, 1, ...", "", 0, 100_000, is_whole=True)
 _MOST_GPUS = 1_000_000
 
@@ -41,6 +44,8 @@ class InstructionProfile:
         p2p_blocking_powers_w: Power of the stage's GPUs while blocked at each clock; empty where not measured.
         time_stderrs_s: Standard error of each time; empty where not known.
         energy_stderrs_j: Standard error of each energy; empty where not known.
+        transfer_s: Time from the end of the instruction until the one on another rank that needs its output could have
+            started; None where not known. It hardly depends on the clock, so that one number does for all.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -49,11 +54,14 @@ class InstructionProfile:
     p2p_blocking_powers_w: tuple[float, ...] = ()
     time_stderrs_s: tuple[float, ...] = ()
     energy_stderrs_j: tuple[float, ...] = ()
+    transfer_s: float | None = None
 
     def __post_init__(self) -> None:
         try:
             for name, (_, quantity) in COLUMNS.items():
                 object.__setattr__(self, name, quantity.column(name, getattr(self, name)))
+            if self.transfer_s is not None:
+                object.__setattr__(self, "transfer_s", *TRANSFER.column("transfer_s", [self.transfer_s]))
         except ConfigurationError as error:
             raise ProfileError(str(error)) from None
         clocks = self.clocks_mhz
@@ -140,7 +148,8 @@ class Profile:
             }
             for clock, *values in zip(measured.clocks_mhz, *known.values(), strict=True):
                 row = {"stage": stage, "instruction": kind.profile_name, "frequency": clock}
-                rows.append({**row, **dict(zip(known, values, strict=True))})
+                transfer = {} if measured.transfer_s is None else {TRANSFER_COLUMN: measured.transfer_s}
+                rows.append({**row, **dict(zip(known, values, strict=True)), **transfer})
         table = pd.DataFrame(rows)
         if self.gpus_per_stage > 1:
             table = pd.concat([table.assign(rank=rank) for rank in range(self.gpus_per_stage)], ignore_index=True)
@@ -160,6 +169,14 @@ class Profile:
                 f"The schedule runs {kind.profile_name} on stage {stage}, but the profile only has: {listed(present)}. "
                 "Profile with the schedule that you plan for."
             ) from None
+
+    def transfer_s(self, stage: int, kind: InstructionType) -> float:
+        """Time in seconds that the output of an instruction takes to another rank; 0 where it is not known.
+
+        Raises:
+            ProfileError: If there are no measurements of the instruction.
+        """
+        return self.of(stage, kind).transfer_s or 0.0
 
     def top_clock_mhz(self, stage: int) -> int:
         """The highest clock that was measured for every instruction of `stage`.

@@ -5,9 +5,11 @@ allowed. Some of them mean something here:
 
 - `p2p_blocking_power_w`: power in watts of the stage's GPU while it waits for a neighbour at that clock;
 - `time_stderr`, `energy_stderr`: standard errors of time and energy, which `regularise` weighs points by;
+- `transfer_time`: seconds from the end of the instruction until the one on another rank that needs its output could
+  have started. Empty where not known; a profile has the median over the clocks, and 0 where none is known;
 - `gpu`: name of the GPU that was measured; an emulated one says so, and so do tables and pictures;
 - `rank` or `dp_rank`, `pp_rank`, `tp_rank`: several GPUs work on one stage. A stage is as slow as its slowest rank,
-  and energies add up, so that the energy of a stage is that of all its GPUs.
+  and as late with its output as the latest, and energies add up, so that the energy of a stage is that of all its GPUs.
 
 These are the dialects of Zeus' documentation (the contract columns), of Merak (rank columns), of the Perseus artifact
 (rows named `load`, the loading of a batch, have no clock to choose and are skipped) and of Kareus (columns that say how
@@ -28,14 +30,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.ranges import Quantity
+from lightning_pfo.core.ranges import TRANSFER, Quantity
 from lightning_pfo.core.wording import cut, listed, shortened
-from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, InstructionProfile, Profile
+from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, TRANSFER_COLUMN, InstructionProfile, Profile
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 _NEEDED = ("stage", "instruction", "frequency", "time", "energy")
 """The columns every profile has."""
 
-_NUMBERS = {"stage": STAGE, **dict(COLUMNS.values())}
+_NUMBERS = {"stage": STAGE, **dict(COLUMNS.values()), TRANSFER_COLUMN: TRANSFER}
 _RANK_COLUMNS = ("rank", "dp_rank", "pp_rank", "tp_rank")
 _TEXTS = ("instruction", "gpu", *_RANK_COLUMNS)
 _SKIPPED_INSTRUCTIONS = ("load",)
@@ -53,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
     """Write profile rows as CSV, whole or not at all: contract columns first, further columns as they come.
+
+    What is None or nan in a further column is not known: its cell stays empty.
 
     Args:
         path: File to write.
@@ -72,7 +77,8 @@ def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
             raise ProfileError(
                 f"A profile row needs {', '.join(_NEEDED)}; {shortened(record)} lacks {', '.join(missing)}."
             )
-        records.append(record)
+        unknown = [column for column, value in record.items() if column not in _NEEDED and value != value]
+        records.append({**record, **dict.fromkeys(unknown)})
     if not records:
         raise ProfileError(f"A profile needs at least one row; there is nothing to write to {path}.")
     further = dict.fromkeys(column for record in records for column in record if column not in _NEEDED)
@@ -147,6 +153,7 @@ class _Row:
     blocking_w: float | None
     time_stderr_s: float | None
     energy_stderr_j: float | None
+    transfer_s: float | None
     rank: tuple[str, ...]
     gpu: str
 
@@ -206,6 +213,7 @@ def _parse_row(where: str, line: int, record: Mapping[str, str]) -> _Row:
         blocking_w=values.get("p2p_blocking_power_w"),
         time_stderr_s=values.get("time_stderr"),
         energy_stderr_j=values.get("energy_stderr"),
+        transfer_s=values.get(TRANSFER_COLUMN),
         rank=tuple(record[column] for column in _RANK_COLUMNS if column in record),
         gpu=record.get("gpu", ""),
     )
@@ -252,7 +260,7 @@ def _merge_ranks(
     clocks: Mapping[int, Mapping[tuple[str, ...], _Row]],
     ranks: set[tuple[str, ...]],
 ) -> InstructionProfile:
-    """Slowest rank's time, sum of energies; only clocks that every rank of the stage has measured."""
+    """Slowest rank's time, latest transfer, sum of energies; only clocks that every rank of the stage has measured."""
     complete = sorted((clock for clock, of_rank in clocks.items() if set(of_rank) == ranks), reverse=True)
     what = f"stage {key[0]}, {key[1].profile_name}"
     if not complete:
@@ -261,6 +269,8 @@ def _merge_ranks(
         _log.warning("%s: %d clocks of %s are not measured on all its ranks", where, len(clocks) - len(complete), what)
     per_clock: Sequence[list[_Row]] = [list(clocks[clock].values()) for clock in complete]
     slowest = [max(rows, key=lambda row: row.time_s) for rows in per_clock]
+    transfers_s = [[row.transfer_s for row in rows if row.transfer_s is not None] for rows in per_clock]
+    latest_s = [max(known) for known in transfers_s if known]
     try:
         return InstructionProfile(
             clocks_mhz=tuple(complete),
@@ -269,6 +279,7 @@ def _merge_ranks(
             p2p_blocking_powers_w=_known([[row.blocking_w for row in rows] for rows in per_clock], sum),
             time_stderrs_s=_known([[row.time_stderr_s] for row in slowest], sum),
             energy_stderrs_j=_known([[row.energy_stderr_j for row in rows] for rows in per_clock], _root_of_squares),
+            transfer_s=median(latest_s) if latest_s else None,
         )
     except ProfileError as error:  # too many clocks, or a sum out of range
         raise ProfileError(f"{where}, {what}: {error}") from None

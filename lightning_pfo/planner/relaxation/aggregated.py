@@ -74,8 +74,8 @@ class MergedTradeoff:
     Args:
         network: The precedences.
         options: Options of each activity; activities of one kind should share one object.
-        paths: Disjoint paths of consecutively numbered activities, in ascending order, whose options recur in every
-            period.
+        paths: Disjoint paths of consecutively numbered activities without delays in between, in ascending order, whose
+            options recur in every period.
     """
 
     def __init__(self, network: ActivityNetwork, options: Sequence[OptionSet], paths: Sequence[PeriodicPath]) -> None:
@@ -125,14 +125,15 @@ class MergedTradeoff:
         tails, heads = self._map.dropped.T
         for _ in range(_MOST_ROUNDS):
             starts, durations = self._map.spread_times(above.solve(time))
-            late = starts[tails] + durations[tails] - starts[heads]
+            late = starts[tails] + durations[tails] + self._map.dropped_delays - starts[heads]
             worst = np.lexsort((-late, self._map.family))
             worst = worst[np.diff(self._map.family[worst], prepend=-1) > 0]  # one of each family
             violated = worst[late[worst] > _VIOLATED * float(durations.mean())]
             if not len(violated):
                 break
-            for tail, head in zip(tails[violated].tolist(), heads[violated].tolist(), strict=True):
-                above.require(*self._map.precedence(tail, head))
+            for number in violated.tolist():
+                ends = int(tails[number]), int(heads[number])
+                above.require(*self._map.precedence(*ends), float(self._map.dropped_delays[number]))
         return starts, durations
 
 
@@ -144,6 +145,7 @@ class _Map:
             for its end.
         options: Options of each merged activity.
         dropped: Precedences of the whole network that have no counterpart, shape (number, 2).
+        dropped_delays: Their delays in seconds.
         family: A number for each of them: what recurs in every period of the same two paths is of one family.
     """
 
@@ -175,10 +177,12 @@ class _Map:
         is_first, is_last = self._path_of < 0, self._path_of < 0
         is_first[[path.begin for path in paths]] = is_last[[path.end - 1 for path in paths]] = True
         kept = ~chained & is_last[tails] & is_first[heads]
-        self.dropped = network.edges[~chained & ~kept]
+        self.dropped, self.dropped_delays = (some[~chained & ~kept] for some in (network.edges, network.delays))
         self.family = self._families()
         pairs = np.stack([self._leave[tails[kept]], self._enter[heads[kept]]], axis=1)
-        self.network = make_network(len(self.options), [*map(tuple, pairs.tolist()), *chains])
+        kept_edges = list(map(tuple, pairs.tolist()))
+        delays = dict(zip(kept_edges, network.delays[kept].tolist(), strict=True)) if network.delays.any() else None
+        self.network = make_network(len(self.options), [*kept_edges, *chains], delays)
         self._kept, self._chained = np.flatnonzero(kept), np.flatnonzero(chained)
         self._path_end_of_chained = self._leave[tails[chained]]
         keys = self.network.edges @ [self.network.num_nodes, 1]

@@ -1,10 +1,13 @@
 r"""Proven lower bounds on the cost of every assignment, as a function of its time.
 
 **The proof.** Let phi_i be a flow through the activities (`flow`), of value v. In any assignment whose longest path is
-T, let activity i start at S_i >= 0; it takes t_i and costs c_i. What flows along a precedence waits for the end of its
-tail, and what leaves at a sink ends by T; so the flow, weighted by the times on its way, is at most v T::
+T, let activity i start at S_i >= 0; it takes t_i and costs c_i. What flows along a precedence e, f_e, waits for the end
+of its tail and then for its delay d_e, and what leaves at a sink ends by T; so the flow, weighted by the times on its
+way, is at most v T::
 
-    sum_i phi_i t_i <= v T        and therefore        sum_i c_i >= sum_i min over options (c + phi_i t) - v T
+    sum_i phi_i t_i + sum_e f_e d_e <= v T
+
+    sum_i c_i >= sum_i min over options (c + phi_i t) + sum_e f_e d_e - v T
 
 The right-hand side is a line in T, whatever the flow: weak duality. `_lines` evaluates it, and is the only place that
 does, for every kind of flow: of a solution of the relaxation, aggregated or not, mixed, or none. The minimum is over
@@ -17,13 +20,15 @@ that rises (with the rate) is worth there what it is at the fastest time of all.
    an assignment may be summed activity by activity; or as its energy, instruction by instruction and wait by wait,
    where each wait is a difference of two moments that are sums themselves, some with a few terms for each change of
    clocks. That is fewer than 4 n roundings on the way to any number, 16 n over all such sums together, and only costs
-   may be negative. So with eps = 16 (n + 8) u the proof is carried out for *lowered* options c - eps |c|, t (1 - eps)
-   and a rate lowered likewise, and holds for costs, energies and times as they are computed from the ones given.
+   may be negative. A longest path is a sum of 2 n durations and delays at the most. So with eps = 16 (n + 8) u the
+   proof is carried out for *lowered* options c - eps |c|, t (1 - eps), and delays and a rate lowered likewise, and
+   holds for costs, energies and times as they are computed from the ones given.
 2. The flow is conserved but for d + 4 roundings in each phi_i (`flow`). What phi_i has too much is worth at most its
    T x phi_i, once where it flows through and once where it starts; so v is raised by 4 (d + 4) u sum_i phi_i.
 3. A mixture of two flows is one, but for 3 roundings in each term; v is raised by eps v, which is more.
-4. The sum of the minima is lowered by 2 n u sum |minima|, and both numbers of a line by 4 u of themselves, which is
-   more than what evaluating it may add.
+4. The sum of the minima is lowered by 2 n u sum |minima|, that of m delays, none negative, each times its share of a
+   phi_j, by 2 (m + d + 8) u of itself, and both numbers of a line by 4 u of themselves: more than what evaluating them
+   may add.
 
 At 8 x 12 all of this is less than 1e-12 of the energy. No bound is ever clipped to a cost: one above it is an error.
 
@@ -96,17 +101,21 @@ class LowerBound:
         self._times = np.where(np.isfinite(table.times), table.times, 0.0) * (1 - self._eps)
         # Of the two, the lower one; infinity stays.
         self._costs = np.minimum(table.costs * (1 - self._eps), table.costs * (1 + self._eps))
+        self._delayed = np.flatnonzero(table.dag.delays)
+        self._delays = table.dag.delays[self._delayed] * (1 - self._eps)
         self._fastest = table.dag.longest_path(self._times[table.kind_of, 0].tolist()) * (1 - self._eps)
         self._members = [np.flatnonzero(table.kind_of == kind) for kind in range(len(table.kinds))]
-        self._defect = 4 * (largest_number_of_terms(table.dag) + 4) * UNIT
+        most_terms = largest_number_of_terms(table.dag)
+        self._defect = 4 * (most_terms + 4) * UNIT
+        self._sure_of_delays = 1 - 2 * (len(self._delayed) + most_terms + 8) * UNIT
         self._pending: list[RelaxedSolution] = []
         self._solved_times = np.zeros(0)
         # No flow at all proves something too, for all times.
         self._through, self._shares = np.zeros((1, n)), np.zeros((1, len(table.dag.edges)))
-        self._values = np.zeros(1)
+        self._values, self._delay_costs = np.zeros((2, 1))
         # Each line is that of a mixture of two of the flows.
         self._mixtures: list[tuple[int, int, float]] = [(0, 0, 1.0)]
-        self._at_zero, self._slopes = self._lines(self._through, self._values)
+        self._at_zero, self._slopes = self._lines(self._through, self._values, self._delay_costs)
         self._losses = np.zeros(1)
         self._is_sharp: set[int] = {0}
 
@@ -125,7 +134,8 @@ class LowerBound:
         pairs = [(slow, fast, share) for share in _SHARES.tolist() for slow, fast in pairwise(order)]
         if pairs:
             slow, fast, share = (np.array(column) for column in zip(*pairs, strict=True))
-            self._prove(pairs, _mixed(self._through, slow, fast, share), _mixed(self._values, slow, fast, share))
+            flows = self._through, self._values, self._delay_costs
+            self._prove(pairs, *(_mixed(some, slow, fast, share) for some in flows))
 
     def sharpen(self, times: Floats) -> None:
         """Add what rounding to options loses at the least to the bounds that are the highest at some times (s)."""
@@ -155,7 +165,8 @@ class LowerBound:
 
     @cached_property
     def _diamonds(self) -> Diamonds:
-        return Diamonds(self.table.dag, self.table.kind_of, self._times, self._costs)
+        delays = self.table.dag.wait_delays * (1 - self._eps)
+        return Diamonds(self.table.dag, self.table.kind_of, self._times, self._costs, delays)
 
     def _prove_pending(self) -> None:
         if not self._pending:
@@ -172,14 +183,18 @@ class LowerBound:
         raised = self._raised(through, values)
         scale = np.where(is_rate, self._rate / np.where(is_rate, raised, 1.0) * (1 - 16 * UNIT), 1.0)
         through, values = scale[:, None] * through, scale * values
+        delay_costs = self._costs_of_delays(through, flows.shares)
         self._through = np.concatenate([self._through, through])
         self._shares = np.concatenate([self._shares, flows.shares])
         self._values = np.concatenate([self._values, values])
+        self._delay_costs = np.concatenate([self._delay_costs, delay_costs])
         self._solved_times = np.concatenate([self._solved_times, [solution.time for solution in solutions]])
-        self._prove([(k, k, 1.0) for k in range(first, len(self._values))], through, values)
+        self._prove([(k, k, 1.0) for k in range(first, len(self._values))], through, values, delay_costs)
 
-    def _prove(self, mixtures: list[tuple[int, int, float]], through: Floats, values: Floats) -> None:
-        at_zero, slopes = self._lines(through, values)
+    def _prove(
+        self, mixtures: list[tuple[int, int, float]], through: Floats, values: Floats, delay_costs: Floats
+    ) -> None:
+        at_zero, slopes = self._lines(through, values, delay_costs)
         self._mixtures += mixtures
         self._at_zero = np.concatenate([self._at_zero, at_zero])
         self._slopes = np.concatenate([self._slopes, slopes])
@@ -189,12 +204,18 @@ class LowerBound:
         """The values of flows, rounded up by what they and their mixtures may lack."""
         return np.asarray((values + self._defect * through.sum(axis=1)) * (1 + self._eps) + _TINY)
 
-    def _lines(self, through: Floats, values: Floats) -> tuple[Floats, Floats]:
+    def _costs_of_delays(self, through: Floats, shares: Floats) -> Floats:
+        """What flows cost while they are delayed, rounded down, in joules, shape (flows,)."""
+        heads = self.table.dag.edges[self._delayed, 1]
+        return np.asarray((shares[:, self._delayed] * through[:, heads]) @ self._delays * self._sure_of_delays)
+
+    def _lines(self, through: Floats, values: Floats, delay_costs: Floats) -> tuple[Floats, Floats]:
         """What flows prove, the rate included: value at 0 s (J) and slope (J/s, never rising), shape (flows,) each.
 
         Args:
             through: Flow through each activity in J/s, shape (flows, n).
             values: What leaves at all sinks in J/s, shape (flows,).
+            delay_costs: What they cost while they are delayed, in joules, shape (flows,).
         """
         at_zero, size = np.zeros((2, len(through)))
         for kind, members in enumerate(self._members):
@@ -206,7 +227,7 @@ class LowerBound:
                 least = (costs + times * through[some, members]).min(axis=0)
                 at_zero[some] += least.sum(axis=1)
                 size[some] += np.abs(least).sum(axis=1)
-        at_zero -= 2 * (through.shape[1] + 1) * UNIT * size + _TINY
+        at_zero += delay_costs - (2 * (through.shape[1] + 1) * UNIT * size + _TINY)
         slopes = _lowered(self._rate - self._raised(through, values))
         at_zero = _lowered(at_zero) + np.maximum(slopes, 0.0) * self._fastest
         return _lowered(at_zero), np.minimum(slopes, 0.0)

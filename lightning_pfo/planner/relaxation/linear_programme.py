@@ -1,20 +1,21 @@
 r"""The relaxed time-cost tradeoff as a linear programme with the iteration time as parameter.
 
 Every activity i may take any duration on the lower convex hull of its options. Activities with the same predecessors
-may as well start together, at one *event*; so with the time s_e of each event, the iteration time T, and one segment
-variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
+and delays may as well start together, at one *event*; so with the time s_e of each event, the iteration time T, and one
+segment variable x_ik per hull segment k (length w_ik, slope g_ik < 0)::
 
     minimise    constant + sum_ik g_ik x_ik
-    subject to  s_f - s_e - sum_k x_ik >= t_i     for each activity i from its event e to an event f that waits for it
-                T   - s_e - sum_k x_ik >= t_i     for each sink i                (t_i: the fastest option of i)
+    subject to  s_f - s_e - sum_k x_ik >= t_i + d_if    for each activity i from its event e to an event f after it
+                T   - s_e - sum_k x_ik >= t_i           for each sink i
                 0 <= x_ik <= w_ik,  s >= 0
 
-Hull slopes increase, so segments fill in order without being told to (Kelley 1961; Fulkerson 1961). The optimum
-LP(T) is convex and piecewise linear in T; the reduced cost of T is its slope, and since every assignment of options
-is feasible here, each tangent LP(T) + slope (T' - T) is a lower bound for every assignment of iteration time T', but
-for the solver's tolerances; `bound` makes a proof of it. The duals of the rows form a flow of value -slope from the
-sources to the sinks (Phillips and Dessouky 1977). In the steady state of 1F1B events halve the number of rows: `F` of a
-stage and `B` of the next both wait for the same two activities.
+where t_i is the fastest option of i and d_if the delay between it and f. Hull slopes increase, so segments fill in
+order without being told to (Kelley 1961; Fulkerson 1961). The optimum LP(T) is convex and piecewise linear in T; the
+reduced cost of T is its slope, and since every assignment of options is feasible here, each tangent
+LP(T) + slope (T' - T) is a lower bound for every assignment of iteration time T', but for the solver's tolerances;
+`bound` makes a proof of it. The duals of the rows form a flow of value -slope from the sources to the sinks (Phillips
+and Dessouky 1977). In the steady state of 1F1B without delays events halve the number of
+rows: `F` of a stage and `B` of the next both wait for the same two activities.
 
 Only a column bound changes from one T to the next, so the previous basis stays dual feasible and the dual simplex
 continues from it.
@@ -130,7 +131,8 @@ class RelaxedTradeoff:
         values = np.full(len(columns), -1.0)
         values[begins[:-1]] = 1.0
         programme.num_row_ = len(heads)
-        programme.row_lower_ = self._fastest[self._tails] / self._time_unit
+        delays = np.append(network.wait_delays, np.zeros(len(network.sinks)))
+        programme.row_lower_ = (self._fastest[self._tails] + delays) / self._time_unit
         programme.row_upper_ = np.full(len(heads), highspy.kHighsInf)
         programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         programme.a_matrix_.start_ = begins
@@ -160,8 +162,8 @@ class RelaxedTradeoff:
         self._highs.changeColBounds(self._time_column, 0.0, highspy.kHighsInf)
         return self._run(float("nan"), rate)
 
-    def require(self, starts: Mapping[int, float], durations: Mapping[int, float]) -> None:
-        """Add a constraint: a weighted sum of starts and durations of activities must be at least 0.
+    def require(self, starts: Mapping[int, float], durations: Mapping[int, float], least: float = 0.0) -> None:
+        """Add a constraint: a weighted sum of starts and durations of activities must be at least so many seconds.
 
         From then on the optimum bounds only what satisfies it as well, and the duals of the precedences no longer
         make a flow.
@@ -169,6 +171,7 @@ class RelaxedTradeoff:
         Args:
             starts: Weights of start times by activity.
             durations: Weights of durations by activity.
+            least: The least value of the sum in seconds.
         """
         at_event: dict[int, float] = defaultdict(float)
         for node, weight in starts.items():
@@ -179,7 +182,7 @@ class RelaxedTradeoff:
             columns += range(first, end)
             values += [weight] * (end - first)
             constant += weight * float(self._fastest[node])
-        lowest = -constant / self._time_unit
+        lowest = (least - constant) / self._time_unit
         self._highs.addRow(lowest, highspy.kHighsInf, len(columns), np.array(columns, np.int32), np.array(values))
 
     def _run(self, time: float, rate: float = 0.0) -> RelaxedSolution:
@@ -246,10 +249,10 @@ def _slowest_basis(network: ActivityNetwork, slowest: Sequence[float], num_segme
     basic, lower = status.kBasic, status.kLower
     finish = network.finish_times(slowest)
     starts, rows = [], []
-    for waiting_for in (*network.events, network.sinks):
-        starts.append(basic if waiting_for else lower)
-        tight = max(waiting_for, key=finish.__getitem__, default=None)
-        rows += [lower if node == tight else basic for node in waiting_for]
+    for awaited in (*network.awaited, tuple((sink, 0.0) for sink in network.sinks)):
+        starts.append(basic if awaited else lower)
+        tight = max(awaited, key=lambda wait: finish[wait[0]] + wait[1], default=None)
+        rows += [lower if wait == tight else basic for wait in awaited]
     basis = highspy.HighsBasis()
     basis.col_status = [*starts, *[status.kUpper] * num_segments]
     basis.row_status = rows

@@ -5,8 +5,8 @@ For a flow, every assignment costs more than the line that the flow proves (`bou
     sum_i off_i + sum_e f_e slack_e          off_i: how far the option of i is off its supporting line
 
 The relaxation says no more than that this is not negative. But where two paths lead from one event to another, both
-take the same time, waits included, and sums of discrete times seldom agree. In 1F1B such a *diamond* lies between any
-two neighbouring stages in every period::
+take the same time, waits and delays included, and sums of discrete times seldom agree. In 1F1B without delays such a
+*diamond* lies between any two neighbouring stages in every period::
 
              .--- B of stage s ---o--- F of stage s ---.
     event  <                                             >  event
@@ -39,7 +39,8 @@ Example:
     >>> menus = [[0], [4], [4, 6], [2], [5, 7], [0]]
     >>> table = OptionTable(network, [make_option_set(times, [4, 0][-len(times):], times) for times in menus])
     >>> through, along = np.array([4.0, 2, 2, 2, 2, 4]), np.full(6, 2.0)
-    >>> round(Diamonds(network, table.kind_of, table.times, table.costs).least_loss(through, along), 9)
+    >>> diamonds = Diamonds(network, table.kind_of, table.times, table.costs, network.wait_delays)
+    >>> round(diamonds.least_loss(through, along), 9)
     2.0
 
 References:
@@ -101,13 +102,18 @@ class Diamonds:
         kind_of: Kind of each activity, shape (n,).
         times: Times of the options of each kind in seconds, shape (kinds, most options).
         costs: Their costs in joules; infinite where there is no option.
+        delays: Of `network.waits` in seconds.
     """
 
-    def __init__(self, network: ActivityNetwork, kind_of: Integers, times: Floats, costs: Floats) -> None:
+    def __init__(
+        self, network: ActivityNetwork, kind_of: Integers, times: Floats, costs: Floats, delays: Floats
+    ) -> None:
         self._kind_of, self._times, self._costs = kind_of, np.where(np.isfinite(costs), times, 0.0), costs
         self._num_links, self._link_of_edge = len(network.waits), network.wait_of_edge
         found = np.array(list(_diamonds(network)), dtype=np.int64).reshape(-1, 8)
         self._nodes, self._links = found[:, :4], found[:, 4:]
+        # A path of a single activity names its wait twice.
+        self._delays = np.where(self._nodes < network.num_nodes, delays[self._links], 0.0)
         self._diamonds_of_node = np.bincount(self._nodes.ravel(), minlength=network.num_nodes + 1)[:, None]
         self._diamonds_of_link = np.maximum(np.bincount(self._links.ravel(), minlength=self._num_links), 1)
 
@@ -128,7 +134,7 @@ class Diamonds:
         sorts = self._sorts(flow, waits)
         times, losses = self._nearest_options(flow, sorts.activities)
         nodes = sorts.of_activity[self._nodes[sorts.diamonds]]
-        diamonds = _Sums(times[nodes], waits[sorts.diamonds])
+        diamonds = _Sums(times[nodes] + self._delays[sorts.diamonds, :, None], waits[sorts.diamonds])
         shares, total = self._pass_messages(diamonds, losses, nodes, sorts)
         roundings = 32 * UNIT * float(diamonds.largest_terms(shares) @ sorts.num_diamonds)
         sure = total * (1 - 4 * len(self) * UNIT) - roundings - self._shared_too_much(shares, losses, sorts)
@@ -180,8 +186,9 @@ class Diamonds:
     def _alike(self, flow: Floats, waits: Floats) -> tuple[Integers, Integers]:
         """Numbers that are equal for activities, and for diamonds, that are alike."""
         node = _numbered(np.append(self._kind_of, -1), np.append(flow, 0.0))
+        own = *waits.T, *(self._delays.T if self._delays.any() else ())
         for _ in range(_PASSES):
-            diamond = _numbered(*node[self._nodes].T, *waits.T)
+            diamond = _numbered(*node[self._nodes].T, *own)
             # What is around an activity is told by a sum of arbitrary numbers, one per place and sort of diamond.
             arbitrary = np.random.default_rng(0).integers(2**62, size=(diamond.max() + 1, 4))
             around = np.zeros(len(node), dtype=np.int64)
@@ -242,7 +249,8 @@ class _Sums:
     """The sums of times along the two paths of each diamond, in order, so that the best partner of each is found.
 
     Args:
-        times: Of the options of the four nodes, two to a path, shape (diamonds, 4, options).
+        times: Of the options of the four nodes, two to a path, and of the delays after them, shape
+            (diamonds, 4, options).
         waits: What a second of waiting costs on either path in J/s, shape (diamonds, 2).
     """
 

@@ -146,7 +146,7 @@ def _prepare(
         menu=menu,
         values=(table.costs[kind, menu] * unit + flow[:, None] * times)[:, :, None],
         lags=(times + (relaxed.moments[list(dag.start_of)] - relaxed.ends)[:, None])[:, :, None],
-        slack=relaxed.moments[dag.waits[:, 0]] - relaxed.ends[dag.waits[:, 1]],
+        slack=relaxed.moments[dag.waits[:, 0]] - relaxed.ends[dag.waits[:, 1]] - dag.wait_delays[:, None],
         wait_flow=wait_flow,
         has_flow=wait_flow.any(axis=1).tolist(),
         unlimited=unlimited,

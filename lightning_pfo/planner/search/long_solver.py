@@ -23,8 +23,9 @@ from lightning_pfo.planner.search.effort import Effort, find_effort
 from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
-LONG_PIPELINE = 4000
-"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
+LONG_PIPELINE, LONG_WITH_DELAYS = 4000, 10_000
+"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state. Where transfers take
+time its gaps are larger, so that it is asked for longer pipelines only."""
 
 LONG_MARGIN, LONG_PIECES = 16, 6
 """Microbatches at either end of a steady state that are not merged, and how many runs the rest is cut into."""
@@ -96,10 +97,10 @@ def trace_long_tradeoff(
 def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
     """Options no slower than the relaxation grants, what one leaves over passed on to the next; shape (n, 1).
 
-    Every node may end when the first of its successors starts in the relaxation.
+    Every node may end when the first of its successors starts in the relaxation, less the delay in between.
     """
     latest_ends = np.full(table.dag.num_nodes, relaxed.time)
-    np.minimum.at(latest_ends, table.dag.edges[:, 0], relaxed.starts[table.dag.edges[:, 1]])
+    np.minimum.at(latest_ends, table.dag.edges[:, 0], relaxed.starts[table.dag.edges[:, 1]] - table.dag.delays)
     latest_ends = latest_ends[:, None] + TOLERANCE * relaxed.time
     fastest = np.zeros((table.dag.num_nodes, 1), dtype=np.int64)
     filled = []

@@ -1,18 +1,20 @@
 r"""Improve assignments by moving one event at a time; the longest path never grows.
 
-An *event* is the moment at which nodes with the same predecessors start. Between two events a node takes the slowest,
-that is cheapest, option that fits. Moving an event gives time to the nodes that end there and takes it from those that
-start there (or the other way round), and concerns no others. So each event is moved, all else fixed, to the moment
-where these few nodes together cost least. Worth trying are only the moments at which one of them just fits an option.
+An *event* is the moment at which nodes with the same predecessors and delays start. Between two events a node takes the
+slowest, that is cheapest, option that fits. Moving an event gives time to the nodes that end there and takes it from
+those that start there (or the other way round), and concerns no others. So each event is moved, all else fixed, to the
+moment where these few nodes together cost least. Worth trying are only the moments at which one of them just fits an
+option.
 
 Events that share no node are moved at once, so a sweep over all events is a few passes of array arithmetic: a greedy
 colouring of the events says which ones. In a pipeline's steady state events are barriers between neighbouring stages
 (`F` of one stage and `B` of the next end there, `B` of the one and `F` of the other start), and few colours suffice.
+With delays such a barrier is two events, as each stage has the results of its own earlier than its neighbour's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +43,9 @@ class _Batch:
         others: Other events that limit the end of each of them, shape (e, a, b).
         starting: Nodes that start at each event, shape (e, c).
         ends: Events that limit the end of each of those, shape (e, c, d).
+        delays: How much earlier than at the event the nodes of `ending` must end; how much earlier than that, counted
+            in this way, at `others`; and how much earlier than at `ends` those of `starting`. Shaped like these; None
+            where there are no delays.
     """
 
     events: Integers
@@ -48,6 +53,7 @@ class _Batch:
     others: Integers
     starting: Integers
     ends: Integers
+    delays: tuple[Floats, Floats, Floats] | None
 
 
 class EventMoves:
@@ -97,9 +103,12 @@ class EventMoves:
     def _move(self, batch: _Batch, moments: Floats, chosen: Integers, tolerance: Floats) -> None:
         """Move the events of a batch to their best moments; `moments` and `chosen` change in place."""
         now = moments[:, batch.events]
-        starts = moments[:, self._start_of[batch.ending]]
-        limits = moments[:, batch.others].min(axis=3)
-        ends = moments[:, batch.ends].min(axis=3)
+        starts, limits = moments[:, self._start_of[batch.ending]], moments[:, batch.others]
+        ends = moments[:, batch.ends]
+        if batch.delays is not None:
+            # What ends at the event counts as if it started later by its delay.
+            starts, limits, ends = starts + batch.delays[0], limits - batch.delays[1], ends - batch.delays[2]
+        limits, ends = limits.min(axis=3), ends.min(axis=3)
         just_fit = [
             starts[..., None] + self._nearby_times(batch.ending, chosen),
             ends[..., None] - self._nearby_times(batch.starting, chosen),
@@ -150,23 +159,33 @@ def _events(dag: ActivityNetwork) -> tuple[Integers, int, list[_Batch]]:
     never = num_events + 1
     padding = dag.num_nodes
     ends_of.append([never])
-    batches = [
-        _Batch(
-            events=np.array(events),
-            ending=(last := _table([ending[event] for event in events], padding)),
-            others=_table_of_tables(
-                [
-                    [[end for end in ends_of[node] if end != event] for node in row]
-                    for event, row in zip(events, last.tolist(), strict=True)
-                ],
-                never,
-            ),
-            starting=(first := _table([starting[event] for event in events], padding)),
-            ends=_table_of_tables([[ends_of[node] for node in row] for row in first.tolist()], never),
+    delay_of = {(node, event): d for (event, node), d in zip(dag.waits.tolist(), dag.wait_delays.tolist(), strict=True)}
+    batches = []
+    for events in by_colour:
+        ending_at = _table([ending[event] for event in events], padding)
+        starting_at = _table([starting[event] for event in events], padding)
+        others = _table_of_tables(
+            [
+                [[end for end in ends_of[node] if end != event] for node in row]
+                for event, row in zip(events, ending_at.tolist(), strict=True)
+            ],
+            never,
         )
-        for events in by_colour
-    ]
+        ends = _table_of_tables([[ends_of[node] for node in row] for row in starting_at.tolist()], never)
+        delays = None
+        if dag.delays.any():
+            own = _delays(delay_of, ending_at, np.array(events)[:, None])
+            of_others = _delays(delay_of, ending_at[..., None], others) - own[..., None]
+            delays = own, of_others, _delays(delay_of, starting_at[..., None], ends)
+        batches.append(_Batch(np.array(events), ending_at, others, starting_at, ends, delays))
     return np.array([*start_of, never]), num_events, batches
+
+
+def _delays(delay_of: Mapping[tuple[int, int], float], nodes: Integers, events: Integers) -> Floats:
+    """Delays between the ends of nodes and events, broadcast; 0 where an event does not wait for a node."""
+    pairs = np.broadcast_arrays(nodes, events)
+    delays = [delay_of.get(pair, 0.0) for pair in zip(*(side.ravel().tolist() for side in pairs), strict=True)]
+    return np.array(delays).reshape(pairs[0].shape)
 
 
 def _table(rows: Sequence[Sequence[int]], padding: int) -> Integers:

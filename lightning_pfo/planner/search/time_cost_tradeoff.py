@@ -1,7 +1,8 @@
 """A general solver for the discrete time-cost tradeoff problem on a networkx DAG.
 
-Every node is an activity with options, each a time, a cost and a knob (anything that says how to get them). A choice
-takes one option per node; its time is the longest path and its cost the sum of the options' costs, plus a rate per
+Every node is an activity with options, each a time, a cost and a knob (anything that says how to get them), and an edge
+may have a delay: the time from the end of one activity until the other may start. A choice takes one option per node;
+its time is the longest path, delays included, and its cost the sum of the options' costs, plus a rate per
 unit of time if one is given. The problem is NP-hard (De et al., Operations Research 45(2), 1997): choices come with a
 proven lower bound. The pipeline planner is the case of instructions, effective energies and clocks.
 
@@ -60,6 +61,7 @@ def solve_time_cost_tradeoff(
     graph: nx.DiGraph[Any],
     *,
     options: str = "options",
+    delay: str = "delay",
     rate: float = 0.0,
     num_points: int = 50,
     deadlines: Sequence[float] = (),
@@ -67,16 +69,17 @@ def solve_time_cost_tradeoff(
     """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
 
     Args:
-        graph: Activities; an edge means that its head starts after its tail has finished.
+        graph: Activities; an edge means that its head starts after its tail has finished, and a delay.
         options: Node attribute with a non-empty sequence of (time, cost, knob); times are at least 0. Nodes that
             share one sequence object are recognised as of one kind.
+        delay: Edge attribute with the delay, at least 0; an edge without it has none.
         rate: Cost of a unit of total time, at least 0.
         num_points: Number of times, equally spaced, near which choices are wanted, at least 2.
         deadlines: Times for which the best choice is wanted as well.
 
     Raises:
-        ConfigurationError: If there is no node, the graph has a cycle or no directions, or a node's options are missing
-            or malformed.
+        ConfigurationError: If there is no node, the graph has a cycle or no directions, a node's options are missing or
+            malformed, or an edge's delay is no time.
         PlanError: If a deadline cannot be met.
     """
     nodes = list(graph)
@@ -87,7 +90,8 @@ def solve_time_cost_tradeoff(
         )
     _check_precedences(graph)
     number = {node: i for i, node in enumerate(nodes)}
-    dag = make_network(len(nodes), ((number[before], number[after]) for before, after in graph.edges()))
+    delays = {(number[before], number[after]): value for (before, after), value in _delays(graph, delay).items()}
+    dag = make_network(len(nodes), ((number[before], number[after]) for before, after in graph.edges()), delays)
     given: list[Any] = [graph.nodes[node].get(options) for node in nodes]
     kinds: dict[int, OptionSet] = {}
     for node, menu in zip(nodes, given, strict=True):
@@ -118,6 +122,21 @@ def _check_precedences(graph: nx.DiGraph[Any]) -> None:
         raise ConfigurationError(
             f"Precedences must not form a cycle; got {' -> '.join([*cycle, cycle[0]])}. Remove one of these edges."
         )
+
+
+def _delays(graph: nx.DiGraph[Any], attribute: str) -> dict[tuple[Hashable, Hashable], float]:
+    """Delays of the edges that have one."""
+    delays: dict[tuple[Hashable, Hashable], float] = {}
+    value: Any
+    for before, after, value in graph.edges.data(attribute):
+        if value is not None and not (is_number(value) and 0 <= value <= _LARGEST):
+            raise ConfigurationError(
+                f"A delay is a number between 0 and {_LARGEST:g}; edge {before!r} -> {after!r} has "
+                f"{attribute}={shortened(value)}."
+            )
+        if value:  # of doubled edges the longest counts
+            delays[before, after] = max(float(value), delays.get((before, after), 0.0))
+    return delays
 
 
 def _option_set(node: Hashable, menu: Any, attribute: str) -> OptionSet:

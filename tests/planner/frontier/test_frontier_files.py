@@ -17,6 +17,7 @@ from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from lightning_pfo.planner.frontier.frontier_json import frontier_from, frontier_text
+from tests.planner.problems import with_transfers
 
 
 @pytest.fixture
@@ -108,6 +109,9 @@ def wait(rank, position):
         (lambda d: d["profile"][0]["times_s"].pop(), "needs one time and one energy"),
         (lambda d: d["profile"][0]["times_s"].__setitem__(0, 0.0), "a positive number of seconds"),
         (lambda d: d["profile"][0]["clocks_mhz"].reverse(), "from the highest to the lowest"),
+        (lambda d: d["profile"][0].update(transfer_s=-1), "a number of seconds, at least 0"),
+        (lambda d: d["profile"][0].update(transfer_s="1"), "a number of seconds, at least 0"),
+        (lambda d: d["profile"][0].update(transfer_s=0.01), "the longest path with the profile's own times"),
         (lambda d: d["baseline"].update(iteration_time_s=0.0), "takes time"),
         (lambda d: d.update(gpus=[7]), "list of names"),
         (lambda d: d.update(gpus_per_stage=0), "gpus_per_stage is a whole number"),
@@ -127,6 +131,25 @@ def test_version_1_is_still_read(frontier, folder):
             del plan["wait_clocks"], plan["switching_cost_j"], plan["clock_changes"]
 
     assert load_frontier(edit(folder, downgrade)) == frontier
+
+
+def test_times_of_transfers_come_back_and_are_reckoned_with(make_profile, tmp_path):
+    profile = with_transfers(make_profile([0.03, 0.05]), lambda stage, kind: 0.01 if stage == 0 else None)
+    frontier = plan_frontier(profile, num_microbatches=3, num_plans=3)
+    save_frontier(frontier, tmp_path)
+    loaded = load_frontier(tmp_path)
+    assert loaded == frontier
+    assert loaded.timeline(loaded.fastest).starts_s == frontier.timeline(frontier.fastest).starts_s
+    # A release that would leave them out must not read the file, and a file without them is wrong.
+    assert json.loads((tmp_path / "frontier.json").read_text())["version"] == 3
+    with pytest.raises(PlanError, match="the longest path with the profile's own times"):
+        load_frontier(edit(tmp_path, lambda d: [row.pop("transfer_s") for row in d["profile"]]))
+
+
+def test_without_them_an_older_release_can_read_the_file(folder):
+    data = json.loads((folder / "frontier.json").read_text())
+    assert data["version"] == 2
+    assert not any("transfer_s" in row for row in data["profile"])
 
 
 def test_the_names_of_the_gpus_come_back(make_profile, tmp_path):

@@ -10,6 +10,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import Profile, plan_frontier, select_plan
 from lightning_pfo.planner.limits.rank_programme import RankProgramme
 from lightning_pfo.planner.limits.switching import check_effort
+from tests.planner.problems import with_transfers
 from tests.planner.ticks import play_in_ticks, ranks_in_ticks
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
@@ -61,6 +62,23 @@ def test_plans_keep_to_the_limits_and_cost_what_a_pipeline_played_in_ticks_says(
         best = [min(p.iteration_energy_j for p in f.plans) for f in (free, frontier)]
         assert best[0] <= best[1] < 1.03 * best[0]
         assert all(plan.switching_cost_j > -0.003 * plan.iteration_energy_j for plan in frontier.plans)
+
+
+@pytest.mark.parametrize("options", [
+    {"switch_latency_s": LATENCY_S},
+    {"least_dwell_s": DWELL_S, "p2p_blocking_power_w": {1400: 90.0, 800: 60.0}},
+    {"switch_latency_s": LATENCY_S, "change_cost_j": 1.0},
+])  # fmt: skip
+def test_limited_plans_reckon_with_transfers(make_profile, options):
+    profile = with_transfers(make_profile(WORK), lambda stage, kind: 0.004 + 0.003 * stage)
+    frontier = plan_frontier(profile, num_microbatches=5, num_plans=4, **options)
+    assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    select_plan(frontier, "no_slowdown")
+    for plan in (frontier.fastest, frontier.least_energy):
+        time, energy = play_in_ticks(profile, plan, frontier.blocking[0].at, options.get("switch_latency_s", 0.0))
+        assert plan.iteration_time_s == pytest.approx(time, rel=2e-3)
+        assert plan.iteration_energy_j == pytest.approx(energy, rel=2e-3)
+        assert plan.lower_bound_j <= plan.iteration_energy_j
 
 
 POWERS_W = {1410: 90.0, 1200: 70.0, 600: 50.0}

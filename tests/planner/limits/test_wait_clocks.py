@@ -11,6 +11,7 @@ from lightning_pfo.planner import plan_frontier
 from lightning_pfo.planner.limits.wait_clocks import choose_wait_clocks, play_with_wait_clocks
 from lightning_pfo.planner.pipeline.timeline import Simulator
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
+from tests.planner.problems import with_transfers
 from tests.planner.ticks import play_in_ticks
 
 POWERS = {1400: 95.0, 1100: 80.0, 800: 60.0}
@@ -41,6 +42,18 @@ def test_time_and_energy_are_those_of_a_pipeline_played_in_ticks(waiting):
         assert plan.iteration_energy_j == pytest.approx(energy, rel=2e-3)
         timeline = waiting.timeline(plan)
         assert timeline.iteration_energy_j == pytest.approx(plan.iteration_energy_j, rel=1e-12)
+
+
+def test_who_waits_for_a_message_on_its_way_waits_at_a_clock_of_its_own(make_profile):
+    profile = with_transfers(make_profile([0.03, 0.05, 0.04]), lambda stage, kind: 0.03)
+    frontier = plan_frontier(profile, num_microbatches=4, num_plans=4, p2p_blocking_power_w=POWERS)
+    for plan in (frontier.fastest, frontier.least_energy):
+        time, energy = play_in_ticks(profile, plan, power_at, 0.0)
+        assert plan.iteration_time_s == pytest.approx(time, rel=2e-3)
+        assert plan.iteration_energy_j == pytest.approx(energy, rel=2e-3)
+    first = frontier.timeline(frontier.fastest)
+    assert first.waits_of(1)[0][1] == pytest.approx(first.durations_s[0] + 0.03)  # not the forward alone
+    assert any(wait.rank == 1 and wait.position == 0 for wait in frontier.fastest.wait_clocks)
 
 
 @settings(max_examples=25)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, regularise, write_profile
 from lightning_pfo.planner.profile import denoise
+from tests.planner.problems import with_transfers
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 positive = st.floats(0.1, 10)
@@ -39,6 +40,11 @@ def test_a_profile_without_contradictions_is_left_alone(profile):
     assert regular.profile == profile
     assert regular.notes == ()
     assert regular.dropped_mhz == {}
+
+
+def test_times_of_transfers_stay_as_they_are(profile):
+    slow = with_transfers(profile, lambda stage, kind: None if kind is B else 0.001 * (1 + stage))
+    assert regularise(slow).profile == slow
 
 
 def test_errors_of_any_size_are_weights():

@@ -1,5 +1,6 @@
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner import plan_frontier, read_profile, write_profile
+from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 HEADER = "stage,instruction,frequency,time,energy"
@@ -71,6 +72,60 @@ def test_ranks_of_a_stage_are_merged_to_the_slowest_time_and_the_sum_of_energies
     assert profile.gpus_per_stage == 2
     assert profile.of(0, F).times_s == pytest.approx((0.075, 0.09))
     assert profile.of(0, F).energies_j == pytest.approx((20 + 20 / 1.5, 17 + 17 / 1.5))
+
+
+def test_the_time_of_a_transfer_is_the_median_over_the_clocks_where_it_is_known(tmp_path):
+    times = {"0,forward": ["0.004", "", "0.002", "0.009"], "0,backward": ["", "", "", ""]}
+    lines = [
+        f"{kind},{clock},0.05,20,{time}"
+        for kind, of_kind in times.items()
+        for clock, time in zip((1410, 1300, 1200, 1100), of_kind, strict=True)
+    ]
+    profile = read_profile(write(tmp_path, lines, HEADER + ",transfer_time"))
+    assert profile.of(0, F).transfer_s == profile.transfer_s(0, F) == 0.004
+    assert profile.of(0, B).transfer_s is None
+    assert profile.transfer_s(0, B) == 0.0
+    assert read_profile(write(tmp_path, GOOD)).transfer_s(0, F) == 0.0
+    with pytest.raises(ProfileError, match="forward on stage 1"):
+        profile.transfer_s(1, F)
+
+
+def test_a_stage_hands_over_as_late_as_its_latest_rank(tmp_path):
+    # 1410 MHz: 3 and 5 ms; 1200 MHz: 4 ms and not known.
+    lines = [
+        f"{rank},{line},{time}"
+        for rank, known in ((0, ("0.003", "0.004")), (1, ("0.005", "")))
+        for line, time in zip(GOOD, known * 2, strict=True)
+    ]
+    profile = read_profile(write(tmp_path, lines, "dp_rank," + HEADER + ",transfer_time"))
+    assert profile.transfer_s(0, F) == pytest.approx(0.0045)
+
+
+def test_times_of_transfers_come_back_from_tables_and_files(tmp_path):
+    forward = InstructionProfile((1410, 1200), (0.05, 0.06), (20.0, 17.0), transfer_s=0.004)
+    for num_gpus in (1, 4):
+        profile = Profile({(0, F): forward, (0, B): replace(forward, transfer_s=None)}, num_gpus)
+        table = profile.to_frame()
+        assert table["transfer_time"].notna().sum() == 2 * num_gpus
+        assert read_profile(table) == profile
+        write_profile(tmp_path / "profile.csv", table.to_dict("records"))
+        assert ",nan" not in (tmp_path / "profile.csv").read_text()
+        assert read_profile(tmp_path / "profile.csv") == profile
+    assert "transfer_time" not in read_profile(write(tmp_path, GOOD)).to_frame()
+
+
+@pytest.mark.parametrize("text", ["-0.001", "nan", "inf", "soon", "2e6", "0_1"])
+def test_times_of_transfers_that_cannot_be_are_errors(tmp_path, text):
+    lines = [f"{line},0.001" for line in GOOD[1:]] + [f"{GOOD[0]},{text}"]
+    rule = r"line 5: column 'transfer_time' must be a number of seconds, at least 0 \(0 to 1e\+06 s\), got '"
+    with pytest.raises(ProfileError, match=rule + text):
+        read_profile(write(tmp_path, lines, HEADER + ",transfer_time"))
+
+
+@pytest.mark.parametrize("value", [-0.001, float("nan"), float("inf"), "1", True])
+def test_a_profile_refuses_them_too(value):
+    with pytest.raises(ProfileError, match="transfer_s must be a number of seconds, at least 0"):
+        InstructionProfile((1410,), (0.05,), (20.0,), transfer_s=value)
 
 
 def test_clocks_not_measured_on_all_ranks_are_dropped(tmp_path):

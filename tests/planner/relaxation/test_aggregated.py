@@ -19,7 +19,7 @@ from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.solver import trace_tradeoff
-from tests.planner.problems import edge_sets, options_of
+from tests.planner.problems import delay_sets, edge_sets, options_of
 
 SHARE = {"F": 1.0, "B": 2.0, "I": 1.1, "W": 0.9}
 
@@ -57,7 +57,7 @@ def test_the_bound_is_just_below_the_exact_one_and_the_timetable_is_one(name):
         np.add.at(outflow, list(dag.sinks), solution.sink_flow)
         np.add.at(inflow, heads, solution.edge_flow)
         assert outflow == pytest.approx(solution.flow)
-        starting = [not before for before in dag.predecessors]
+        starting = [not before for before in dag.incoming]
         assert np.where(starting, outflow, inflow) == pytest.approx(outflow, abs=1e-5 * outflow.max())
         assert outflow[starting].sum() == pytest.approx(-solution.slope)
 
@@ -100,10 +100,11 @@ NODES = 6
         ]
     ),
     st.floats(0, 1),
+    st.one_of(st.just({}), delay_sets(NODES)),
 )
-def test_no_choice_beats_the_bound_whatever_is_merged(edges, options, run, fraction):
-    # Precedences need not be periodic for the bound to hold: here a run is any path of recurring options.
-    dag = make_network(NODES, edges | set(itertools.pairwise(range(run.begin, run.end))))
+def test_no_choice_beats_the_bound_whatever_is_merged(edges, options, run, fraction, delays):
+    # Precedences need not be periodic for the bound to hold, nor delays: a run is any path of recurring options.
+    dag = make_network(NODES, edges | set(itertools.pairwise(range(run.begin, run.end))), delays)
     for node in range(run.begin, run.end):
         options[node] = options[run.begin + (node - run.begin) % run.period]
     merged = MergedTradeoff(dag, options, [run])
@@ -116,6 +117,32 @@ def test_no_choice_beats_the_bound_whatever_is_merged(edges, options, run, fract
         time = dag.longest_path([opts.times[k] for opts, k in zip(options, choice, strict=True)])
         cost = sum(opts.costs[k] for opts, k in zip(options, choice, strict=True))
         assert bound.at(time) <= cost
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved_1f1b"])
+def test_a_timetable_keeps_to_delays_and_costs_little_more_than_the_optimum(name):
+    schedule = make_schedule(name, 4, 80)
+    transfers = tuple(
+        ((stage, kind), 0.05 + 0.01 * stage)
+        for stage in range(schedule.num_stages)
+        for kind in (InstructionType.FORWARD, InstructionType.BACKWARD)
+    )
+    network, options = schedule_network(schedule, transfers), unequal_stages(schedule)
+    merged = MergedTradeoff(network, options, steady_middles(schedule, margin=16, pieces=6))
+    fastest = network.longest_path([opts.times[0] for opts in options])
+    exact, (tails, heads) = RelaxedTradeoff(network, options), network.edges.T
+    for time in (1.1 * fastest, 1.3 * fastest):
+        below = merged.solve(time)
+        timetable, optimum = merged.with_timetable(below), exact.solve(time)
+        assert below.cost <= optimum.cost * (1 + 1e-9)
+        ends = timetable.starts[tails] + timetable.durations[tails]
+        assert np.all(ends + network.delays <= timetable.starts[heads] + 0.01)
+        assert network.longest_path(timetable.durations.tolist()) <= time * 1.001
+        cost = sum(
+            float(np.interp(duration, *zip(*opts.hull_points, strict=True)))
+            for opts, duration in zip(options, timetable.durations, strict=True)
+        )
+        assert cost == pytest.approx(optimum.cost, rel=2e-3)
 
 
 def test_a_timetable_does_not_depend_on_those_asked_for_before():

@@ -41,16 +41,25 @@ def menus(draw, most=3):
     return make_option_set(times, costs, range(len(times)))
 
 
-problems = st.tuples(edge_sets(NODES), st.lists(menus(), min_size=NODES, max_size=NODES))
+delays = st.one_of(
+    st.just({}),
+    st.dictionaries(
+        st.sampled_from(list(itertools.combinations(range(NODES), 2))),
+        st.one_of(st.floats(0.0, 3.0), st.sampled_from([1e-15, 1e-9, 1e3])),
+    ),
+)
+option_lists = st.lists(menus(), min_size=NODES, max_size=NODES)
+problems = st.tuples(edge_sets(NODES), option_lists, delays)
 
 
 def two_nearly_equal(step, fall):
     """A chain of two activities, one of which is slower by `step` and cheaper by `fall`; the other trades evenly."""
-    return {(0, 1)}, [
+    options = [
         make_option_set([1.0, 1.0 + step], [50.0 + fall, 50.0], [2, 1]),
         make_option_set([1.0, 1.5, 2.0], [30.0, 24.0, 20.0], [3, 2, 1]),
         *[make_option_set([0.0], [0.0], [1])] * 3,
     ]
+    return {(0, 1)}, options, {}
 
 
 def highest_excess(bound, times, costs, rate):
@@ -66,8 +75,8 @@ def highest_excess(bound, times, costs, rate):
 @example(two_nearly_equal(2e-7, 50.0), 0.3, 0.0)
 @example(two_nearly_equal(1e-15, 50.0), 0.0, 3.0)
 def test_no_assignment_beats_the_bound(problem, fraction, rate):
-    edges, options = problem
-    table = OptionTable(make_network(NODES, edges), options)
+    edges, options, delays = problem
+    table = OptionTable(make_network(NODES, edges, delays), options)
     times, costs = assignments_of(table)
     programme, bound = RelaxedTradeoff(table.dag, options), LowerBound(table, rate)
     bound.add(programme.solve_with_rate(rate))
@@ -106,8 +115,8 @@ def test_nearly_equal_clocks_in_a_pipeline_make_no_false_bound():
 @given(problems, st.lists(st.floats(-1.0, 30.0), min_size=40, max_size=40))
 def test_no_assignment_beats_what_any_hints_prove(problem, hints):
     # The solver is not trusted: whatever it says, what is made of it is a flow, so its bound holds.
-    edges, options = problem
-    table = OptionTable(make_network(NODES, edges), options)
+    edges, options, delays = problem
+    table = OptionTable(make_network(NODES, edges, delays), options)
     times, costs = assignments_of(table)
     solution = RelaxedTradeoff(table.dag, options).solve(float(times.max()))
     some, sinks = np.array(hints[: len(table.dag.edges)]), np.array(hints[-len(table.dag.sinks) :])
@@ -117,10 +126,10 @@ def test_no_assignment_beats_what_any_hints_prove(problem, hints):
 
 
 @settings(deadline=None, max_examples=50)
-@given(edge_sets(NODES), st.lists(menus(), min_size=NODES, max_size=NODES), st.integers(1, 2), st.floats(0, 1))
-def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options, period, fraction):
+@given(edge_sets(NODES), option_lists, delays, st.integers(1, 2), st.floats(0, 1))
+def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options, delays, period, fraction):
     path = PeriodicPath(0, 4, period)
-    network = make_network(NODES, edges | set(itertools.pairwise(range(path.end))))
+    network = make_network(NODES, edges | set(itertools.pairwise(range(path.end))), delays)
     options = [options[i % period] if i < path.end else options[i] for i in range(NODES)]
     table = OptionTable(network, options)
     times, costs = assignments_of(table)
@@ -136,8 +145,8 @@ def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options
 @settings(deadline=None, max_examples=50)
 @given(problems, st.sampled_from([0.0, 3.0]))
 def test_no_point_of_a_frontier_is_below_its_bound_or_another_assignment(problem, rate):
-    edges, options = problem
-    table = OptionTable(make_network(NODES, edges), options)
+    edges, options, delays = problem
+    table = OptionTable(make_network(NODES, edges, delays), options)
     times, costs = assignments_of(table)
     for point in trace_tradeoff(table.dag, options, rate=rate, num_points=4):
         assert point.bound <= (costs + rate * times)[times <= point.time].min()
@@ -152,6 +161,15 @@ def test_the_bound_is_as_good_as_the_relaxation():
     assert bound.at(np.array([2.0, 2.5, 3.0, 3.5, 1e6])) == pytest.approx([15 + 4, 13 + 5, 17, 17, 17], rel=1e-12)
     assert bound.gaps(np.array([3.0]), np.array([17.0])) == pytest.approx([0], abs=1e-12)
     assert bound.gaps(np.array([3.0]), np.array([17.0])) > 0
+
+
+def test_what_flows_is_worth_something_while_it_is_delayed():
+    # The same with half a second in between: everything is half a second later.
+    network = make_network(2, [(0, 1)], {(0, 1): 0.5})
+    options = [make_option_set([1, 2], [10, 6], [2, 1]), make_option_set([1, 2], [5, 4], [2, 1])]
+    programme, bound = RelaxedTradeoff(network, options), LowerBound(OptionTable(network, options))
+    bound.add(programme.solve(3.0), programme.solve(4.0))
+    assert bound.at(np.array([2.5, 3.0, 3.5, 4.0])) == pytest.approx([15, 13, 11, 10.5], rel=1e-12)
 
 
 def test_no_flow_at_all_proves_the_least_costs_in_the_least_time():

@@ -1,5 +1,6 @@
 import itertools
 
+import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,9 +15,13 @@ from tests.planner.problems import problems
 
 def all_choices(dag, options):
     """(time, cost) of every choice: brute force."""
+    graph = nx.DiGraph()
+    for (before, after), delay in zip(dag.edges.tolist(), dag.delays.tolist(), strict=True):
+        graph.add_edge(("end", before), ("begin", after), weight=delay)
     for choice in itertools.product(*(range(len(opts.times)) for opts in options)):
         times = [opts.times[k] for opts, k in zip(options, choice, strict=True)]
-        yield dag.longest_path(times), sum(opts.costs[k] for opts, k in zip(options, choice, strict=True))
+        graph.add_edges_from((("begin", i), ("end", i), {"weight": time}) for i, time in enumerate(times))
+        yield nx.dag_longest_path_length(graph), sum(opts.costs[k] for opts, k in zip(options, choice, strict=True))
 
 
 @settings(deadline=None, max_examples=60)
@@ -69,6 +74,18 @@ def test_the_flow_of_the_duals_is_conserved_and_worth_the_slope():
     solution = RelaxedTradeoff(dag, options).solve(5.0)
     assert solution.flow[0] == pytest.approx(-solution.slope)
     assert solution.flow[1] + solution.flow[2] == pytest.approx(-solution.slope)
+
+
+def test_a_delay_takes_time_from_the_options():
+    # The chain of above with half a second in between: the same costs half a second later.
+    dag = make_network(2, [(0, 1)], {(0, 1): 0.5})
+    relaxed = RelaxedTradeoff(dag, [make_option_set([1, 2], [10, 6], [2, 1]), make_option_set([1, 2], [5, 4], [2, 1])])
+    assert relaxed.solve(3.5).cost == pytest.approx(6 + 5)
+    assert relaxed.solve(4.0).cost == pytest.approx(6 + 4.5)
+    assert relaxed.solve(3.0).durations == pytest.approx([1.5, 1.0])
+    assert relaxed.solve(3.0).starts == pytest.approx([0.0, 2.0])
+    with pytest.raises(PlanError, match=r"No plan takes 2\.4 s"):
+        relaxed.solve(2.4)
 
 
 def test_faster_than_the_fastest_options_is_an_error():

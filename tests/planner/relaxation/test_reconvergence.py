@@ -18,13 +18,13 @@ from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.flow import conserved_flows
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.relaxation.reconvergence import Diamonds
-from tests.planner.problems import assignments_of, edge_sets, least_costs, options_of
+from tests.planner.problems import assignments_of, least_costs, networks, options_of
 
 NODES = 7
 
 
 def diamonds_of(table):
-    return Diamonds(table.dag, table.kind_of, table.times, table.costs)
+    return Diamonds(table.dag, table.kind_of, table.times, table.costs, table.dag.wait_delays)
 
 
 def conserved(table, relaxed):
@@ -39,16 +39,17 @@ def test_no_choice_loses_less(named, monkeypatch):
 
     @settings(deadline=None, max_examples=40)
     @given(
-        edge_sets(NODES, min_size=6),
+        networks(NODES, min_size=6),
         options_of(NODES, least_cost=1),
         st.floats(0, 1),
     )
-    def holds(edges, options, fraction):
-        table = OptionTable(make_network(NODES, edges), options)
+    def holds(network, options, fraction):
+        table = OptionTable(network, options)
         times, costs = assignments_of(table)
         relaxed = RelaxedTradeoff(table.dag, options).solve(times.min() + fraction * (times.max() - times.min()))
         through, along, value = conserved(table, relaxed)
-        proven = least_costs(table, through[None])[0] - value * times
+        delayed = float(along @ network.delays)
+        proven = least_costs(table, through[None])[0] + delayed - value * times
         least = diamonds_of(table).least_loss(through, along)
         assert 0 <= least <= (costs - proven).min() + 1e-12 * np.abs(costs).max()
 
@@ -73,6 +74,26 @@ def test_what_two_neighbours_lose_is_found_exactly():
     times, costs = assignments_of(table)
     for time in (10.0, 11.0):
         assert bound.at(time) == pytest.approx(costs[times <= time].min())
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [{(1, 2): 0.5, (3, 4): 0.5}, {(1, 2): 0.25, (4, 5): 1.0}, {(2, 5): 1.0}, {(3, 4): 0.75, (2, 5): 0.5}],
+)
+def test_delays_on_either_side_are_part_of_what_neighbours_lose(delays):
+    # As above, but with delays: equal ones on both sides change nothing, others what fits together.
+    pairs = [(0, 1), (0, 3), (1, 2), (3, 4), (2, 5), (4, 5)]
+    fixed = {t: make_option_set([t], [0], [1]) for t in (1, 2, 4)}
+    options = [fixed[1], fixed[4], make_option_set([4, 6], [4, 0], [2, 1])]
+    options += [fixed[2], make_option_set([5, 7], [4, 0], [2, 1]), fixed[1]]
+    table = OptionTable(make_network(6, pairs, delays), options)
+    times, costs = assignments_of(table)
+    for share in (0.25, 0.5, 0.75):
+        relaxed = RelaxedTradeoff(table.dag, options).solve(times.min() + share * np.ptp(times))
+        through, along, value = conserved(table, relaxed)
+        proven = least_costs(table, through[None])[0] + along @ table.dag.delays - value * times
+        # The network is one diamond between two fixed activities, so what it loses is all that is lost.
+        assert diamonds_of(table).least_loss(through, along) == pytest.approx((costs - proven).min(), abs=1e-9)
 
 
 def test_handling_alike_diamonds_once_changes_nothing(monkeypatch):

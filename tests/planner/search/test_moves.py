@@ -6,7 +6,7 @@ from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.dag import make_network
 from lightning_pfo.planner.network.options import make_option_set
 from lightning_pfo.planner.search.moves import EventMoves
-from tests.planner.problems import edge_sets, options_of
+from tests.planner.problems import networks, options_of
 
 NODES = 7
 
@@ -21,13 +21,12 @@ def total_cost(options, choice):
 
 @settings(deadline=None, max_examples=100)
 @given(
-    edge_sets(NODES),
+    networks(NODES),
     options_of(NODES, most=5, least_time=1),
     st.randoms(use_true_random=False),
     st.floats(1, 1.5),
 )
-def test_choices_never_get_dearer_and_keep_to_the_deadline(edges, options, random, room):
-    dag = make_network(NODES, edges)
+def test_choices_never_get_dearer_and_keep_to_the_deadline(dag, options, random, room):
     choice = [random.randrange(len(opts.times)) for opts in options]
     deadline = room * dag.longest_path(chosen_times(options, choice))
     moves = EventMoves(OptionTable(dag, options))
@@ -49,6 +48,15 @@ def test_time_goes_to_where_it_is_worth_most():
     moves, choice = EventMoves(OptionTable(dag, options)), np.array([[1], [0], [0], [0]])
     assert moves.improve(choice, np.array([4.0]), 2)[:, 0].tolist() == [0, 1, 1, 0]
     assert moves.improve(choice, np.array([5.0]), 2)[:, 0].tolist() in ([1, 1, 1, 0], [0, 1, 1, 1])
+
+
+def test_what_a_delay_takes_is_given_to_nobody():
+    # Of 5 s in a row of three, 1 s is a delay: one of the two who save 6 J may be slow, or the one who saves 5 J.
+    inner, outer = make_option_set([1, 2], [9, 4], [2, 1]), make_option_set([1, 2], [9, 3], [2, 1])
+    table = OptionTable(make_network(3, [(0, 1), (1, 2)], {(1, 2): 1.0}), [outer, inner, outer])
+    moves = EventMoves(table)
+    assert moves.improve(np.array([[0], [1], [0]]), np.array([5.0]), 2)[:, 0].tolist() in ([1, 0, 0], [0, 0, 1])
+    assert moves.improve(np.array([[0], [1], [0]]), np.array([6.0]), 3)[:, 0].tolist() == [1, 0, 1]
 
 
 def test_an_event_of_many_nodes_is_moved_beside_one_of_few():
