@@ -34,6 +34,7 @@ from tests.ranks import run_ranks
 GPU = replace(load_gpu_config("emulated_a40"), clock_latency_s=0.0, min_clock_mhz=1020)
 SCAN = ScanSettings(clock_step_mhz=180, iterations_per_clock=1, warmup_iterations=1, patience=100)
 IDEAL = load_cluster_config("ideal")
+SLOW = replace(load_cluster_config("pcie"), gpus_per_node=2)  # over the network 17 ms, as long as instructions
 SCHEDULES = {
     "1f1b": {},
     "gpipe": {},
@@ -180,6 +181,9 @@ def two_ranks():
     for name, options in SCHEDULES.items():
         Pipeline(name.split()[0], **options).check(examples=5)
         say(name)
+    for name in ("gpipe", "zbv", "interleaved_1f1b"):
+        Pipeline(name, cluster=SLOW).check(examples=5)
+        say(f"transfers {name}")
 
 
 def four_ranks():
@@ -192,6 +196,10 @@ def four_ranks():
     say("limits")
     Pipeline("1f1b", data_parallel_size=2).check(examples=5, with_waits=True)
     say("replicas")
+    pipeline = Pipeline("1f1b", cluster=SLOW)
+    pipeline.check(examples=10, with_waits=True)
+    pipeline.check_frontier()
+    say("transfers 1f1b")
     check_tensor_parallel(FOLDER / "tensor.csv")
     say("tensor parallel")
 
