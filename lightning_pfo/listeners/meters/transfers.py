@@ -9,7 +9,7 @@
 The transfer is what lies between the end of the producer and the moment at which the consumer could have started: its
 begin, where it waited. Moments of ranks on one machine can be compared. Those of two machines differ by an unknown
 offset, which shortens transfers one way as much as it lengthens them the other way; an activation and its gradient are
-of one size, so the mean of both ways is known.
+of one size, so the mean of both ways is known. So is a way that nobody waited for, from the way back.
 """
 
 from __future__ import annotations
@@ -91,32 +91,38 @@ def transfer_times(schedule: PipelineSchedule, by_rank: Sequence[RankMoments]) -
         by_rank: When, by rank.
     """
     seen: dict[Kind, list[_Seen]] = defaultdict(list)
-    ways: dict[Kind, tuple[int, int]] = {}
+    way_back: dict[Kind, Kind] = {}
+    is_comparable: dict[Kind, bool] = {}
+    kind_on: dict[tuple[int, int], Kind] = {}  # by the stages that are left and reached
     for transfer, times in _seen(schedule, by_rank):
         kind = (transfer.producer.stage, transfer.producer.type)
-        ways[kind] = (transfer.source, transfer.destination)
         seen[kind].extend(times)
+        is_comparable[kind] = by_rank[transfer.source].scope == by_rank[transfer.destination].scope
+        kind_on[transfer.producer.stage, transfer.consumer.stage] = kind
+    for (left, reached), kind in kind_on.items():
+        if (reached, left) in kind_on:
+            way_back[kind] = kind_on[reached, left]
+    ways = {kind: _one_way_s(seen[kind], is_comparable[kind]) for kind in seen}
     found = {}
-    for kind, (source, destination) in ways.items():
-        if by_rank[source].scope == by_rank[destination].scope:
-            # the consumer waited already when the producer ended
-            times_s = [one.transfer_s for one in seen[kind] if one.waited_s >= one.transfer_s]
-            if times_s:
-                found[kind] = max(0.0, statistics.median(times_s))
-            continue
-        there, back = (
-            [
-                one.transfer_s
-                for other, way in ways.items()
-                if way == wanted
-                for one in seen[other]
-                if one.waited_s > _WAITED_S
-            ]
-            for wanted in ((source, destination), (destination, source))
-        )
-        if there and back:
-            found[kind] = max(0.0, (statistics.median(there) + statistics.median(back)) / 2)
+    for kind, one_way_s in ways.items():
+        back_s = ways[way_back[kind]] if kind in way_back else None
+        if not is_comparable[kind]:
+            one_way_s = (one_way_s + back_s) / 2 if one_way_s is not None and back_s is not None else None
+        elif one_way_s is None:
+            one_way_s = back_s
+        if one_way_s is not None:
+            found[kind] = max(0.0, one_way_s)
     return found
+
+
+def _one_way_s(seen: Sequence[_Seen], is_comparable: bool) -> float | None:
+    """The usual time where the consumer waited; with the offset of two clocks, if these cannot be compared."""
+    waited = [
+        one.transfer_s
+        for one in seen  # waited already when the producer ended
+        if one.waited_s >= (one.transfer_s if is_comparable else _WAITED_S)
+    ]
+    return statistics.median(waited) if waited else None
 
 
 def _seen(schedule: PipelineSchedule, by_rank: Sequence[RankMoments]) -> Iterator[tuple[Transfer, list[_Seen]]]:
