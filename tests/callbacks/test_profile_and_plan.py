@@ -1,4 +1,4 @@
-"""The callbacks in real training on emulated GPUs."""
+"""The callbacks in real training on emulated GPUs, in virtual time."""
 
 import csv
 import json
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pfo.device import load_gpu_config
+from lightning_pfo.device.emulated.physics import GpuPhysics
 from lightning_pfo.planner import load_frontier, read_profile
 from tests.launch import run_script
 
@@ -40,27 +42,36 @@ def test_the_profile_covers_every_instruction_from_the_top_clock_down(folder, ra
             clocks = [int(row["frequency"]) for row in mine]
             assert clocks == list(range(1410, 1410 - 120 * len(mine), -120))
             assert all(int(row["samples"]) == 2 * 4 for row in mine)
-            numbers = [value for row in mine for name, value in list(row.items())[3:] if name not in ("flags", "gpu")]
+            texts = {"flags", "gpu", "transfer_time"}
+            numbers = [value for row in mine for name, value in list(row.items())[3:] if name not in texts]
             assert all(math.isfinite(float(number)) for number in numbers)
+            transfers_s = {row["transfer_time"] and round(float(row["transfer_time"]), 9) for row in mine}
+            is_sent = (stage, instruction) in {("0", "forward"), ("1", "backward")}
+            assert transfers_s == {5e-6 + 50e6 / 250e9 if is_sent else ""}  # of cluster=nvlink
             assert not any("power_cap" in row["flags"] for row in mine if int(row["frequency"]) < 1300)
     held = {"clock_not_reached", "power_cap"}
     assert any(held <= set(row["flags"].split()) for row in rows if row["frequency"] == "1410")
-    assert read_profile(folder / "profile.csv").device == "NVIDIA A100-SXM4-80GB (emulated)"
+    assert read_profile(folder / "profile.csv").device == "NVIDIA A100-SXM4-80GB (emulated, virtual time)"
 
 
 def test_times_and_powers_are_those_of_the_emulated_gpu(folder):
-    # the machine may be busy, so only what cannot be: nothing is faster than modelled, and power is where it belongs
+    config = load_gpu_config("emulated_a100")
+    physics = GpuPhysics(config)
     rows = list(csv.DictReader((folder / "profile.csv").open()))
-    top = {(r["stage"], r["instruction"]): float(r["time"]) for r in rows if r["frequency"] == "1410"}
-    assert max(top["0", "forward"], top["1", "forward"]) > 0.0059
-    low = min(rows, key=lambda row: int(row["frequency"]))
-    same = [float(row["time"]) for row in rows if all(row[key] == low[key] for key in ("stage", "instruction"))]
-    assert float(low["time"]) > 1.2 * min(same)
+    kinds = {}
     for row in rows:
-        assert 50 < float(row["energy"]) / float(row["time"]) < 505
-        assert 55 < float(row["p2p_blocking_power_w"]) < 100
-    blocked_w = {int(row["frequency"]): float(row["p2p_blocking_power_w"]) for row in rows if row["stage"] == "0"}
-    assert blocked_w[max(blocked_w)] > blocked_w[min(blocked_w)]  # measured at each clock
+        clock_mhz, time_s, energy_j = int(row["frequency"]), float(row["time"]), float(row["energy"])
+        assert energy_j / time_s == pytest.approx(physics.computing_power_w(clock_mhz), rel=1e-6)
+        assert float(row["p2p_blocking_power_w"]) == pytest.approx(physics.blocked_power_w(clock_mhz), rel=1e-6)
+        assert float(row["time_stderr"]) == pytest.approx(0, abs=1e-9)
+        kinds.setdefault((row["stage"], row["instruction"]), {})[clock_mhz] = time_s
+    assert max(kinds[stage, "forward"][1410] for stage in "01") == pytest.approx(config.forward_s)
+    for times_s in kinds.values():  # one part of the time scales with the clock, the other one does not
+        top_s, middle_s = times_s[1410], times_s[930]
+        unit = physics.time_s(930, 1.0, 0.0) - 1.0
+        compute_s = (middle_s - top_s) / unit
+        for clock_mhz, time_s in times_s.items():
+            assert time_s == pytest.approx(physics.time_s(clock_mhz, compute_s, top_s - compute_s), rel=1e-6)
 
 
 def test_the_scan_sets_clocks_in_order_and_restores_them(ranks):
@@ -84,7 +95,7 @@ def test_training_is_not_changed(ranks):
 def test_progress_is_shown_and_metrics_are_logged(folder, ranks):
     output = (folder / "output.txt").read_text()
     assert "1410 MHz measured" in output
-    assert "(emulated)" in output
+    assert "(emulated, virtual time)" in output
     clocks = logged(folder / "profiler_log", "pfo/clock_mhz")
     assert clocks[0] == 1410
     measured_s = [m[1] for m in ranks[0]["plan"]["measurements"]]
@@ -96,19 +107,23 @@ def test_the_plan_is_applied_and_measured_the_same_on_every_rank(folder, ranks):
     assert len(set(plan.clocks_mhz[0])) > 1 or len(set(plan.clocks_mhz)) > 1
     for rank, seen in enumerate(ranks):
         assert seen["plan"]["clocks"] == [list(row) for row in plan.clocks_mhz]
-        assert set(seen["plan"]["locks"]) <= set(plan.clocks_mhz[rank])
-        assert seen["plan"]["locks"]
+        waits_mhz = {wait.clock_mhz for wait in plan.wait_clocks if wait.rank == rank}
+        assert set(seen["plan"]["locks"]) == set(plan.clocks_mhz[rank]) | waits_mhz
         assert seen["plan"]["restored"]
         assert set(seen["top"]["locks"]) == {1410}
         assert seen["plan"]["measurements"] == ranks[0]["plan"]["measurements"]
         assert [m[0] for m in seen["plan"]["measurements"]] == [1, 2, 3, 4, 5]
 
 
-def test_the_plan_needs_less_energy_than_the_top_clocks(ranks):
-    def least(name):
-        return min(m[2] for m in ranks[0][name]["measurements"])
-
-    assert least("plan") < 0.9 * least("top")
+def test_the_plan_needs_less_energy_than_the_top_clocks_as_predicted(folder, ranks):
+    frontier = load_frontier(folder / "plans")
+    predicted = {"top": frontier.baseline, "plan": frontier.least_energy}
+    for name, plan in predicted.items():
+        energies_j = [m[2] for m in ranks[0][name]["measurements"][1:]]  # clocks land in the first
+        # clock changes take 5 ms to land and activations some time to arrive, which is not predicted
+        assert energies_j == pytest.approx([plan.iteration_energy_j] * 4, rel=0.05)
+        assert len({round(energy_j, 6) for energy_j in energies_j}) == 1
+    assert ranks[0]["plan"]["measurements"][-1][2] < 0.9 * ranks[0]["top"]["measurements"][-1][2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lightning_pfo.planner import load_frontier
 from tests.example_scripts import ROOT
 from tests.launch import run_script
 
-QUICK = ("trainer=quick", "profiler=quick", "gpu.forward_s=0.005", "trainer.progress_bar=false")
+QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 
 
 def run_example(name, output_dir, *overrides, **options):

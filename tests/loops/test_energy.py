@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pfo.planner import load_frontier
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "energy.py"
@@ -39,12 +40,16 @@ def test_the_profile_covers_all_instructions(folder):
     assert all(int(row["samples"]) == 2 * 4 for row in rows)
 
 
-def test_the_plan_needs_less_energy_than_the_top_clocks(ranks):
+def test_the_plan_needs_less_energy_than_the_top_clocks_as_predicted(folder, ranks):
     assert ranks[0]["plan"]["measured"] == ranks[1]["plan"]["measured"]
-    least = {name: min(m[2] for m in ranks[0][name]["measured"]) for name in ("plan", "top")}
-    assert least["plan"] < 0.9 * least["top"]
-    # the first iteration counts work
-    assert [m[0] for m in ranks[0]["top"]["measured"]] == [1, 2, 3, 4, 5]
+    frontier = load_frontier(folder / "plans")
+    for name, plan in (("top", frontier.baseline), ("plan", frontier.least_energy)):
+        measured = ranks[0][name]["measured"]
+        assert [m[0] for m in measured] == [1, 2, 3, 4, 5]  # the first iteration counts work
+        energies_j = [m[2] for m in measured[1:]]  # clocks land in the one before
+        # clock changes take 5 ms to land and activations some time to arrive, which is not predicted
+        assert energies_j == pytest.approx([plan.iteration_energy_j] * 4, rel=0.05)
+    assert ranks[0]["plan"]["measured"][-1][2] < 0.9 * ranks[0]["top"]["measured"][-1][2]
 
 
 def test_clocks_are_restored(ranks):

@@ -63,11 +63,11 @@ def test_the_accelerate_example_profiles_plans_and_trains(tmp_path):
     command = ("--cpu", "--num_processes", 1, "--no_python", sys.executable, "-m", *torchrun(2))
     output = run_with_accelerate(*command, SCRIPTS / "run_example.py", tmp_path).stdout
     report = json.loads((tmp_path / "report.json").read_text())
-    assert re.search(r"under the plan: .* J per iteration on NVIDIA .* \(emulated\)", output)
+    assert re.search(r"under the plan: .* J per iteration on NVIDIA .* \(emulated, virtual time\)", output)
     assert output.count("imported: set()") == 2
     assert len(report["losses"]) == 2 * 16
     assert report["energy_j"] > 0
-    assert report["time_s"] > 8 * 0.003
+    assert report["time_s"] > 8 * 0.03
     assert {"profile.csv", "plans", "checkpoint"} <= {path.name for path in tmp_path.iterdir()}
 
 

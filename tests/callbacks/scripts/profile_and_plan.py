@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -17,7 +16,7 @@ from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import plan_frontier, save_frontier
 from tests.ranks import run_ranks
 
-GPU = replace(load_gpu_config("emulated_a100"), forward_s=0.006, clock_latency_s=0.001)
+GPU = load_gpu_config("emulated_a100")
 results = {}
 
 

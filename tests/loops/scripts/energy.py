@@ -3,7 +3,6 @@
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from lightning_pfo.listeners import PlannedRun, ProfilingRun, ScanSettings
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from tests.ranks import run_ranks
 
-GPU = replace(load_gpu_config("emulated_a100"), forward_s=0.004, clock_latency_s=0.001)
+GPU = load_gpu_config("emulated_a100")
 FOLDER = Path(sys.argv[1])
 
 
