@@ -1,7 +1,7 @@
 """The one place where a script meets Hydra: composition, sweeps, and errors that a user can act on.
 
-The training itself runs in several processes, because Lightning starts the script again for each rank. Every rank
-composes the same config; sweeps therefore start each of their jobs as a script of its own.
+The training itself runs in several processes, because Lightning starts the script again for each rank, or clones it.
+Every rank has the same config; sweeps therefore start each of their jobs as a script of its own.
 """
 
 from __future__ import annotations

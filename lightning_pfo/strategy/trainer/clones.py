@@ -60,7 +60,7 @@ def why_not_clone() -> str | None:
     """
     if not _THREADS.is_dir():
         return "this system does not tell how many threads a process has"
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "this process uses CUDA"
     attempt = os.fork()
     if attempt == 0:

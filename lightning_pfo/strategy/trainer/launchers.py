@@ -1,4 +1,4 @@
-"""Starting the processes of a run: by running the script again, by cloning it, or by forking or spawning (notebooks)."""
+"""Starting the processes of a run: the script is run again or cloned, or functions are forked or spawned."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class ScriptLauncher(ScriptLauncherBase):
 class CloneLauncher(ScriptLauncher):
     """Forks this process for each further one, and lets all go on with the script; runs it again where forks may hang.
 
-    The script's imports, model and data are in memory once, as far as nobody changes them.
+    The script's imports, model and data are in memory once, as far as nobody writes to it. Python does at its end;
+    where memory is short, `os._exit` ends further ranks without.
     """
 
     @override
@@ -120,7 +121,7 @@ class CloneLauncher(ScriptLauncher):
                 os.environ["LOCAL_RANK"] = str(local_rank)
                 self.procs = []
                 return
-            self.procs.append(clone)
+            self.procs.append(clone)  # type: ignore[arg-type]  # has what is used of a Popen
 
 
 def _check_launcher(pid: int) -> None:

@@ -1,7 +1,7 @@
 """Trains under a plan on NVML GPUs until something ends it: `train_on_nvml.py ENDING LAUNCH`.
 
-The ranks are forked (LAUNCH is `forks`), or started by Lightning's Trainer: the script is run again (`popen`) or goes on
-in forks (`clone`).
+The ranks are forked (LAUNCH is `forks`), or started by the Trainer, which runs the script again (`popen`) or lets it go
+on in forks (`clone`).
 """
 
 import sys

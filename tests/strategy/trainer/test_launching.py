@@ -1,4 +1,4 @@
-"""Processes started by a script, by cloning, forking, spawning, torchrun on two nodes, SLURM; and what happens when one dies."""
+"""Processes started by a script, cloned, forked, spawned, by torchrun on two nodes, SLURM; and what if one dies."""
 
 import json
 import re
@@ -168,7 +168,8 @@ def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
 
 
 def test_an_unknown_start_method_is_refused():
-    with pytest.raises(ConfigurationError, match="start_method is one of popen, clone, spawn, fork, forkserver; got 'thread'"):
+    methods = "popen, clone, spawn, fork, forkserver"
+    with pytest.raises(ConfigurationError, match=f"start_method is one of {methods}; got 'thread'"):
         PfoPipelineStrategy(start_method="thread")
 
 
