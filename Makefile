@@ -40,10 +40,12 @@ clean: ## Remove the environment, caches and the demo's results
 	rm -rf $(VENV) build dist outputs/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Most modules of the libraries are never imported: they are compiled when they are.
+# Most modules of the libraries are never imported, and not compiled. What a training imports is, once: where
+# PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile it again, for 8 s.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a minute or two ..."
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-compile --editable '.[dev]' --constraint constraints.txt
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -c 'import lightning_pfo.hydra_app, lightning_pfo.experiment.run'
 	@touch $@

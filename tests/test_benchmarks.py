@@ -10,6 +10,7 @@ import pytest
 from lightning_pfo.core.errors import ClockPermissionError
 from lightning_pfo.device import EmulatedGpu
 from tests.example_scripts import ROOT
+from tests.launch import run_script
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
@@ -72,3 +73,14 @@ def test_the_ablation_judges_every_variant_by_the_best_bound() -> None:
         assert max(result.gaps) <= max(result.own_gaps) + 1e-9
         assert result.saving > 10
     assert sum(results["best"].gaps) <= sum(results["fast"].gaps)
+
+
+def test_a_cluster_of_emulated_gpus_trains_in_cloned_processes() -> None:
+    settings = ["stages=2", "microbatches=3", "replicas=2", "steps=2", "width=8", "gpu.forward_s=0.002"]
+    output = run_script(ROOT / "benchmarks" / "emulated_cluster.py", *settings).stdout
+    (line,) = (line for line in output.splitlines() if line.startswith("{"))
+    result = json.loads(line)
+    assert (result["pipeline"], result["processes"]) == ("2 stages x 3 microbatches x 2 replicas", 4)
+    assert result["emulated_iteration_time_s"] > 0
+    # forks share what was imported; of their own, the processes would have four times as much as one
+    assert 0 < result["memory_mb"] < 2 * 400

@@ -20,9 +20,9 @@ class _PlainConsole(Console):
             raise SystemExit(READER_LEFT) from None
 
 
-def plain_console(*, quiet: bool = False, stderr: bool = False) -> Console:
+def plain_console(*, stderr: bool = False) -> Console:
     """A console for which brackets and colons mean nothing: a GPU may be named `GPU [/x]`, and so may a folder."""
-    return _PlainConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, quiet=quiet, stderr=stderr)
+    return _PlainConsole(markup=False, emoji=False, highlight=False, soft_wrap=True, stderr=stderr)
 
 
 def show_table(table: Table, console: Console | None = None) -> None:

@@ -1,7 +1,7 @@
 """The one place where a script meets Hydra: composition, sweeps, and errors that a user can act on.
 
-The training itself runs in several processes, because Lightning starts the script again for each rank. Every rank
-composes the same config; sweeps therefore start each of their jobs as a script of its own.
+The training itself runs in several processes, because Lightning starts the script again for each rank, or clones it.
+Every rank has the same config; sweeps therefore start each of their jobs as a script of its own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _TRACEBACK = "HYDRA_FULL_ERROR"
 def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
     """Make a function of a config the main function of a script, with Hydra's command line.
 
+    The processes of other ranks than the first end in it; the first one returns.
+
     `key=value`, `group=option`, `+key=value`, `--multirun`, `--cfg job` and `--help` work as in any Hydra application;
     `plan=` also takes a selection such as `plan=1.02x` or `"plan=T'=2.9s"`.
     A user's mistake ends the script with one paragraph and exit status 1; HYDRA_FULL_ERROR=1 shows the traceback.
@@ -63,8 +65,8 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
                 if HydraConfig.get().mode is RunMode.MULTIRUN:
                     _run_as_own_script()
                 else:
-                    if not is_first_process():
-                        logging.getLogger().setLevel(logging.ERROR)
+                    for handler in logging.getLogger().handlers:
+                        handler.addFilter(_is_first_or_severe)
                     config: Any = OmegaConf.to_object(composed)
                     check_no_foreign_keys(config)
                     task(config)
@@ -78,6 +80,8 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
                 with _environment(_TRACEBACK, "1"), _errors_explained(wants_traceback):
                     _check_folder(sys.argv[1:])
                     run()
+                    if not is_first_process():
+                        sys.exit()  # see _leave
             except SystemExit as leaving:
                 _leave(leaving)
             except OSError as error:  # before the job, Hydra makes its folder
@@ -212,7 +216,8 @@ def _leave(leaving: SystemExit) -> None:
     """End the process with this status.
 
     The interpreter's own way out aborts now and then (`terminate called`) while connections to other ranks, which break
-    at the same time, are open; so it is cut short after the functions registered with `atexit`.
+    at the same time, are open; so it is cut short after the functions registered with `atexit`. It also writes to all
+    memory, of which clones of the first process would each need a copy of their own then.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -223,6 +228,10 @@ def _leave(leaving: SystemExit) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+
+
+def _is_first_or_severe(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or is_first_process()  # asked each time: others may be clones of the first
 
 
 def _run_as_own_script() -> None:

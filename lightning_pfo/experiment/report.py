@@ -129,7 +129,7 @@ class Report:
         base_error, plan_error = map(prediction_error_percent, (base, plan), predicted)
         for quantity, unit, at_best in (
             ("time", "s", ""),
-            ("energy", "J", f"{-self.lower_bound_saving_percent:+.2f} %"),
+            ("energy", "J", _percent(-self.lower_bound_saving_percent)),
         ):
             key = f"iteration_{quantity}"
             attribute = f"{key}_{unit.lower()}"
@@ -137,7 +137,7 @@ class Report:
             expected = [getattr(prediction, attribute) for prediction in predicted]
             _add_row(table, f"{quantity} ({unit})", measured, at_best)
             _add_row(table, "  predicted", expected)
-            table.add_row("  error", f"{base_error[key]:+.2f} %", f"{plan_error[key]:+.2f} %", end_section=True)
+            table.add_row("  error", _percent(base_error[key]), _percent(plan_error[key]), end_section=True)
         _add_row(table, "power (W)", [result.iteration_energy_j / result.iteration_time_s for result in (base, plan)])
         same = "identical" if self.max_loss_difference == 0 else f"up to {self.max_loss_difference:.1g}"
         table.add_row("last loss", f"{base.losses[-1]:.4f}", f"{plan.losses[-1]:.4f}", same)
@@ -145,9 +145,11 @@ class Report:
 
 
 def _add_row(table: Table, name: str, values: Sequence[float], at_best: str = "") -> None:
-    table.add_row(
-        name, *(f"{value:#.5g}" for value in values), f"{change_percent(values[1], values[0]):+.2f} %", at_best
-    )
+    table.add_row(name, *(f"{value:#.5g}" for value in values), _percent(change_percent(values[1], values[0])), at_best)
+
+
+def _percent(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f} %"  # adding 0 makes -0.0 positive
 
 
 def change_percent(value: float, reference: float) -> float:

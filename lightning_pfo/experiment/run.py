@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
@@ -33,7 +35,15 @@ from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.processes import is_first_process
 from lightning_pfo.experiment.report import Report, TrainingResult
-from lightning_pfo.experiment.training import MakeData, MakeModule, accelerator_of, profile, quiet_lightning, train
+from lightning_pfo.experiment.training import (
+    MakeData,
+    MakeModule,
+    accelerator_of,
+    is_emulated,
+    profile,
+    quiet_lightning,
+    train,
+)
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
@@ -61,6 +71,8 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
     """
     config = dataclasses.replace(config, gpu=gpu_for(config))
     quiet_lightning()
+    if is_emulated(config) and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # processes with threads cannot be cloned; each rank gets its share when it begins
     check_experiment(config, make_module, make_data)
     output_dir = Path(config.output_dir)
     say = _Narrator()
@@ -148,8 +160,9 @@ class _Narrator:
     """Says on rank 0 what happens, with the time since the start."""
 
     def __init__(self) -> None:
-        self.console = plain_console(quiet=not is_first_process())
+        self.console = plain_console()
         self._start_s = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        self.console.print(f"[{time.monotonic() - self._start_s:5.1f} s] {text}")
+        if is_first_process():  # of which the others may be clones
+            self.console.print(f"[{time.monotonic() - self._start_s:5.1f} s] {text}")

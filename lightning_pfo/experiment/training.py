@@ -118,6 +118,11 @@ def accelerator_of(config: ExperimentConfig) -> str:
     return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
 
 
+def is_emulated(config: ExperimentConfig) -> bool:
+    """Whether neither the training nor the GPU that is measured needs a driver, whose state forks cannot share."""
+    return accelerator_of(config) == "cpu" and config.gpu.kind == "emulated"
+
+
 def quiet_lightning() -> None:
     """Silence what Lightning says to each Trainer, and its advice that does not apply to short trainings in memory."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -200,7 +205,10 @@ def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], option
         "enable_model_summary": False,
     }
     strategy = PfoPipelineStrategy(
-        num_microbatches=schedule.num_microbatches, partition=schedule.partition, schedule=schedule.name
+        num_microbatches=schedule.num_microbatches,
+        partition=schedule.partition,
+        schedule=schedule.name,
+        start_method="clone" if is_emulated(config) else "popen",
     )
     try:
         return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **defaults | options | settings.options)

@@ -52,8 +52,9 @@ def draw_timelines(
     """Draw one iteration, or several one above the other, with one time axis and one colour scale: before and after.
 
     Forwards have a pale top edge; waiting is light grey, and a darker grey at a clock of its own; a red line runs along
-    the critical path; arrows are transfers between ranks, where they take time and there are not too many. Clocks in MHz and instructions are written where they fit. The headings of all but the first
-    iteration say how it differs from that.
+    the critical path; arrows are transfers between ranks, where they take time and there are not too many. Clocks in
+    MHz and instructions are written where they fit. The headings of all but the first iteration say how it differs
+    from that.
 
     Args:
         timelines: What to draw, by heading, see `Frontier.timeline`; iteration time and energy are added.

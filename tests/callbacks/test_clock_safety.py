@@ -42,13 +42,14 @@ def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, tmp_pat
     """To all processes, as Ctrl-C in a terminal or as torchrun does, or to the one that a batch system started."""
     jobs = []
     try:
-        # where Lightning starts the other rank, it imports all anew
         for launch, signum, to_all in [
-            ("script", signal.SIGINT, True),
-            ("script", signal.SIGTERM, False),
+            ("popen", signal.SIGINT, True),  # here the other rank imports all anew
+            ("popen", signal.SIGTERM, False),
+            ("clone", signal.SIGINT, True),
+            ("clone", signal.SIGTERM, False),
             ("forks", signal.SIGTERM, True),
         ]:
-            (folder := tmp_path / f"{signum.name}_{to_all}").mkdir()
+            (folder := tmp_path / f"{launch}_{signum.name}").mkdir()
             driver = replace(fake_driver, log_path=folder / "clock_changes.log")
             process = start_script(SCRIPT, "signal", launch, **environment_of(driver))
             jobs.append((driver, process, os.killpg if to_all else os.kill, signum))

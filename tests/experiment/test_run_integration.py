@@ -1,14 +1,19 @@
 """The examples from end to end, in real processes on emulated GPUs, as small as they get."""
 
+import contextlib
 import csv
 import json
+import os
+import signal
 import statistics
+from pathlib import Path
 
 import pytest
 
 from lightning_pfo.planner import load_frontier
 from tests.example_scripts import ROOT
-from tests.launch import run_script
+from tests.launch import kill_session, run_script, session_is_empty, start_script
+from tests.waiting import wait_until
 
 QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 
@@ -67,3 +72,42 @@ def test_what_all_ranks_find_wrong_is_said_once(tmp_path):
     assert result.stdout.count("Error: pfo_pipeline runs batch norm on microbatches") == 1
     assert "Traceback" not in result.stdout
     assert not (tmp_path / "profile.csv").exists()
+
+
+def rank_processes(process):
+    """Process numbers of a script's ranks, the first one's first."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            found += [int(path.name)] if os.getsid(int(path.name)) == process.pid else []
+    return sorted(found, key=lambda pid: pid != process.pid)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "message"),
+    [
+        (lambda ranks: os.killpg(ranks[0], signal.SIGINT), 130, "Interrupted."),
+        (lambda ranks: os.kill(ranks[1], signal.SIGKILL), 1, "died (its process has ended). The run cannot go on"),
+    ],
+    ids=["Ctrl-C", "a killed rank"],
+)
+def test_ranks_end_together(tmp_path, end, status, message):
+    script = ROOT / "examples" / "gpt" / "train.py"
+    endless = ("profiler.max_iterations_per_clock=1000000", "profiler.iterations_per_clock=1000000")
+    process = start_script(script, *QUICK, *endless, "trainer.devices=3", f"output_dir={tmp_path}")
+    try:
+        for line in process.stdout:
+            if "EnergyProfilerCallback: scanning" in line:
+                break
+        ranks = rank_processes(process)
+        assert len(ranks) == 3
+        end(ranks)
+        output, _ = process.communicate(timeout=60)
+        wait_until(lambda: session_is_empty(process))
+    finally:
+        kill_session(process)
+    assert process.returncode == status, output
+    assert message in output
+    if status == 130:
+        assert output.count(message) == 1
+        assert "Traceback" not in output

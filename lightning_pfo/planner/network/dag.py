@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -154,12 +154,12 @@ class ActivityNetwork:
     @cached_property
     def levels(self) -> Levels:
         """All nodes, each one level after the last of its predecessors; the first level has none."""
-        return _levels(self.order, self.incoming)
+        return _levels(self.order, self.incoming, self.edges, self.delays)
 
     @cached_property
     def levels_from_the_end(self) -> Levels:
         """All nodes, each one level after the last of its successors; the first level has none. Delays count down."""
-        return _levels(self.order[::-1], self.outgoing, sign=-1.0)
+        return _levels(self.order[::-1], self.outgoing, self.edges[:, ::-1], -self.delays)
 
     def finish_times(self, durations: Sequence[float]) -> list[float]:
         """Earliest finish of each node in seconds."""
@@ -230,17 +230,27 @@ def make_network(
     return ActivityNetwork(num_nodes, pairs, delay_of, tuple(order))
 
 
-def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[tuple[int, float], ...]], sign: float = 1.0) -> Levels:
-    """Group nodes by the longest chain of neighbours that must come before them; delays are taken times `sign`."""
+def _levels(
+    order: Sequence[int],
+    neighbours_of: Sequence[tuple[tuple[int, float], ...]],
+    edges: npt.NDArray[np.int64],
+    delays: npt.NDArray[np.float64],
+) -> Levels:
+    """Group nodes by the longest chain of neighbours that must come before them; `edges` are (neighbour, node)."""
     depth = [0] * len(order)
     for node in order:
         depth[node] = max([depth[before] + 1 for before, _ in neighbours_of[node]], default=0)
     nodes, ends = np.argsort(depth, kind="stable"), np.cumsum(np.bincount(depth)).tolist()
     position_of = np.argsort(nodes)
-    rows = [neighbours_of[node] for node in nodes.tolist()]
-    flat = position_of[np.fromiter((other for row in rows for other, _ in row), dtype=np.int64)]
-    delays = sign * np.fromiter((delay for row in rows for _, delay in row), dtype=np.float64)
-    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    neighbours, owners = position_of[edges].T
+    by_owner = np.argsort(owners, kind="stable")
+    flat, delays = neighbours[by_owner], delays[by_owner]
+    has_delays = delays.any()
+
+    def some_of(place: Any) -> npt.NDArray[np.float64] | None:
+        return delays[place] if has_delays and delays[place].any() else None
+
+    sizes = np.bincount(owners, minlength=len(order))
     begins = np.cumsum(sizes) - sizes
     levels = []
     for first, end in pairwise([0, *ends]):
@@ -249,14 +259,10 @@ def _levels(order: Sequence[int], neighbours_of: Sequence[tuple[tuple[int, float
             begins[here] + np.minimum(number, sizes[here] - 1)
             for number in range(sizes[here].max() if sizes[here].max() <= _NARROW else 0)
         ]
-        columns = tuple((flat[place], _if_any(delays[place])) for place in places)
-        all_of_them = slice(before, before + int(sizes[here].sum()))
-        levels.append(Level(here, flat[all_of_them], begins[here] - before, _if_any(delays[all_of_them]), columns))
+        columns = tuple((flat[place], some_of(place)) for place in places)
+        whole = slice(before, before + int(sizes[here].sum()))
+        levels.append(Level(here, flat[whole], begins[here] - before, some_of(whole), columns))
     return Levels(nodes, position_of, tuple(levels))
-
-
-def _if_any(delays: npt.NDArray[np.float64]) -> npt.NDArray[np.float64] | None:
-    return delays if delays.any() else None
 
 
 def _delayed(values: npt.NDArray[np.float64], delays: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64]:

@@ -24,8 +24,8 @@ from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
 LONG_PIPELINE, LONG_WITH_DELAYS = 4000, 10_000
-"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state. Where transfers take
-time its gaps are larger, so that it is asked for longer pipelines only."""
+"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state; the second where
+transfers take time, as its gaps are larger then."""
 
 LONG_MARGIN, LONG_PIECES = 16, 6
 """Microbatches at either end of a steady state that are not merged, and how many runs the rest is cut into."""

@@ -159,7 +159,9 @@ def _events(dag: ActivityNetwork) -> tuple[Integers, int, list[_Batch]]:
     never = num_events + 1
     padding = dag.num_nodes
     ends_of.append([never])
-    delay_of = {(node, event): d for (event, node), d in zip(dag.waits.tolist(), dag.wait_delays.tolist(), strict=True)}
+    is_delayed = dag.wait_delays > 0
+    pairs = map(tuple, dag.waits[is_delayed, ::-1].tolist())
+    delay_of = dict(zip(pairs, dag.wait_delays[is_delayed].tolist(), strict=True))
     batches = []
     for events in by_colour:
         ending_at = _table([ending[event] for event in events], padding)
@@ -173,7 +175,7 @@ def _events(dag: ActivityNetwork) -> tuple[Integers, int, list[_Batch]]:
         )
         ends = _table_of_tables([[ends_of[node] for node in row] for row in starting_at.tolist()], never)
         delays = None
-        if dag.delays.any():
+        if delay_of:
             own = _delays(delay_of, ending_at, np.array(events)[:, None])
             of_others = _delays(delay_of, ending_at[..., None], others) - own[..., None]
             delays = own, of_others, _delays(delay_of, starting_at[..., None], ends)

@@ -1,4 +1,4 @@
-"""Starting the processes of a run: by running the script again, or by forking or spawning (notebooks)."""
+"""Starting the processes of a run: the script is run again or cloned, or functions are forked or spawned."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.trainer.clones import clone_process, why_not_clone
 from lightning_pfo.strategy.trainer.compat import ForkLauncherBase, ScriptLauncherBase, share_threads
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError
 
 _log = logging.getLogger(__name__)
 _LAUNCHER_PID = "PFO_LAUNCHER_PID"
 _INTERRUPTED = 128 + signal.SIGINT
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
-"""As for Lightning's DDP: `popen` runs the script again; `fork` works in notebooks, as long as they used no CUDA."""
+START_METHODS = ("popen", "clone", "spawn", "fork", "forkserver")
+"""As for Lightning's DDP: `popen` runs the script again; `fork` works in notebooks, as long as they used no CUDA.
+
+`clone` is as `popen`, without running again what the script has done by then: each process goes on with the script.
+"""
 
 
 def _weights_only_of(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
@@ -67,17 +71,18 @@ class ScriptLauncher(ScriptLauncherBase):
         strategy: Any = trainer.strategy
         self.weights_only = _weights_only_of(function, args, kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        check = self._check_children
-        started_by = os.environ.pop(_LAUNCHER_PID, None)
-        if started_by is not None:
-            check = partial(_check_launcher, int(started_by))
-        elif not self.cluster_environment.creates_processes_externally:
+        if _LAUNCHER_PID not in os.environ and not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER_PID] = str(os.getpid())
-            self.start_scripts()
-            del os.environ[_LAUNCHER_PID]
+            self.start_processes()
+        launcher_pid = int(os.environ.pop(_LAUNCHER_PID, os.getpid()))
+        check = self._check_children if launcher_pid == os.getpid() else partial(_check_launcher, launcher_pid)
         share_threads(num_processes=self.num_processes)
         with _checked_until_connected(strategy, check):
             return _guarded(trainer, function, *args, **kwargs)
+
+    def start_processes(self) -> None:
+        """Start the further processes of this node; they are in `procs` then."""
+        self.start_scripts()
 
     def _check_children(self) -> None:
         for local_rank, process in enumerate(self.procs, start=1):
@@ -86,6 +91,37 @@ class ScriptLauncher(ScriptLauncherBase):
                 if process.returncode == -signal.SIGINT:  # Ctrl-C, which this process hears only when it has connected
                     _end("it was interrupted", _INTERRUPTED)
                 _end(f"the process of local rank {local_rank} ended with code {process.returncode} before it connected")
+
+
+class CloneLauncher(ScriptLauncher):
+    """Forks this process for each further one, and lets all go on with the script; runs it again where forks may hang.
+
+    The script's imports, model and data are in memory once, as far as nobody writes to it. Python does at its end;
+    where memory is short, `os._exit` ends further ranks without.
+    """
+
+    @override
+    def start_processes(self) -> None:
+        reason = why_not_clone()
+        if reason is not None:
+            _log.info("The script is run again for each process, instead of forking this one, because %s.", reason)
+            super().start_processes()
+            return
+        environment = self.cluster_environment  # what Lightning tells scripts
+        os.environ |= {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+        }
+        for local_rank in range(1, self.num_processes):
+            clone = clone_process()
+            if clone is None:
+                os.environ["LOCAL_RANK"] = str(local_rank)
+                self.procs = []
+                return
+            self.procs.append(clone)  # type: ignore[arg-type]  # has what is used of a Popen
 
 
 def _check_launcher(pid: int) -> None:

@@ -24,7 +24,7 @@ from lightning_pfo.strategy.trainer.compat import (
     reduce_tensor,
     seed_workers,
 )
-from lightning_pfo.strategy.trainer.launchers import START_METHODS, ForkLauncher, ScriptLauncher
+from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
 _GRACE_S = 30.0
@@ -136,6 +136,8 @@ class MeshStrategy(StrategyBase):
         if self._start_method == "popen":
             # also where it starts nothing: it limits the threads of each process to its share of the cores
             return ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self._start_method == "clone":
+            return CloneLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         return ForkLauncher(self, self._start_method)
 
     @override

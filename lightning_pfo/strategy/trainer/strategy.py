@@ -67,8 +67,9 @@ class PfoPipelineStrategy(StepStrategy):
         compile: Compile the layers of each stage with torch.compile.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
             one file. Either kind loads in any number of stages.
-        start_method: How processes are started: `popen` runs the script again for each, `spawn`, `fork` (notebooks) and
-            `forkserver` are those of multiprocessing. Without effect under torchrun and SLURM.
+        start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
+            process go on with it (see `CloneLauncher`), `spawn`, `fork` (notebooks) and `forkserver` are those of
+            multiprocessing. Without effect under torchrun and SLURM.
         process_group_backend: Backend of torch.distributed; None is gloo on CPU and nccl on CUDA.
         timeout: How long a rank waits for others that live; dead ones are noticed at once.
         accelerator: Set by the Trainer.

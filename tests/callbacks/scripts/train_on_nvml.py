@@ -1,6 +1,7 @@
 """Trains under a plan on NVML GPUs until something ends it: `train_on_nvml.py ENDING LAUNCH`.
 
-The ranks are forked (LAUNCH is `forks`), or started by Lightning, which runs the script again (`script`).
+The ranks are forked (LAUNCH is `forks`), or started by the Trainer, which runs the script again (`popen`) or lets it go
+on in forks (`clone`).
 """
 
 import sys
@@ -12,6 +13,7 @@ from common import DEVICES, fit
 from lightning_pfo.callbacks import FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import one_f_one_b
+from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
 
@@ -29,12 +31,13 @@ class Ending(L.Callback):
             time.sleep(0.02)
 
 
-def main(ending):
+def main(ending, start_method="popen"):
     schedule = one_f_one_b(DEVICES, 4)
     clocks = tuple(tuple(1410 - 15 * (index % 3) for index in range(len(order))) for order in schedule.orders)
     plan = FrequencyPlan(schedule, clocks, 1.0, 1.0)
     callback = FrequencyPlanCallback(plan, gpu="nvml")
-    fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000)
+    strategy = PfoPipelineStrategy(num_microbatches=4, start_method=start_method)
+    fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000, strategy=strategy)
     print(f"finished {len(callback.measurements)}", flush=True)
 
 
@@ -42,4 +45,4 @@ ending, launch = sys.argv[1:]
 if launch == "forks":
     run_ranks(main, DEVICES, ending)
 else:
-    main(ending)
+    main(ending, launch)

@@ -1,12 +1,14 @@
 """Trains in processes that are started in many ways, and die in many ways; usage: launching.py PART FOLDER.
 
-Parts: `forks` (SLURM, deaths, all forked from this process; and spawned ones), `script`, `node` (under torchrun).
+Parts: `forks` (SLURM, deaths, all forked from this process; and spawned ones), `killed` (START_METHOD), `clones`,
+`clones_of_threads`, `node` (under torchrun).
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -217,8 +219,33 @@ def spawn():
     (FOLDER / "spawn.json").write_text(json.dumps(seen))
 
 
-def script():
-    make_trainer(2).fit(Module(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), *loaders())
+def killed():
+    make_trainer(2, sys.argv[3]).fit(Module(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), *loaders())
+
+
+def clones():
+    """Several runs, as scripts have them; the second one starts no more processes."""
+    print("before the fit", end=" ")  # is in a buffer then
+    losses, parts = [], loaders()
+    for _ in range(2):
+        L.seed_everything(3, verbose=False)
+        module = Module()
+        trainer = make_trainer(2, "clone")
+        trainer.fit(module, *parts)
+        losses.append(module.history["train"])
+    seen = {
+        "losses": losses,
+        "validated": trainer.validate(module, parts[1], verbose=False),
+        "ranks": [trainer.global_rank, trainer.local_rank, trainer.world_size],
+        "processes": [os.getppid(), os.getpid()],
+    }
+    (FOLDER / f"{sys.argv[1]}_{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+def clones_of_threads():
+    thread = threading.Thread(target=time.sleep, args=(600,), daemon=True)
+    thread.start()
+    clones()
 
 
 def node():
@@ -246,4 +273,4 @@ if __name__ == "__main__":
         watching()
         spawn()
     else:
-        {"script": script, "node": node}[sys.argv[1]]()
+        globals()[sys.argv[1]]()

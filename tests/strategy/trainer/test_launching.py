@@ -1,4 +1,4 @@
-"""Processes started by a script, by forking, spawning, torchrun on two nodes, SLURM; and what happens when one dies."""
+"""Processes started by a script, cloned, forked, spawned, by torchrun on two nodes, SLURM; and what if one dies."""
 
 import json
 import re
@@ -86,8 +86,9 @@ def test_spawned_processes_give_the_whole_model_back(forked):
     assert seen["validated"][0]["val_loss"] == pytest.approx(seen["loss"], abs=1e-6)
 
 
-def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path):
-    process = start_script(SCRIPT, "script", tmp_path)
+@pytest.mark.parametrize("start_method", ["popen", "clone"])
+def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path, start_method):
+    process = start_script(SCRIPT, "killed", tmp_path, start_method)
     try:
         output, _ = process.communicate(timeout=180)
         deadline = time.monotonic() + 20
@@ -98,6 +99,49 @@ def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path):
         kill_session(process)
     assert process.returncode == 1, output
     assert re.search(r"RankDiedError: rank 1 \(pid \d+ on .*\) died", output), output
+
+
+@pytest.mark.parametrize(("part", "times"), [("clones", 1), ("clones_of_threads", 2)])
+def test_clones_go_on_with_the_script_unless_forks_would_lack_threads(forked, tmp_path, part, times):
+    assert run_script(SCRIPT, part, tmp_path).stdout.count("before the fit") == times
+    seen = [read(tmp_path, f"{part}_{rank}") for rank in (0, 1)]
+    assert [of_rank["ranks"] for of_rank in seen] == [[0, 0, 2], [1, 1, 2]]
+    assert seen[1]["processes"][0] == seen[0]["processes"][1]
+    assert seen[0]["validated"] == seen[1]["validated"]
+    for of_rank in seen:
+        for losses in of_rank["losses"]:
+            assert losses == pytest.approx(read(forked[0], "slurm_0")["runs"][0], abs=1e-6)
+
+
+def test_forks_of_a_process_in_which_torch_has_threads_are_refused(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLONING)
+    assert re.fullmatch(r"None\n3 -15\nthis process has [23] threads\n", run_script(script).stdout)
+
+
+CLONING = """
+import os, signal, time
+import torch
+from lightning_pfo.strategy.trainer.clones import clone_process, why_not_clone
+
+print(why_not_clone())
+clone = clone_process()
+if clone is None:
+    os._exit(3)
+while clone.poll() is None:
+    time.sleep(0.01)
+clone.send_signal(signal.SIGTERM)  # too late
+sleeper = clone_process()
+if sleeper is None:
+    time.sleep(60)
+sleeper.send_signal(signal.SIGTERM)
+while sleeper.poll() is None:
+    time.sleep(0.01)
+torch.set_num_threads(2)
+torch.ones(1_000_000).add_(1)  # large enough for both
+print(clone.returncode, sleeper.returncode)
+print(why_not_clone())
+"""
 
 
 def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
@@ -124,7 +168,8 @@ def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
 
 
 def test_an_unknown_start_method_is_refused():
-    with pytest.raises(ConfigurationError, match="start_method is one of popen, spawn, fork, forkserver; got 'thread'"):
+    methods = "popen, clone, spawn, fork, forkserver"
+    with pytest.raises(ConfigurationError, match=f"start_method is one of {methods}; got 'thread'"):
         PfoPipelineStrategy(start_method="thread")
 
 
