@@ -1,10 +1,17 @@
+import numpy as np
 import pytest
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import plan as frontier_module
 from lightning_pfo.planner import plan_frontier, simulate
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.pipeline.problem import schedule_network
+from lightning_pfo.planner.pipeline.steady_state import steady_middles
+from lightning_pfo.planner.relaxation.aggregated import MergedTradeoff
+from lightning_pfo.planner.search.long_solver import _granted
 from tests.planner.problems import with_transfers
+from tests.planner.relaxation.test_aggregated import unequal_stages
 
 
 @pytest.mark.parametrize("transfer_s", [None, 0.003])
@@ -44,3 +51,20 @@ def test_a_deadline_that_no_plan_meets_is_an_error(make_profile, monkeypatch):
     monkeypatch.setattr(frontier_module, "LONG_PIPELINE", 0)
     with pytest.raises(PlanError, match="No plan is as fast"):
         plan_frontier(make_profile([0.02, 0.03]), num_microbatches=70, num_plans=2, deadlines_s=[0.1])
+
+
+def test_where_no_uniform_steady_state_is_fast_enough_what_it_grants_is_taken_as_far_as_time_allows():
+    schedule = make_schedule("1f1b", 4, 80)
+    options = unequal_stages(schedule)
+    kinds = {(inst.stage, inst.type) for inst in schedule.instructions}
+    network = schedule_network(schedule, tuple((kind, 0.2) for kind in sorted(kinds, key=str)))
+    table = OptionTable(network, options)
+    merged = MergedTradeoff(network, options, steady_middles(schedule, margin=16, pieces=6))
+    fastest = network.longest_path([opts.times[0] for opts in options])
+    relaxed = merged.with_timetable(merged.solve(fastest))
+    assert network.longest_path(relaxed.durations.tolist()) > fastest * 1.0005  # the timetable of a longer time
+    granted = _granted(table, relaxed)
+    assert table.longest_paths(granted)[0] <= fastest * (1 + 1e-9)
+    greedy, _ = table.spend_slack(np.zeros_like(granted), np.array([fastest]))
+    cost = float(table.total_costs(granted)[0])
+    assert relaxed.cost <= cost < relaxed.cost + 0.5 * (float(table.total_costs(greedy)[0]) - relaxed.cost)
