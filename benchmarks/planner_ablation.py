@@ -82,7 +82,7 @@ def variants() -> dict[str, Effort]:
 
 def trace(problem: Problem, effort: Effort, bound: LowerBound, top_s: float) -> list[TradeoffPoint]:
     """A frontier of 50 plans, the top clocks' time among them."""
-    return solver_for(problem)(
+    return solver_for(problem.schedule)(
         problem.network,
         problem.options,
         rate=problem.power_w,

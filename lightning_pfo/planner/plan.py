@@ -47,13 +47,7 @@ from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
 from lightning_pfo.planner.relaxation.bound import LowerBound
-from lightning_pfo.planner.search.long_solver import (
-    LONG_MARGIN,
-    LONG_PIECES,
-    LONG_PIPELINE,
-    LONG_WITH_DELAYS,
-    trace_long_tradeoff,
-)
+from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
 
@@ -62,8 +56,7 @@ if TYPE_CHECKING:
 
 _MERGED_PIPELINE, _MERGED_MARGIN = 500, 8
 """From so many instructions on, steady states are merged in the relaxation, without so many microbatches at either end:
-the bound is looser by less than 0.01 %, and the relaxation 10 times as fast. Not where transfers take time: what a rank
-loses in every period by waiting for its neighbours would be missing."""
+the bound is looser by less than 0.01 %, and the relaxation 10 times as fast."""
 
 _COUNT = Quantity("a number of microbatches or stages", "", 1, 100_000, is_whole=True)
 
@@ -150,7 +143,7 @@ def plan_frontier(
     baseline = predict(problem, top_clocks)
     kept_times_s = [baseline.iteration_time_s]
     bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
-    points = solver_for(problem)(
+    points = solver_for(schedule)(
         problem.network,
         problem.options,
         rate=problem.power_w,
@@ -198,7 +191,7 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
     """The planner's own policy: the least energy that was found, at the top clocks' time unless told otherwise."""
     if deadline_s is None:
         deadline_s = predict(problem, top_clocks).iteration_time_s
-    points = solver_for(problem)(
+    points = solver_for(problem.schedule)(
         problem.network,
         problem.options,
         rate=problem.power_w,
@@ -214,16 +207,15 @@ POLICIES: dict[str, Policy] = {"top_clocks": top_clocks, "least_energy": least_e
 """Policies by name."""
 
 
-def solver_for(problem: Problem) -> Solver:
+def solver_for(schedule: PipelineSchedule) -> Solver:
     """The solver for a pipeline of this length; it is told which steady states to merge in the relaxation."""
-    schedule, network = problem.schedule, problem.network
-    size, has_delays = network.num_nodes, bool(network.delays.any())
-    if size >= (LONG_WITH_DELAYS if has_delays else LONG_PIPELINE):
+    size = len(schedule.instructions)
+    if size >= LONG_PIPELINE:
         middles = steady_middles(schedule, margin=LONG_MARGIN, pieces=LONG_PIECES)
         if middles:
             return partial(trace_long_tradeoff, periodic=middles)
-    is_merged = size >= _MERGED_PIPELINE and not has_delays
-    return partial(trace_tradeoff, periodic=steady_middles(schedule, margin=_MERGED_MARGIN) if is_merged else [])
+    middles = steady_middles(schedule, margin=_MERGED_MARGIN) if size >= _MERGED_PIPELINE else []
+    return partial(trace_tradeoff, periodic=middles)
 
 
 def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyPlan]:

@@ -102,7 +102,7 @@ class OptionTable:
         return self.fill(assignments, before_the_end + until * (1 + TOLERANCE / 2))
 
     def fill(
-        self, assignments: Assignments, latest_ends: Floats, *, on_hull: bool = False
+        self, assignments: Assignments, latest_ends: Floats, *, longest: Floats | float = np.inf, on_hull: bool = False
     ) -> tuple[Assignments, Floats]:
         """Slow every node down to the slowest option that ends by its latest end; no node becomes faster.
 
@@ -111,6 +111,7 @@ class OptionTable:
         Args:
             assignments: Shape (n, assignments).
             latest_ends: Latest end of each node in seconds, shape (n, assignments).
+            longest: Most seconds that each node may be slowed down to, shape (n, assignments).
             on_hull: Take options on the hull only. Those above it waste energy that options on it, alternating, do
                 not; but where slack cannot be passed on, they are better than nothing.
 
@@ -119,11 +120,12 @@ class OptionTable:
         """
         order = self.dag.levels
         places, kinds = self.places(assignments)[order.nodes], self.kind_of[order.nodes, None]
+        longest = np.broadcast_to(longest, latest_ends.shape)[order.nodes]
         latest_ends, finish = latest_ends[order.nodes], np.empty(latest_ends.shape)
         for level in order.levels:
             here = level.positions
             starts = level.reduce(np.maximum, finish) if len(level.neighbours) else 0.0
-            fitting = self.line.slowest_fitting(kinds[here], latest_ends[here] - starts)
+            fitting = self.line.slowest_fitting(kinds[here], np.minimum(latest_ends[here] - starts, longest[here]))
             if on_hull:
                 fitting = self.line.hull_before[fitting]
             places[here] = np.maximum(fitting, places[here])

@@ -7,7 +7,9 @@ network:
 
 *From below.* Precedences between inner activities of a path and other ranks are dropped. That can only lower the
 optimum, so it remains a lower bound, whatever is merged. Its duals are a flow in the whole network too, the flow
-through a merged activity being that through each of its instructions, with none on the dropped precedences.
+through a merged activity being that through each of its instructions, with none on the dropped precedences. Where
+precedences have delays, sums of the dropped ones are kept (`recurring`): otherwise what ranks wait for each other in
+every period would be missing.
 
 *From above.* All periods of a path are alike and follow each other at the same pace. Inner starts are then affine in
 the number of the period, and a precedence between two paths is one more linear constraint; added are those found to be
@@ -57,6 +59,7 @@ from lightning_pfo.planner.network.dag import ActivityNetwork, make_network
 from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.network.periodic_path import PeriodicPath
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution, RelaxedTradeoff
+from lightning_pfo.planner.relaxation.recurring import RecurringPrecedences
 
 _VIOLATED = 1e-3
 """A precedence is violated if it is by this part of a typical duration."""
@@ -81,7 +84,12 @@ class MergedTradeoff:
     def __init__(self, network: ActivityNetwork, options: Sequence[OptionSet], paths: Sequence[PeriodicPath]) -> None:
         self._network = network
         self._map = _Map(network, options, paths)
-        self._below = RelaxedTradeoff(self._map.network, self._map.options)
+        self._recurring = self._map.recurring(network, options, paths) if network.delays.any() else None
+        self._below = (
+            RelaxedTradeoff(self._map.network, self._map.options)
+            if self._recurring is None
+            else self._recurring.programme
+        )
 
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
@@ -114,7 +122,11 @@ class MergedTradeoff:
     def _spread(self, merged: RelaxedSolution) -> RelaxedSolution:
         """From the merged network to the whole one."""
         network = self._network
-        edge_flow, sink_flow = self._map.spread_flow(network, merged)
+        if self._recurring is None:
+            edge_flow, sink_flow = self._map.spread_flow(network, merged)
+        else:
+            merged, further = self._recurring.unfold(merged)
+            edge_flow, sink_flow = self._map.spread_flow(network, merged, further)
         flow = np.bincount(network.edges[:, 0], edge_flow, minlength=network.num_nodes).astype(np.float64)
         flow[list(network.sinks)] += sink_flow
         starts, durations = self._map.spread_times(merged)
@@ -199,11 +211,22 @@ class _Map:
             place[path.begin : path.end] = path.begin + (place[path.begin : path.end] - path.begin) % path.period
         return np.unique(place[self.dropped], axis=0, return_inverse=True)[1].ravel()
 
-    def spread_flow(self, network: ActivityNetwork, merged: RelaxedSolution) -> tuple[Floats, Floats]:
-        """Flow along each edge and out of each sink of the whole network."""
-        edge_flow = np.zeros(len(network.edges))
-        edge_flow[self._kept] = merged.edge_flow[self._merged_edge]
-        edge_flow[self._chained] = merged.flow[self._path_end_of_chained]
+    def recurring(
+        self, network: ActivityNetwork, options: Sequence[OptionSet], paths: Sequence[PeriodicPath]
+    ) -> RecurringPrecedences:
+        """The merged programme with sums of what is dropped."""
+        return RecurringPrecedences(network, options, paths, self.network, self.options, self._node_of)
+
+    def spread_flow(
+        self, network: ActivityNetwork, merged: RelaxedSolution, further: Floats | None = None
+    ) -> tuple[Floats, Floats]:
+        """Flow along each edge and out of each sink of the whole network; `further` is that along and between paths."""
+        if further is None:
+            edge_flow = np.zeros(len(network.edges))
+            edge_flow[self._chained] = merged.flow[self._path_end_of_chained]
+        else:
+            edge_flow = further
+        edge_flow[self._kept] += merged.edge_flow[self._merged_edge]
         out_of = dict(zip(self.network.sinks, merged.sink_flow.tolist(), strict=True))
         return edge_flow, np.array([out_of[int(self._leave[sink])] for sink in network.sinks])
 

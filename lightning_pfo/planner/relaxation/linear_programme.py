@@ -60,6 +60,7 @@ class RelaxedSolution:
         edge_flow: Duals of the precedences in J/s, aligned with `network.edges`: what a second of slack there costs.
         sink_flow: Duals of the ends in J/s, aligned with `network.sinks`.
         flow: Flow through each activity in J/s, shape (n,): what a second of its duration costs.
+        required: Duals of what was required further (`RelaxedTradeoff.require`) in J/s.
     """
 
     time: float
@@ -70,6 +71,7 @@ class RelaxedSolution:
     edge_flow: Floats
     sink_flow: Floats
     flow: Floats
+    required: Floats
 
     def tangent_at(self, time: float) -> float:
         """The tangent at iteration time `time`, in joules: a lower bound, but for the solver's tolerances."""
@@ -109,6 +111,8 @@ class RelaxedTradeoff:
         programme.col_lower_ = np.zeros(programme.num_col_)
         programme.col_upper_ = np.concatenate([np.full(num_events + 1, highspy.kHighsInf), lengths / self._time_unit])
         self._add_rows(programme, network, segments_of)
+        self._num_required = 0
+        self._required_starts: list[tuple[int, int, float]] = []  # row, node, weight
         self._highs = _dual_simplex()
         self._highs.passModel(programme)
         self._highs.setBasis(_slowest_basis(network, slowest_of[kind_of].tolist(), len(lengths)))
@@ -176,6 +180,8 @@ class RelaxedTradeoff:
         at_event: dict[int, float] = defaultdict(float)
         for node, weight in starts.items():
             at_event[int(self._start_of[node])] += weight
+            self._required_starts.append((self._num_required, node, weight))
+        self._num_required += 1
         columns, values, constant = list(at_event), list(at_event.values()), 0.0
         for node, weight in durations.items():
             first, end = np.searchsorted(self._owner, [node, node + 1]) + self._time_column + 1
@@ -200,11 +206,17 @@ class RelaxedTradeoff:
         if time != time:  # the programme chose it
             time = float(values[self._time_column]) * self._time_unit
         duals_per_second = self._cost_unit / self._time_unit
-        row_flow = np.maximum(np.array(solution.row_dual[: len(self._tails)]), 0.0) * duals_per_second
+        duals = np.maximum(np.array(solution.row_dual), 0.0) * duals_per_second
+        row_flow = duals[: len(self._tails)]
         flow = np.asarray(np.bincount(self._tails, row_flow, minlength=n), dtype=np.float64)
         # What flows into an event is divided as it flows on through the nodes that start there.
-        out_of_event = np.bincount(self._start_of, flow, minlength=self._time_column)
-        share = flow / np.maximum(out_of_event[self._start_of], np.finfo(float).tiny)
+        onwards = flow
+        if self._required_starts:
+            rows, nodes, weights = (np.array(column) for column in zip(*self._required_starts, strict=True))
+            required = np.bincount(nodes, weights * duals[len(self._tails) + rows], minlength=n)
+            onwards = np.maximum(flow - required, 0.0)
+        out_of_event = np.bincount(self._start_of, onwards, minlength=self._time_column)
+        share = onwards / np.maximum(out_of_event[self._start_of], np.finfo(float).tiny)
         return RelaxedSolution(
             time=time,
             cost=self._constant + self._highs.getObjectiveValue() * self._cost_unit - rate * time,
@@ -214,6 +226,7 @@ class RelaxedTradeoff:
             edge_flow=row_flow[self._row_of_edge] * share[self._after],
             sink_flow=row_flow[self._num_waits :],
             flow=flow,
+            required=duals[len(self._tails) :],
         )
 
 

@@ -23,9 +23,8 @@ from lightning_pfo.planner.search.effort import Effort, find_effort
 from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
 
-LONG_PIPELINE, LONG_WITH_DELAYS = 4000, 10_000
-"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state; the second where
-transfers take time, as its gaps are larger then."""
+LONG_PIPELINE = 4000
+"""Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
 
 LONG_MARGIN, LONG_PIECES = 16, 6
 """Microbatches at either end of a steady state that are not merged, and how many runs the rest is cut into."""
@@ -81,6 +80,8 @@ def trace_long_tradeoff(
         starts = [_rounded(table, relaxed)]
         if target == fastest:  # where there may be no uniform steady state to round
             starts.append(np.zeros((dag.num_nodes, 1), dtype=np.int64))
+        if dag.delays.any() and table.longest_paths(starts[0])[0] > target * (1 + TOLERANCE):
+            starts.append(_granted(table, relaxed))
         for assignment in starts:
             for sweeps in effort.long_sweeps:
                 moved = moves.improve(assignment, np.array([target]), sweeps)
@@ -92,6 +93,18 @@ def trace_long_tradeoff(
     bound.sharpen(np.array(targets))
     front = pareto_front([time for time, _, _ in found], [cost for _, cost, _ in found]).tolist()
     return [proven_point(bound, *found[number]) for number in front]
+
+
+def _granted(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:
+    """Options no slower than the relaxation grants, as long as the time can be kept to; shape (n, 1).
+
+    With delays a uniform steady state is often slower than others, so that the timetable is that of a longer time.
+    """
+    fastest = np.zeros((table.dag.num_nodes, 1), dtype=np.int64)
+    latest_ends = table.latest_ends(table.durations(fastest), np.array([relaxed.time * (1 + TOLERANCE / 2)]))
+    granted = relaxed.durations[:, None] * (1 + TOLERANCE)
+    filled, longest = table.fill(fastest, latest_ends, longest=granted)
+    return table.spend_slack(filled, np.maximum(longest, relaxed.time))[0]
 
 
 def _rounded(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:

@@ -119,6 +119,7 @@ class CloneLauncher(ScriptLauncher):
             clone = clone_process()
             if clone is None:
                 os.environ["LOCAL_RANK"] = str(local_rank)
+                environment.set_global_rank(environment.node_rank() * self.num_processes + local_rank)  # who is silent
                 self.procs = []
                 return
             self.procs.append(clone)  # type: ignore[arg-type]  # has what is used of a Popen

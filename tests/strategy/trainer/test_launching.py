@@ -103,7 +103,9 @@ def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path, star
 
 @pytest.mark.parametrize(("part", "times"), [("clones", 1), ("clones_of_threads", 2)])
 def test_clones_go_on_with_the_script_unless_forks_would_lack_threads(forked, tmp_path, part, times):
-    assert run_script(SCRIPT, part, tmp_path).stdout.count("before the fit") == times
+    output = run_script(SCRIPT, part, tmp_path).stdout
+    assert output.count("before the fit") == times
+    assert output.count("have no `val_dataloader`") == 2  # in each run, by the first rank
     seen = [read(tmp_path, f"{part}_{rank}") for rank in (0, 1)]
     assert [of_rank["ranks"] for of_rank in seen] == [[0, 0, 2], [1, 1, 2]]
     assert seen[1]["processes"][0] == seen[0]["processes"][1]
