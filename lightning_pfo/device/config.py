@@ -95,6 +95,9 @@ class GpuConfig:
     counter_tick_s: float = 0.0
     """The energy counter advances only this often, s; 0: continuously. Real counters: 0.02 to 0.1."""
 
+    counter_lag_s: float = 0.0
+    """A counter that ticks shows each value so much later, s (>= 0). Real counters: 0 to 0.1."""
+
     noise: float = 0.0
     """Relative standard deviation of the time of an instruction (0 to 0.3)."""
 
@@ -140,6 +143,7 @@ class GpuConfig:
         self._above("time_scale", 0)
         self._between("clock_latency_s", 0)
         self._between("counter_tick_s", 0)
+        self._between("counter_lag_s", 0)
         self._between("noise", 0, 0.3)
         if self.throttle_clock_mhz != 0:
             self._between("throttle_clock_mhz", self.min_clock_mhz)

@@ -81,6 +81,7 @@ def test_accepts_omegaconf_and_null() -> None:
         ("time_scale", 0),
         ("clock_latency_s", -1),
         ("counter_tick_s", -1),
+        ("counter_lag_s", -1),
         ("noise", 0.5),
         ("throttle_clock_mhz", -1),
         ("straggler_index", -2),

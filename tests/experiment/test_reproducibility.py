@@ -10,7 +10,14 @@ from tests.launch import run_script
 
 # Everything of an emulated GPU that is random or has a moment of its own.
 UNSTEADY = (
-    *("gpu=emulated_a40", "gpu.noise=0.02", "gpu.counter_tick_s=0.02", "gpu.seed=3", "gpu.lead_clocks=true"),
+    *(
+        "gpu=emulated_a40",
+        "gpu.noise=0.02",
+        "gpu.counter_tick_s=0.02",
+        "gpu.counter_lag_s=0.01",
+        "gpu.seed=3",
+        "gpu.lead_clocks=true",
+    ),
     *("gpu.straggler_index=1", "gpu.straggler_factor=1.1", "cluster=pcie", "cluster.optimizer_s=0.02"),
 )
 SMALL = ("trainer=quick", "profiler=quick", "profiler.max_iterations_per_clock=2", "trainer.progress_bar=false")

@@ -66,6 +66,7 @@ class EmulatedGpu:
         self._duration_factor = config.time_scale * (config.straggler_factor if index == config.straggler_index else 1)
         self._latency_s = config.clock_latency_s * config.time_scale
         self._tick_s = config.counter_tick_s * config.time_scale
+        self._lag_s = config.counter_lag_s * config.time_scale
 
         self._requests: deque[tuple[float, int]] = deque()  # (when it lands, clock), in order
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -77,7 +78,7 @@ class EmulatedGpu:
         self._waiting_state = "idle"
         self._start_s = self._time_s = self.time_source.now_s()
         self._energy_j = 0.0
-        self._ticked_energy_j = 0.0
+        self._passed: deque[tuple[float, float]] = deque([(self._start_s, 0.0)])  # moments and energies until then, J
         self._worked_s: dict[int, float] = {}  # since begin_work, by clock
 
     @property
@@ -117,8 +118,9 @@ class EmulatedGpu:
     def total_energy_mj(self) -> float:
         """Energy since the start, mJ; whole ones as of the last counter tick if `config.counter_tick_s` is set."""
         with self._lock:
-            self._advance(self.time_source.now_s())
-            return int(self._ticked_energy_j * 1000) if self._tick_s else self._energy_j * 1000
+            now_s = self.time_source.now_s()
+            self._advance(now_s)
+            return int(self._counted_j(now_s) * 1000) if self._tick_s else self._energy_j * 1000
 
     def power_mw(self) -> int:
         """Power drawn now, mW."""
@@ -262,16 +264,27 @@ class EmulatedGpu:
         self._integrate(now_s)
 
     def _integrate(self, until_s: float) -> None:
-        """Integrate at the present power until a time (in the past: not at all), noting the last counter tick."""
+        """Integrate at the present power until a time (in the past: not at all)."""
         if until_s <= self._time_s:
             return
-        power_w = self._power_w()
-        if self._tick_s:
-            tick_s = self._start_s + math.floor((until_s - self._start_s) / self._tick_s) * self._tick_s
-            if tick_s > self._time_s:
-                self._ticked_energy_j = self._energy_j + power_w * (tick_s - self._time_s)
         passed_s = until_s - self._time_s
-        self._energy_j += power_w * passed_s
+        self._energy_j += self._power_w() * passed_s
+        if self._tick_s:
+            self._passed.append((until_s, self._energy_j))
+            self._forget_before(until_s - self._lag_s - self._tick_s)
         if self._state == "computing":
             self._worked_s[self._landed_mhz] = self._worked_s.get(self._landed_mhz, 0.0) + passed_s
         self._time_s = until_s
+
+    def _counted_j(self, now_s: float) -> float:
+        """Energy at the last tick that the counter shows by now."""
+        tick_s = self._start_s + math.floor((now_s - self._lag_s - self._start_s) / self._tick_s) * self._tick_s
+        self._forget_before(tick_s)
+        (from_s, from_j), (until_s, until_j) = self._passed[0], self._passed[min(1, len(self._passed) - 1)]
+        if tick_s <= from_s or until_s <= from_s:
+            return from_j
+        return from_j + (until_j - from_j) * (tick_s - from_s) / (until_s - from_s)
+
+    def _forget_before(self, moment_s: float) -> None:
+        while len(self._passed) > 1 and self._passed[1][0] <= moment_s:
+            self._passed.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -149,6 +150,24 @@ def test_energy_counter_advances_in_ticks() -> None:
     assert gpu.total_energy_mj() == pytest.approx((0.05 * 50 + 0.05 * 400) * 1e3, abs=1)
     clock.sleep(0.02)
     assert gpu.total_energy_mj() == pytest.approx((0.05 * 50 + 0.1 * 400 + 0.05 * 50) * 1e3, abs=1)
+
+
+def test_a_counter_that_lags_shows_its_ticks_late() -> None:
+    gpu, clock = make(counter_tick_s=0.1, counter_lag_s=0.025)
+    seen = []
+    for duration_s in (0.05, 0.15, 0.04):  # idle to 0.05, computing to 0.2, idle to 0.24
+        gpu.begin_work() if duration_s == 0.15 else None
+        end_s = clock.now_s() + duration_s
+        while clock.now_s() < end_s - 1e-9:
+            clock.sleep(0.01)
+            seen.append((round(clock.now_s(), 2), gpu.total_energy_mj()))
+        gpu.finish_work(1e-12, 0) if duration_s == 0.15 else None
+    first_j, second_j = 0.05 * 50 + 0.05 * 400, 0.05 * 50 + 0.15 * 400
+    changes = [(b[0], b[1]) for a, b in pairwise(seen) if a[1] != b[1]]
+    assert changes == [
+        (0.13, pytest.approx(1e3 * first_j, abs=1)),  # the tick at 0.1
+        (0.23, pytest.approx(1e3 * second_j, abs=1)),  # that at 0.2
+    ]
 
 
 def test_power_cap_holds_the_clock() -> None:

@@ -39,10 +39,11 @@ def test_mean_and_standard_error():
     assert mean_and_stderr([5.0] * 4 + [900.0] + [5.0] * 4 + [-900.0]) == (5.0, 0.0)
 
 
-@pytest.fixture
-def ticking_meter():
-    """An emulated GPU whose counter ticks every 20 ms while instructions take 4 to 8 ms."""
-    gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.02, clock_latency_s=0, throttle_clock_mhz=1200))
+@pytest.fixture(params=[0.0, 0.015])
+def ticking_meter(request):
+    """An emulated GPU whose counter ticks every 20 ms, and may lag, while instructions take 4 to 8 ms."""
+    counter = {"counter_tick_s": 0.02, "counter_lag_s": request.param}
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", clock_latency_s=0, throttle_clock_mhz=1200, **counter))
     meter = InstructionMeter(gpu, FakeSource(num_microbatches=8))
     yield meter
     meter.close()
