@@ -21,7 +21,7 @@ endif
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (about 2 minutes); results in outputs/demo
+demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minute); results in outputs/demo
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
 test: $(STAMP) ## Run all tests

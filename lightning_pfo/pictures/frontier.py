@@ -81,10 +81,10 @@ def draw_frontier(
         axes.set_ylim(floor, ceiling)
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
-    schedule, device = frontier.schedule, drawable(frontier.profile.device, 36)
+    schedule, device = frontier.schedule, drawable(frontier.profile.device, 60)
     size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
     title = f"{device}{', ' if device else ''}{drawable(schedule.name, 20)}, {size}"
-    axes.set_title(title, loc="left", color=INK, fontsize=11 if len(title) <= 64 else 9)
+    axes.set_title(title, loc="left", color=INK, fontsize=11 * min(1.0, 64 / len(title)))
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     tidy(axes)
