@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_pfo"
 
 WORDS = {"core.errors", "core.instruction", "core.wording"}
 SCHEDULE = {"core.schedules.schedule"}
-FAMILIES = {f"core.schedules.{name}" for name in ("one_stage_per_rank", "interleaved", "v_shaped", "envpipe")}
+FAMILIES = [f"core.schedules.{name}" for name in ("one_stage_per_rank", "interleaved", "v_shaped", "envpipe")]
 
 MAY_KNOW = {
     "core": set(),
