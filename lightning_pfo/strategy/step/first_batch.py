@@ -97,14 +97,19 @@ class LossComparison:
         number = self._tell(max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0)
         if not number:
             return None
+        for number in sorted({min(number, num_microbatches), 2}, reverse=True):  # two may fit where all do not
+            size = batch_size_of(batch) // num_microbatches * number
+            joined = [batch if number == num_microbatches else first_samples(batch, size)]
+            of_all = losses_of(joined, 0)
+            if self._tell(bool(of_all)):
+                break
+        else:
+            return None
         parts = parts[:number]
-        size = batch_size_of(batch) // num_microbatches * len(parts)
-        joined = [batch if len(parts) == num_microbatches else first_samples(batch, size)]
-        of_all = losses_of(joined, 0)
         tolerance = self._tolerance()
         draws: list[Losses] = []
         if of_parts and of_all:
-            draws.append(Losses(of_parts[: len(parts)], of_all[0]))
+            draws.append(Losses(of_parts[:number], of_all[0]))
         if not self._tell(bool(draws) and differ(draws, tolerance)):
             return None
         for draw in range(1, 1 + EXTRA_DRAWS):
@@ -113,7 +118,7 @@ class LossComparison:
                 draws.append(Losses(of_parts, of_all[0]))
         if len(draws) <= EXTRA_DRAWS or not differ(draws, tolerance):
             return None
-        return is_no_weighted_mean(draws, tolerance), describe(draws, num_microbatches)
+        return is_no_weighted_mean(draws, tolerance), describe(draws, num_microbatches, tolerance)
 
     def _tell(self, value: int) -> int:
         """What the last rank says."""
@@ -151,12 +156,16 @@ class LossComparison:
             try:
                 engine.prepare(number, _COMPARED, step_seed, inputs)
             except Exception as error:  # on every rank
-                _log.debug("Losses of microbatches are not compared: %s", error)
+                self._say_why_not(number, error)
                 return None
             engine.run(number, _COMPARED, step_seed, inputs, loss_function, train=False)
         if failures:
-            _log.debug("Losses of microbatches are not compared: %s", failures[0])
+            self._say_why_not(number, failures[0])
         return tuple(losses) if losses and not failures else None
+
+    def _say_why_not(self, number: int, error: Exception) -> None:
+        what = "as one batch" if number == 1 else "by microbatches"
+        _log.info("The first batch did not run forward %s, so losses are not compared. %s", what, error)
 
     def _tolerance(self) -> float:
         device = self._engine.device.type

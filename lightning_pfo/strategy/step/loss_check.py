@@ -1,10 +1,10 @@
 """Whether the loss of a batch is the mean of its microbatches' losses: compared once, on the first training batch.
 
 A pipeline trains on that mean, and on one device the user's step computes the loss of the whole batch. They are the
-same for a mean over samples, and they are not for a sum, for a loss that compares samples with each other, and for batches
-whose first dimension is not that of the samples. So the pipeline runs forward twice before its first training step:
-by microbatches, and with all of them as one. Both runs are in evaluation mode, without dropout and with the running
-statistics of batch norm, so that only these things can make a difference.
+same for a mean over samples, and they are not for a sum, for a loss that compares samples with each other, and for
+batches whose first dimension is not that of the samples. So the pipeline runs forward twice before its first training
+step: by microbatches, and with all of them as one. Both runs are in evaluation mode, without dropout and with the
+running statistics of batch norm, so that only these things can make a difference.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _ROUNDING = 1e-3  # of fp32; it sums in another order, with other kernels for an
 _BY_DTYPE = 2  # rounding errors of a narrower type, which do not add up over the samples of a mean
 _RANDOM = 3  # how far apart random losses must be, in what they spread themselves
 _NO_WEIGHTED_MEAN = 0.01  # beyond this, losses outside of those of the microbatches are an error
+_SMALLEST = 1e-3  # smaller losses are taken for sums that cancel, of which only rounding is left
 
 EXTRA_DRAWS = 3
 """How often losses that differ are computed again with other random numbers: do they differ by chance?"""
@@ -75,40 +76,45 @@ def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
 
 
 def _scale(draws: Sequence[Losses]) -> float:
-    return max(*(abs(draw.of_all) for draw in draws), *(abs(draw.mean) for draw in draws))
+    """What differences are relative to: losses may cancel each other, in the mean or among the samples."""
+    return max(_SMALLEST, *(abs(loss) for draw in draws for loss in (draw.of_all, *draw.of_microbatches)))
 
 
 def _finite(numbers: Sequence[float]) -> bool:
     return all(abs(number) < float("inf") for number in numbers)
 
 
-def describe(draws: Sequence[Losses], num_microbatches: int) -> str:
+def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -> str:
     """Both numbers, and ways out."""
     first = draws[0]
     number = len(first.of_microbatches)
-    compared = "" if number == num_microbatches else f", the first {number} of {num_microbatches}"
-    what = (
-        f"A pipeline trains on the mean of its microbatches' losses, which for the first batch is {first.mean:.6g}"
-        f"{compared}; but the loss of their samples as one batch, as on one device, is {first.of_all:.6g} (both "
-        f"forward only, in evaluation mode). "
-    )
-    causes = []
-    ratio = first.of_all / first.mean if first.mean else 0.0
-    if abs(ratio - number) < 0.01 * number:
-        causes.append(
-            f"It is {number} times as large: the loss is a sum. Use reduction='mean', or divide it by the number of "
+    first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
+    if _is_sum(first):
+        cause = (
+            f"It is {number} times as large, so the loss is a sum. Use reduction='mean', or divide it by the number of "
             f"samples in the step."
         )
-    elif not any(first.of_microbatches) and len(set(first.of_microbatches)) == 1:
-        causes.append(
-            "It is 0 on every microbatch: the loss compares the samples of a batch with each other, and a microbatch "
-            "has too few."
+    elif is_no_weighted_mean(draws, tolerance):
+        cause = "" if any(first.of_microbatches) else "It is 0 on every microbatch. "
+        cause += (
+            "No weights of the microbatches explain that. A loss that compares the samples of a batch with each "
+            "other (contrastive, CLIP, correlations) needs them in one microbatch: num_microbatches=1 with "
+            "schedule='gpipe'; or fewer microbatches of a larger batch, where it need not see all samples."
         )
-    causes.append(
-        "A loss that compares samples (contrastive, CLIP) needs them in one microbatch: use num_microbatches=1, or a "
-        "larger batch in as few. Means with weights (class weights, labels of which some are -100) differ as they do "
-        "with accumulated gradients: divide the sum by the number of samples in the step for equal ones. The first "
-        "dimension of the batch must be that of the samples: use batch_first=True where it is time. If it is meant to "
-        "be so, check_loss=False leaves the comparison out."
+    else:
+        cause = (
+            "Microbatches have different weights in it, as with class weights, or with labels of which some are -100; "
+            "gradients accumulated over batches differ likewise. For equal weights divide the sum by the number of "
+            "samples in the step."
+        )
+    return (
+        f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on the mean of its "
+        f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
+        f"If the first dimension of the batch is time, the batch is cut along it: use batch_first=True. If all this is "
+        f"meant to be so, check_loss=False leaves the comparison out."
     )
-    return what + " ".join(causes)
+
+
+def _is_sum(losses: Losses) -> bool:
+    number = len(losses.of_microbatches)
+    return losses.mean != 0 and abs(losses.of_all / losses.mean - number) < 0.01 * number

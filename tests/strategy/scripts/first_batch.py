@@ -5,6 +5,7 @@ import logging
 import random
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torchmetrics import Accuracy
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.loops import PipelinedModel
+from lightning_pfo.strategy.step import first_batch
 from tests.ranks import run_ranks
 
 results = {}
@@ -64,17 +66,13 @@ sum_ = nn.CrossEntropyLoss(reduction="sum")
 weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.5, 1.1, 0.7]))
 
 
-def half_ignored(output, target):
-    return mean(output, torch.where(torch.arange(len(target)) == 0, -100, target))
-
-
 def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
 CASES = {
     "mean": (layers, mean, {}),
-    "in the step": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), half_ignored, {"num_microbatches": 4}),
+    "dropout, batch norm": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), mean, {}),
     "noise": (layers, noisy, {}),
     "one sample each": (layers, mean, {"num_microbatches": 8}),
     "sum": (layers, sum_, {}),
@@ -86,11 +84,22 @@ CASES = {
     "class weights": (layers, weighted, {}),
     "labels with gaps": (layers, ragged, {}),
     "time first": (lambda: layers(Running()), mean, {}),
+    "sum, whole batch too large": (lambda: layers(FixedSize()), sum_, {}),
+    "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
     "not two-dimensional": (layers, of_other_samples, {}),
 }
 
 
-def run_case(make, loss_fn, options, steps=1):
+class FixedSize(nn.Module):
+    """Refuses the whole batch."""
+
+    def forward(self, x):
+        if len(x) > 4:
+            raise ValueError(f"{len(x)} samples are too many.")
+        return x
+
+
+def run_case(make, loss_fn, options, steps=2):
     model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
     said.clear()
     found = {"losses": []}
@@ -168,14 +177,16 @@ def not_a_number():
         "microbatch": run(sometimes, x, y),
         "batch": run(mean, bad, y),
         "parameters": run(mean, x, y, broken),
-        "infinite": run(lambda output, target: output.sum() * float("inf") + float("inf"), x.abs(), y),
+        "infinite": run(lambda output, target: output.square().sum() * float("inf"), x, y),
     }
 
 
 def main():
     logging.getLogger("lightning_pfo").addHandler(Listener())
     for name, (make, loss_fn, options) in CASES.items():
-        results[name] = run_case(make, loss_fn, options, steps=2)
+        results[name] = run_case(make, loss_fn, options)
+    with patch.object(first_batch, "LARGEST_BYTES", 1):
+        results["sum, large outputs"] = run_case(layers, sum_, {})
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()
     Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
