@@ -94,14 +94,14 @@ class LossComparison:
             return self._losses(lambda index: step(parts[index], *rest), len(parts), (*step_seed, draw))
 
         of_parts = losses_of(parts, 0)
-        number = self._tell(max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0)
-        if not number:
+        most = min(self._tell(max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0))
+        if not most:
             return None
-        for number in sorted({min(number, num_microbatches), 2}, reverse=True):  # two may fit where all do not
+        for number in sorted({min(most, num_microbatches), 2}, reverse=True):  # two may fit where all do not
             size = batch_size_of(batch) // num_microbatches * number
             joined = [batch if number == num_microbatches else first_samples(batch, size)]
             of_all = losses_of(joined, 0)
-            if self._tell(bool(of_all)):
+            if all(self._tell(bool(of_all))):
                 break
         else:
             return None
@@ -110,7 +110,7 @@ class LossComparison:
         draws: list[Losses] = []
         if of_parts and of_all:
             draws.append(Losses(of_parts[:number], of_all[0]))
-        if not self._tell(bool(draws) and differ(draws, tolerance)):
+        if not any(self._tell(bool(draws) and differ(draws, tolerance))):
             return None
         for draw in range(1, 1 + EXTRA_DRAWS):
             of_parts, of_all = losses_of(parts, draw), losses_of(joined, draw)
@@ -120,9 +120,10 @@ class LossComparison:
             return None
         return is_no_weighted_mean(draws, tolerance), describe(draws, num_microbatches, tolerance)
 
-    def _tell(self, value: int) -> int:
-        """What the last rank says."""
-        return int(self._engine.all_gather(value)[self._engine.last_rank])
+    def _tell(self, value: int) -> list[int]:
+        """What the last ranks of all replicas say: they go on together, since layers may be divided over them."""
+        values = self._engine.all_gather(value if self._engine.is_last else None, everywhere=True)
+        return [found for found in values if found is not None]
 
     def _losses(self, step: Callable[[int], Any], number: int, step_seed: tuple[int, ...]) -> tuple[float, ...] | None:
         """The losses of microbatches, on the last rank; None where they are not known."""
@@ -153,19 +154,23 @@ class LossComparison:
         with untouched(self._owner):
             for module in self._owner.modules():
                 module.training = False
+            problem = ""
             try:
                 engine.prepare(number, _COMPARED, step_seed, inputs)
             except Exception as error:  # on every rank
-                self._say_why_not(number, error)
+                problem = f"{type(error).__name__}: {error}"
+            problems = [found for found in engine.all_gather(problem, everywhere=True) if found]
+            if problems:
+                self._say_why_not(number, problems[0])
                 return None
             engine.run(number, _COMPARED, step_seed, inputs, loss_function, train=False)
         if failures:
-            self._say_why_not(number, failures[0])
+            self._say_why_not(number, f"{type(failures[0]).__name__}: {failures[0]}")
         return tuple(losses) if losses and not failures else None
 
-    def _say_why_not(self, number: int, error: Exception) -> None:
+    def _say_why_not(self, number: int, problem: str) -> None:
         what = "as one batch" if number == 1 else "by microbatches"
-        _log.info("The first batch did not run forward %s, so losses are not compared. %s", what, error)
+        _log.info("The first batch did not run forward %s, so losses are not compared. %s", what, problem)
 
     def _tolerance(self) -> float:
         device = self._engine.device.type

@@ -66,6 +66,10 @@ sum_ = nn.CrossEntropyLoss(reduction="sum")
 weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.5, 1.1, 0.7]))
 
 
+def of_replica(output, target):
+    return mean(output, target, reduction="sum" if dist.get_rank() else "mean")
+
+
 def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
@@ -86,6 +90,7 @@ CASES = {
     "time first": (lambda: layers(Running()), mean, {}),
     "sum, whole batch too large": (lambda: layers(FixedSize()), sum_, {}),
     "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
+    "sum in one replica": (layers, of_replica, {"data_parallel_size": 2}),
     "not two-dimensional": (layers, of_other_samples, {}),
 }
 

@@ -45,6 +45,7 @@ def test_nothing_is_said_of_what_suits_microbatches(ranks, case):
         ("sum of noise", "4 times as large, so the loss is a sum"),
         ("sum, large outputs", r"\(the first 2 of 4\).*It is 2 times as large, so the loss is a sum"),
         ("sum, whole batch too large", r"\(the first 2 of 4\).*It is 2 times as large, so the loss is a sum"),
+        ("sum in one replica", "4 times as large, so the loss is a sum"),
         ("contrastive, one sample each", "It is 0 on every microbatch"),
         ("contrastive", "compares the samples"),
         ("not two-dimensional", "compares the samples"),
