@@ -18,7 +18,8 @@ import torch
 _ROUNDING = 1e-3  # of fp32; it sums in another order, with other kernels for another size
 _BY_DTYPE = 2  # rounding errors of a narrower type, which do not add up over the samples of a mean
 _RANDOM = 3  # how far apart random losses must be, in what they spread themselves
-_NO_WEIGHTED_MEAN = 0.01  # beyond this, losses outside of those of the microbatches are an error
+_NO_WEIGHTED_MEAN = 0.01  # beyond this, losses outside of those of the microbatches are an error ...
+_BEYOND_ROUNDING = 4  # ... and beyond so many times what rounding explains
 _SMALLEST = 1e-3  # smaller losses are taken for sums that cancel, of which only rounding is left
 
 EXTRA_DRAWS = 3
@@ -72,7 +73,7 @@ def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
     found = [loss for draw in draws for loss in draw.of_microbatches]
     whole = fmean(draw.of_all for draw in draws)
     outside = max(min(found) - whole, whole - max(found))
-    return outside > max(_NO_WEIGHTED_MEAN, tolerance) * _scale(draws)
+    return outside > max(_NO_WEIGHTED_MEAN, _BEYOND_ROUNDING * tolerance) * _scale(draws)
 
 
 def _scale(draws: Sequence[Losses]) -> float:

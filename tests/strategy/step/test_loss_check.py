@@ -55,6 +55,7 @@ def test_what_lies_between_the_losses_of_microbatches_may_be_a_weighted_mean():
     assert not is_no_weighted_mean(repeated((1.0, 2.0), 2.01), FP32)  # the rest of a regulariser
     assert is_no_weighted_mean(repeated((1.0, 2.0), 2.1), FP32)
     assert is_no_weighted_mean(repeated((1.0, 2.0), 0.9), FP32)
+    assert not is_no_weighted_mean(repeated((1.0, 2.0), 2.1), tolerance_of([torch.bfloat16]))
     assert is_no_weighted_mean(repeated((0.0, 0.0), 0.7), FP32)
 
 
