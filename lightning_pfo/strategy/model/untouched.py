@@ -17,16 +17,19 @@ from lightning_pfo.strategy.parallel.compat import children_of, tensors_of
 _LONGEST = 10_000
 """Containers of more items are data: their items are kept, but not looked into."""
 
+_LARGEST_BYTES = 256 * 2**20
+"""Larger tensors are data as well, and not copied."""
+
 
 @contextmanager
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, containers, buffers, random generators.
 
-    Parameters keep what was written into them, and so do objects of other classes.
+    Parameters and very large tensors keep what was written into them, and so do objects of other classes.
 
     Args:
         root: The outermost module.
-        values: Whether values of tensors are put back too, which takes a copy of each.
+        values: Whether values of tensors are put back too, which takes a copy of each (but the very large).
     """
     remembered = _Remembered(values)
     for module in root.modules():
@@ -60,8 +63,9 @@ class _Remembered:
             return
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            if self._values and not value.is_meta and value.is_leaf:
-                self.undo.append(partial(value.detach().copy_, value.detach().clone()))
+            is_state = value.is_leaf and not value.is_meta and value.layout == torch.strided
+            if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
+                self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
         elif isinstance(value, (dict, list, set, deque, tuple)):
             if not isinstance(value, tuple):
                 self.undo.append(partial(_refill, value, value.copy()))
@@ -74,6 +78,12 @@ class _Remembered:
             self.undo.append(partial(value.setstate, value.getstate()))
         elif hasattr(value, "bit_generator"):  # one of NumPy
             self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+
+
+def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
+    """Give a tensor its values again; one that still has them may be such that it cannot be written to."""
+    if not torch.equal(tensor, before):
+        tensor.copy_(before)
 
 
 def _refill(container: Any, items: Any) -> None:

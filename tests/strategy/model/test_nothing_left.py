@@ -95,6 +95,7 @@ def test_attributes_containers_buffers_and_generators_are_put_back():
     numpy = pytest.importorskip("numpy").random.default_rng(3)
     module.kept, module.queue, module.generators = kept, queue, (generator, python, numpy)
     module.count = 0
+    module.repeated = torch.ones(1).expand(3)  # cannot be written to
 
     def draw():
         return torch.rand(1, generator=generator).item(), python.random(), numpy.random()
