@@ -83,9 +83,11 @@ MAY_KNOW = {
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.tower": {
         "core",
+        "strategy.model.caches",
         "strategy.model.find",
         "strategy.model.redirection",
         "strategy.model.sequential",
+        "strategy.model.untouched",
         "strategy.parallel",
     },
     "strategy.parallel": {"core"},

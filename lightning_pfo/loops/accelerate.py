@@ -76,6 +76,7 @@ def prepare_pipeline(
     max_in_flight: int | None = None,
     data_parallel_size: int = 1,
     pipeline_module: str | None = None,
+    check_loss: bool = True,
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
@@ -98,6 +99,8 @@ def prepare_pipeline(
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
             do, and gradients are averaged.
         pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
+            `PipelinedModel`.
 
     Returns:
         The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
@@ -120,6 +123,7 @@ def prepare_pipeline(
         stages_per_rank=stages_per_rank,
         max_in_flight=max_in_flight,
         data_parallel_size=data_parallel_size,
+        check_loss=check_loss,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")

@@ -71,6 +71,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.
         scaler: Scales the loss of fp16 autocast, as on one device: `scaler.scale(loss).backward()` (or `step`),
             `scaler.step(optimizer)`, `scaler.update()`. Where one rank finds an overflow, all skip the step.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
+            what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
+            warning.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Attributes:
@@ -104,6 +107,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         max_in_flight: int | None = None,
         data_parallel_size: int = 1,
         scaler: GradScaler | None = None,
+        check_loss: bool = True,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -149,6 +153,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
+            check_loss=check_loss,
             seed=random_state.synchronise(),
         )
 
@@ -202,7 +207,8 @@ class PipelinedModel(ModuleWithPlaceholders):
 
         Raises:
             BatchError: If the batch cannot be split, or ranks pass different batches.
-            ConfigurationError: On every rank, if the module returns no loss.
+            ConfigurationError: On every rank, if the module returns no loss, or on the first batch one that is NaN or
+                does not suit microbatches.
         """
         batch = (args, kwargs)
         training = self.training and torch.is_grad_enabled()

@@ -78,6 +78,7 @@ def build_pipeline(
     shard_over: DeviceMesh | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
+    check_loss: bool = True,
     seed: int = 0,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
@@ -104,6 +105,7 @@ def build_pipeline(
         shard_over: The replicas that parameters are divided over; None keeps them whole.
         activation_checkpointing: Whether layers keep only their inputs and run again in backward.
         compile: Whether layers are compiled.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
 
     Raises:
@@ -152,7 +154,18 @@ def build_pipeline(
     redirection = StepRedirection(owner, split.pipelined.module, split.pipelined.name)
     redirection.install(patches)
     held = local_parameters(model)
-    runner = StepRunner(engine, owner, redirection, held, shared, list(model.parameters()), patches, replica_group)
+    runner = StepRunner(
+        engine,
+        owner,
+        redirection,
+        held,
+        shared,
+        list(model.parameters()),
+        patches,
+        replica_group,
+        check_loss=check_loss,
+        compiled=compile,
+    )
     description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
     return Pipeline(engine, runner, shared, held, description)
 

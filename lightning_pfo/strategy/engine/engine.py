@@ -138,6 +138,28 @@ class PipelineEngine:
             self._emitter.iteration_end(self.iteration)
         self.iteration += 1
 
+    def prepare(
+        self,
+        num_microbatches: int,
+        signature: Any,
+        step_seed: tuple[int, ...],
+        inputs: Callable[[int], ModuleInputs],
+    ) -> None:
+        """Find what stages send each other in a forward-only run; an error is raised on every rank.
+
+        Args: as for `run`.
+        """
+        self._step_seed = step_seed
+        self._inputs = inputs
+        try:
+            self._executors[(False, num_microbatches, signature)] = self._make_executor(num_microbatches, train=False)
+        finally:
+            self._let_go(train=False)
+
+    def forget(self, signature: Any) -> None:
+        """Drop what is kept for microbatches of this signature."""
+        self._executors = {key: value for key, value in self._executors.items() if key[2] != signature}
+
     def run(
         self,
         num_microbatches: int,
@@ -182,13 +204,16 @@ class PipelineEngine:
             if train:
                 reduce_over_replicas(self._layers)
         finally:
-            for module in self._modules.values():
-                module.inputs = {}
-                module.output = None
-            self._inputs = None
-            self._loss_function = None
-            if not train:
-                release_gathered(self._layers)
+            self._let_go(train)
+
+    def _let_go(self, train: bool) -> None:
+        for module in self._modules.values():
+            module.inputs = {}
+            module.output = None
+        self._inputs = None
+        self._loss_function = None
+        if not train:
+            release_gathered(self._layers)
 
     def _make_executor(self, num_microbatches: int, train: bool) -> tuple[Executor, dict[int, Any]]:
         shapes = infer_shapes(

@@ -46,6 +46,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return [_slice(batch, size, start, start + step) for start in range(0, size, step)]
 
 
+def first_samples(batch: Any, number: int) -> Any:
+    """The first `number` samples of a batch, in the form in which `split_batch` gives them."""
+    return _slice(batch, batch_size_of(batch), 0, number)
+
+
 def not_divisible(what: str, size: int, num_microbatches: int) -> str:
     """The message for a batch size that does not divide."""
     fitting = [n for n in range(1, size + 1) if size % n == 0]

@@ -20,6 +20,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 from lightning_pfo.strategy.step.compat import set_batch_value
+from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     put_gradients,
@@ -45,6 +46,8 @@ class StepRunner:
         everywhere: All parameters of the model, those of other ranks too; which of them are trained may change.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
+        compiled: Whether layers are compiled.
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class StepRunner:
         everywhere: list[nn.Parameter],
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
+        *,
+        check_loss: bool = True,
+        compiled: bool = False,
     ) -> None:
         self._engine = engine
         self._owner = owner
@@ -66,6 +72,8 @@ class StepRunner:
         self._everywhere = everywhere
         self._hosts = host_group(engine.group, engine.device)
         self._exchanges: dict[str, ValueExchange] = {}
+        self._comparison = LossComparison(engine, owner, redirection, compiled=compiled) if check_loss else None
+        self._is_first_batch = True
         for metric in metrics_of(owner):
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
@@ -97,22 +105,29 @@ class StepRunner:
             The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
 
         Raises:
-            ConfigurationError: On every rank, if the step does not return a loss.
+            ConfigurationError: On every rank, if the step does not return a loss, or returns on the first batch one
+                that is NaN or does not suit microbatches; see `first_batch`.
         """
         engine = self._engine
         engine.set_num_microbatches(num_microbatches)
+        is_first, self._is_first_batch = self._is_first_batch, False
+        if is_first and self._comparison is not None:
+            self._comparison.check(step, num_microbatches, step_seed, batch, rest)
+            self._comparison = None
         engine.iteration_begin()
         earlier = take_gradients(self._parameters)
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, _ = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
+            values, losses = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
             engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
             average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
+        if is_first:
+            refuse_nan(engine, self._owner, batch, values.numbers[0], losses)
         self._log(values, batch_size_of(batch))
         loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
         return {"loss": loss} if values.structure[0] == "dict" else loss

@@ -65,6 +65,9 @@ class PfoPipelineStrategy(StepStrategy):
             them whole on each.
         activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
         compile: Compile the layers of each stage with torch.compile.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
+            what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
+            warning.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
             one file. Either kind loads in any number of stages.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
@@ -82,6 +85,7 @@ class PfoPipelineStrategy(StepStrategy):
         ConfigurationError: If there is no such schedule or partition. In `setup`, before any training: no or several
             candidates to split, fewer layers than stages, an impossible partition, manual optimization, a precision
             that replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
+            On the first batch: a loss that is NaN, or does not suit microbatches.
         BatchError: Before training, if batches cannot be divided into microbatches.
 
     Example::
@@ -108,6 +112,7 @@ class PfoPipelineStrategy(StepStrategy):
         activation_checkpointing: bool = False,
         compile: bool = False,
         save_distributed_checkpoint: bool = False,
+        check_loss: bool = True,
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -147,6 +152,7 @@ class PfoPipelineStrategy(StepStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._check_loss = check_loss
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
@@ -205,6 +211,7 @@ class PfoPipelineStrategy(StepStrategy):
             shard_over=self.mesh.device_mesh["data_parallel"] if self._fully_shard else None,
             activation_checkpointing=self._activation_checkpointing,
             compile=self._compile,
+            check_loss=self._check_loss,
             seed=self._seed,
         )
         if module.trainer.state.fn == TrainerFn.FITTING:

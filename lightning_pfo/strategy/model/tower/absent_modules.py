@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.caches import Caches
+from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel.compat import tensors_of, tree_leaves, tree_map, tree_map_only
 
 
@@ -21,10 +23,12 @@ class StandIns:
 
     Args:
         device: Where the tensors are.
+        caches: The caches of the process.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, caches: Caches) -> None:
         self._device = device
+        self._caches = caches
         self._returned: list[Any] = []
         self._next = 0
         self._values: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
@@ -41,7 +45,7 @@ class StandIns:
         """
         if self._next == len(self._returned):
             try:
-                outline = call_on_meta(module, args, kwargs)
+                outline = call_on_meta(module, args, kwargs, self._caches)
             except Exception:
                 outline = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
                 if outline is None:
@@ -75,8 +79,11 @@ class _Bare(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-def call_on_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module on the meta device, which computes shapes only, wherever its parameters are."""
+def call_on_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], caches: Caches) -> Any:
+    """Call a module on the meta device, which computes shapes only, wherever its parameters are.
+
+    What it keeps for later calls, in its attributes or in caches of the process, is forgotten: that has no values.
+    """
     bare = _Bare(module)
     # each module once: torch would not put back the tensors of a module that is held in two places
     tensors = {
@@ -86,7 +93,7 @@ def call_on_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if tensor is not None
     }
     args, kwargs = tree_map(_on_meta, (args, kwargs))
-    with torch.no_grad(), torch.device("meta"):
+    with caches.left_alone(), untouched(module, values=False), torch.no_grad(), torch.device("meta"):
         return functional_call(bare, tensors, args, kwargs, tie_weights=False)
 
 

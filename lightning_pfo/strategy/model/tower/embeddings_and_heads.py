@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.find import PipelinedModule, Site
 from lightning_pfo.strategy.model.redirection import Redirection, redirected
 from lightning_pfo.strategy.model.tower.absent_modules import StandIns, call_on_meta
@@ -49,7 +50,8 @@ def find_phases(pipelined: PipelinedModule) -> Phases:
     num_calls = 0
     phases: dict[Site, set[int]] = {site: set() for site in pipelined.surroundings}
     used_otherwise: set[Site] = set()
-    stand_ins = StandIns(torch.device("meta"))
+    caches = Caches()
+    stand_ins = StandIns(torch.device("meta"), caches)
 
     def call_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal num_calls
@@ -68,7 +70,7 @@ def find_phases(pipelined: PipelinedModule) -> Phases:
     for site in pipelined.surroundings:
         redirections.append(Redirection(site, partial(call_surrounding, site), partial(see_attribute, site)))
     try:
-        call_on_meta(_Forward(model, redirections), (), inputs)
+        call_on_meta(_Forward(model, redirections), (), inputs, caches)
     except Exception as error:
         _log.warning(
             "What surrounds the layers of %s is kept on every rank, because the model did not run on its dummy_inputs "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.redirection import Redirection, redirected
 from lightning_pfo.strategy.model.sequential import StageModule
@@ -82,7 +83,8 @@ class TowerStage(StageModule):
         ]
         if start > 0:
             self._redirections += [Redirection(site, self._surrounding_call) for site in pipelined.surroundings]
-        self.layout = TowerLayout(StandIns(device))
+        self._caches = Caches()
+        self.layout = TowerLayout(StandIns(device, self._caches))
         self._begin((), stop)
 
     def _begin(self, tensors: tuple[torch.Tensor, ...], end: int) -> None:
@@ -115,7 +117,7 @@ class TowerStage(StageModule):
                 layers are asked for.
         """
         self._refuse_outputs_of_all_layers()
-        self.layout = layout = TowerLayout(StandIns(self._device))
+        self.layout = layout = TowerLayout(StandIns(self._device, self._caches))
         if self.is_first:
             return ()
         with torch.no_grad():

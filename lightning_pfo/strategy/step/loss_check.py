@@ -1,0 +1,121 @@
+"""Whether the loss of a batch is the mean of its microbatches' losses: compared once, on the first training batch.
+
+A pipeline trains on that mean, and on one device the user's step computes the loss of the whole batch. They are the
+same for a mean over samples, and they are not for a sum, for a loss that compares samples with each other, and for
+batches whose first dimension is not that of the samples. So the pipeline runs forward twice before its first training
+step: by microbatches, and with all of them as one. Both runs are in evaluation mode, without dropout and with the
+running statistics of batch norm, so that only these things can make a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+
+_ROUNDING = 1e-3  # of fp32; it sums in another order, with other kernels for another size
+_BY_DTYPE = 2  # rounding errors of a narrower type, which do not add up over the samples of a mean
+_RANDOM = 3  # how far apart random losses must be, in what they spread themselves
+_NO_WEIGHTED_MEAN = 0.01  # beyond this, losses outside of those of the microbatches are an error ...
+_BEYOND_ROUNDING = 4  # ... and beyond so many times what rounding explains
+_SMALLEST = 1e-3  # smaller losses are taken for sums that cancel, of which only rounding is left
+
+EXTRA_DRAWS = 3
+"""How often losses that differ are computed again with other random numbers: do they differ by chance?"""
+LARGEST_BYTES = 256 * 2**20
+"""Of the outputs of the model that the comparison may hold; of larger ones, fewer microbatches are compared."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of the same samples, by one draw of random numbers.
+
+    Attributes:
+        of_microbatches: The loss of each microbatch.
+        of_all: The loss of all their samples as one batch.
+    """
+
+    of_microbatches: tuple[float, ...]
+    of_all: float
+
+    @property
+    def mean(self) -> float:
+        """What the pipeline trains on."""
+        return fmean(self.of_microbatches)
+
+
+def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
+    """The relative difference that rounding explains, where losses are computed in these types."""
+    return max([_ROUNDING, *(_BY_DTYPE * torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)])
+
+
+def differ(draws: Sequence[Losses], tolerance: float) -> bool:
+    """Whether the loss of all samples is another one than the mean over microbatches, by more than rounding and chance.
+
+    Losses that are not finite are not compared.
+    """
+    means, wholes = [draw.mean for draw in draws], [draw.of_all for draw in draws]
+    if not _finite([*means, *wholes]):
+        return False
+    difference = abs(fmean(means) - fmean(wholes))
+    chance = _RANDOM * (max(means) - min(means) + max(wholes) - min(wholes))
+    return difference > tolerance * _scale(draws) + chance
+
+
+def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
+    """Whether the loss of all samples is not even a mean of the microbatches' losses with other weights.
+
+    Any weighted mean, as over tokens of which microbatches have different numbers, lies between the least and the
+    largest of them.
+    """
+    found = [loss for draw in draws for loss in draw.of_microbatches]
+    whole = fmean(draw.of_all for draw in draws)
+    outside = max(min(found) - whole, whole - max(found))
+    return outside > max(_NO_WEIGHTED_MEAN, _BEYOND_ROUNDING * tolerance) * _scale(draws)
+
+
+def _scale(draws: Sequence[Losses]) -> float:
+    """What differences are relative to: losses may cancel each other, in the mean or among the samples."""
+    return max(_SMALLEST, *(abs(loss) for draw in draws for loss in (draw.of_all, *draw.of_microbatches)))
+
+
+def _finite(numbers: Sequence[float]) -> bool:
+    return all(abs(number) < float("inf") for number in numbers)
+
+
+def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -> str:
+    """Both numbers, and ways out."""
+    first = draws[0]
+    number = len(first.of_microbatches)
+    first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
+    if _is_sum(first):
+        cause = (
+            f"It is {number} times as large, so the loss is a sum. Use reduction='mean', or divide it by the number of "
+            f"samples in the step."
+        )
+    elif is_no_weighted_mean(draws, tolerance):
+        cause = "" if any(first.of_microbatches) else "It is 0 on every microbatch. "
+        cause += (
+            "No weights of the microbatches explain that. A loss that compares the samples of a batch with each "
+            "other (contrastive, CLIP, correlations) needs them in one microbatch: num_microbatches=1 with "
+            "schedule='gpipe'; or fewer microbatches of a larger batch, where it need not see all samples."
+        )
+    else:
+        cause = (
+            "Microbatches have different weights in it, as with class weights, or with labels of which some are -100; "
+            "gradients accumulated over batches differ likewise. For equal weights divide the sum by the number of "
+            "samples in the step."
+        )
+    return (
+        f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on the mean of its "
+        f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
+        f"If the first dimension of the batch is time, the batch is cut along it: use batch_first=True. If all this is "
+        f"meant to be so, check_loss=False leaves the comparison out."
+    )
+
+
+def _is_sum(losses: Losses) -> bool:
+    number = len(losses.of_microbatches)
+    return losses.mean != 0 and abs(losses.of_all / losses.mean - number) < 0.01 * number

@@ -1,0 +1,200 @@
+"""Losses that do not suit microbatches, on two processes; every rank writes FOLDER/rank_N.json."""
+
+import json
+import logging
+import random
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import Accuracy
+
+from lightning_pfo.core.errors import PfoError
+from lightning_pfo.loops import PipelinedModel
+from lightning_pfo.strategy.step import first_batch
+from tests.ranks import run_ranks
+
+results = {}
+said = []
+
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+
+class Running(nn.Module):
+    """Each step along the first dimension sees the ones before."""
+
+    def forward(self, x):
+        return x.cumsum(0)
+
+
+def layers(*more, width=4):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, width))
+
+
+def data(size=8):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(size, 6, generator=generator)
+    return x, torch.arange(size) % 4
+
+
+def contrastive(output, target):
+    a, b = nn.functional.normalize(output[:, :2], dim=1), nn.functional.normalize(output[:, 2:], dim=1)
+    return nn.functional.cross_entropy(a @ b.T * 5, torch.arange(len(a)))
+
+
+def noisy(output, target):
+    return nn.functional.cross_entropy(output + 0.5 * torch.randn_like(output), target)
+
+
+def noisy_sum(output, target):
+    return nn.functional.cross_entropy(output + 0.1 * torch.randn_like(output), target, reduction="sum")
+
+
+def of_other_samples(output, target):
+    return (nn.functional.mse_loss(output, torch.zeros_like(output)) - (output[0] - output[-1]).square().mean()).sin()
+
+
+mean = nn.functional.cross_entropy
+sum_ = nn.CrossEntropyLoss(reduction="sum")
+weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.5, 1.1, 0.7]))
+
+
+def of_replica(output, target):
+    return mean(output, target, reduction="sum" if dist.get_rank() else "mean")
+
+
+def ragged(output, target):
+    return mean(output, torch.where(target > 2, -100, target))
+
+
+CASES = {
+    "mean": (layers, mean, {}),
+    "dropout, batch norm": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), mean, {}),
+    "noise": (layers, noisy, {}),
+    "one sample each": (layers, mean, {"num_microbatches": 8}),
+    "sum": (layers, sum_, {}),
+    "sum of noise": (layers, noisy_sum, {}),
+    "sum, unchecked": (layers, sum_, {"check_loss": False}),
+    "whole batch": (layers, sum_, {"num_microbatches": 1, "schedule": "gpipe"}),
+    "contrastive, one sample each": (layers, contrastive, {"num_microbatches": 8}),
+    "contrastive": (layers, contrastive, {}),
+    "class weights": (layers, weighted, {}),
+    "labels with gaps": (layers, ragged, {}),
+    "time first": (lambda: layers(Running()), mean, {}),
+    "sum, whole batch too large": (lambda: layers(FixedSize()), sum_, {}),
+    "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
+    "sum in one replica": (layers, of_replica, {"data_parallel_size": 2}),
+    "not two-dimensional": (layers, of_other_samples, {}),
+}
+
+
+class FixedSize(nn.Module):
+    """Refuses the whole batch."""
+
+    def forward(self, x):
+        if len(x) > 4:
+            raise ValueError(f"{len(x)} samples are too many.")
+        return x
+
+
+def run_case(make, loss_fn, options, steps=2):
+    model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
+    said.clear()
+    found = {"losses": []}
+    try:
+        for _ in range(steps):
+            found["losses"].append(float(model.step(*data())))
+    except PfoError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    found["said"] = list(said)
+    return found
+
+
+class Stateful(nn.Module):
+    """Keeps what steps leave: a count, a list, a metric, running statistics, random numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(nn.BatchNorm1d(8), nn.Dropout(0.2))
+        self.accuracy = Accuracy("multiclass", num_classes=4)
+        self.register_buffer("ema", torch.zeros(4))
+        self.count, self.history, self.random = 0, [], random.Random(5)
+        self.generator = torch.Generator().manual_seed(6)
+
+    def forward(self, x, y):
+        output = self.layers(x)
+        self.count += 1
+        self.ema.mul_(0.9).add_(output.detach().mean(0))
+        self.accuracy.update(output, y)
+        weight = 1 + torch.rand(1, generator=self.generator).item() + self.random.random()
+        loss = nn.functional.cross_entropy(output, y) * weight + 0 * self.ema.sum()
+        self.history.append(loss.item())
+        return loss
+
+
+def stateful(check_loss):
+    module = Stateful()
+    model = PipelinedModel(module, pipeline_module="layers", num_microbatches=4, check_loss=check_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(3):
+        losses.append(float(model.step(*data())))
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {name: value.tolist() for name, value in module.state_dict().items() if not value.is_meta}
+    confused = module.accuracy.tp.tolist()
+    return [losses, module.count, module.history, confused, held, module.training, torch.rand(2).tolist()]
+
+
+def not_a_number():
+    def logarithm(output, target):
+        return (output.sum() - output.sum().detach() - 1).log()
+
+    def sometimes(output, target):
+        return mean(output, torch.where(target < 2, target, -100))
+
+    def run(loss_fn, x, y, make=layers):
+        said.clear()
+        model = PipelinedModel(make(), loss_fn, num_microbatches=4)
+        try:
+            return [float(model.step(x, y)), *said]
+        except PfoError as error:
+            return [f"{type(error).__name__}: {error}", *said]
+
+    def broken():
+        model = layers()
+        model[2].weight.data[0] = float("nan")
+        return model
+
+    x, y = data()
+    bad = x.clone()
+    bad[3, 2] = float("nan")
+    return {
+        "loss": run(logarithm, x, y),
+        "microbatch": run(sometimes, x, y),
+        "batch": run(mean, bad, y),
+        "parameters": run(mean, x, y, broken),
+        "infinite": run(lambda output, target: output.square().sum() * float("inf"), x, y),
+    }
+
+
+def main():
+    logging.getLogger("lightning_pfo").addHandler(Listener())
+    for name, (make, loss_fn, options) in CASES.items():
+        results[name] = run_case(make, loss_fn, options)
+    with patch.object(first_batch, "LARGEST_BYTES", 1):
+        results["sum, large outputs"] = run_case(layers, sum_, {})
+    results["stateful"] = [stateful(True), stateful(False)]
+    results["nan"] = not_a_number()
+    Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
+
+
+run_ranks(main, 2)

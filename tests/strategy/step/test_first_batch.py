@@ -1,0 +1,87 @@
+"""What is said of the first training batch: losses that do not suit microbatches, and losses that are NaN."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "first_batch.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first_batch")
+    run_script(SCRIPT, folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mean",
+        "dropout, batch norm",
+        "noise",
+        "one sample each",
+        "sum, unchecked",
+        "whole batch",
+        "sum, only by microbatches",
+    ],
+)
+def test_nothing_is_said_of_what_suits_microbatches(ranks, case):
+    for found in ranks:
+        assert found[case]["said"] == []
+        assert "error" not in found[case]
+        assert len(found[case]["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("sum", "4 times as large, so the loss is a sum"),
+        ("sum of noise", "4 times as large, so the loss is a sum"),
+        ("sum, large outputs", r"\(the first 2 of 4\).*It is 2 times as large, so the loss is a sum"),
+        ("sum, whole batch too large", r"\(the first 2 of 4\).*It is 2 times as large, so the loss is a sum"),
+        ("sum in one replica", "4 times as large, so the loss is a sum"),
+        ("contrastive, one sample each", "It is 0 on every microbatch"),
+        ("contrastive", "compares the samples"),
+        ("not two-dimensional", "compares the samples"),
+    ],
+)
+def test_what_no_weights_explain_is_an_error_on_every_rank(ranks, case, said):
+    for found in ranks:
+        assert re.match(f"ConfigurationError: .*{said}", found[case]["error"])
+        assert found[case]["losses"] == []
+    assert ranks[0][case]["error"] == ranks[1][case]["error"]
+
+
+@pytest.mark.parametrize("case", ["class weights", "labels with gaps", "time first"])
+def test_what_weights_may_explain_is_a_warning_said_once(ranks, case):
+    first, second = (found[case] for found in ranks)
+    assert len(first["said"]) == 1
+    assert second["said"] == []
+    assert first["losses"] == second["losses"]
+    assert f"which is {first['losses'][0]:.6g} " in first["said"][0]  # these steps have no dropout
+
+
+def test_nothing_of_the_comparison_remains(ranks):
+    for found in ranks:
+        checked, unchecked = found["stateful"]
+        assert checked == unchecked
+    assert ranks[1]["stateful"][0][1] == 12  # four microbatches in three steps
+
+
+def test_a_loss_that_is_nan_is_an_error_on_every_rank_unless_data_or_parameters_are(ranks):
+    for found in ranks:
+        nan = found["nan"]
+        assert re.match(r"ConfigurationError: .*is NaN \(of microbatches 0, 1, 2, 3\), although", nan["loss"][0])
+        assert re.match(r"ConfigurationError: .*is NaN \(of microbatches 1, 3\), although.*-100", nan["microbatch"][0])
+        assert math.isnan(nan["batch"][0])
+        assert math.isnan(nan["parameters"][0])
+        assert nan["infinite"] == [math.inf]
+    assert "the batch has 1 of 48 values" in ranks[0]["nan"]["batch"][1]
+    assert "module.2.weight" in ranks[0]["nan"]["parameters"][1]
+    assert len(ranks[1]["nan"]["batch"]) == 1
