@@ -24,8 +24,8 @@ help: ## Show this list
 demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minute); results in outputs/demo
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
-test: $(STAMP) ## Run all tests
-	$(PY) -m pytest $(ARGS)
+test: $(STAMP) ## Run all tests, in two processes
+	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(PY) -m ruff check .

@@ -11,7 +11,7 @@ from tests.launch import ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml with Python's own parser, new in 3.11")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TOOLS = {"pytest-timeout", "ruff", "mypy", "pandas-stubs", "types-networkx"}
+TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "pandas-stubs", "types-networkx"}
 """Needed for development, and imported by nobody."""
 SCRIPTS = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
 OUR_OWN = {path.stem for path in SCRIPTS} | {"lightning_pfo", "tests"}
