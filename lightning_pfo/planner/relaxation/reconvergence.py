@@ -62,7 +62,7 @@ from lightning_pfo.planner.network.arrays import Floats, Integers
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.relaxation.flow import UNIT
 
-_OPTIONS = 12
+_OPTIONS = 8
 """Options of an activity that are told apart, the nearest to the supporting line; the others are taken to fit."""
 
 _PASSES, _STEP = 5, 0.5
