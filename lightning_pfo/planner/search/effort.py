@@ -45,6 +45,7 @@ class Round:
         kept_aims: Guides of a target whose time must be kept to.
         guides_per_target: At most so many guides, for each target of the frontier, open or not.
         spliced_pairs: Pairs of assignments joined for each open target.
+        seams: Assignments for a time to keep to are joined with each other at so many places.
         sweeps: How often the events of the best assignments are moved.
         moved_per_target: At most so many assignments are, for each target of the frontier.
     """
@@ -55,6 +56,7 @@ class Round:
     kept_aims: tuple[Aim, ...]
     guides_per_target: float
     spliced_pairs: int
+    seams: int
     sweeps: int
     moved_per_target: float
 
@@ -96,14 +98,14 @@ _MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weig
 _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
 """The same at other times around: there are few times to keep to, and much depends on them."""
 
-_FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 2, 0.3)
-_THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 2, 0.2)
+_FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 0, 2, 0.0)
+_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
+_THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 12, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
         "fast": Effort(
-            (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 2, 0.3)),
+            (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 0, 2, 0.3)),
             own_relaxations=2,
             nodes_per_sharpened_flow=200,
             long_sweeps=(4,),
@@ -114,8 +116,8 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
                 _FIRST,
                 _SECOND,
                 _THIRD,
-                Round(32, 8, _MORE_FREE, _MORE_KEPT, 3.0, 6, 4, 1.0),
-                Round(64, 8, _MORE_FREE, _MORE_KEPT, 3.0, 8, 8, 2.0),
+                Round(32, 8, _MORE_FREE, _MORE_KEPT, 3.0, 6, 24, 4, 1.0),
+                Round(64, 8, _MORE_FREE, _MORE_KEPT, 3.0, 8, 24, 8, 2.0),
             ),
             own_relaxations=16,
             nodes_per_sharpened_flow=1,
