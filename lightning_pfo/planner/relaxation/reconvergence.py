@@ -65,7 +65,7 @@ from lightning_pfo.planner.relaxation.flow import UNIT
 _OPTIONS = 8
 """Options of an activity that are told apart, the nearest to the supporting line; the others are taken to fit."""
 
-_PASSES, _STEP = 5, 0.5
+_PASSES, _STEP = 4, 0.5
 """How often messages are passed, and how far towards the mean."""
 
 _IMPOSSIBLE, _MOST = 1e15, 1e12
