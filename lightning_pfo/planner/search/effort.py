@@ -75,6 +75,7 @@ class Effort:
         median_gap: or this while the median of all targets does;
         kept_gap: a time to keep to, such as the top clocks', while its gap exceeds this.
         long_sweeps: In very long pipelines, sweeps of event moves; slack is spent after each number of them.
+        short: What is done instead in networks of at most `SHORT_NETWORK` nodes.
     """
 
     rounds: tuple[Round, ...]
@@ -85,6 +86,7 @@ class Effort:
     median_gap: float = 0.001
     kept_gap: float = 0.0018
     long_sweeps: tuple[int, ...] = (8, 4)
+    short: Effort | None = None
 
 
 _LOOSE, _STRICT = (0.1, 0.0, 0.0), (0.1, 1.0, 0.3)
@@ -98,8 +100,12 @@ _MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weig
 _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
 """The same at other times around: there are few times to keep to, and much depends on them."""
 
+SHORT_NETWORK = 256
+"""Nodes up to which a network is short: what does not grow with it (levels, calls, sorts of what it repeats) costs as
+much as what does, while a single option that does not fit is a larger part of the whole."""
+
 _FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 0, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
+_SECOND = Round(24, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
 _THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 12, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
@@ -110,7 +116,9 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
             nodes_per_sharpened_flow=200,
             long_sweeps=(4,),
         ),
-        "default": Effort((_FIRST, _SECOND, _THIRD)),
+        "default": Effort(
+            (_FIRST, _SECOND, _THIRD), largest_gap=0.0016, kept_gap=0.0016, short=Effort((_FIRST, _SECOND))
+        ),
         "best": Effort(
             (
                 _FIRST,
@@ -131,16 +139,20 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 """By name; `default` is what fits the time that a profile takes to be measured, whatever the profile."""
 
 
-def find_effort(name: str | Effort) -> Effort:
+def find_effort(name: str | Effort, num_nodes: int = SHORT_NETWORK + 1) -> Effort:
     """The effort of a name; one of your own is taken as it is.
+
+    Args:
+        name: Of the effort, or the effort itself.
+        num_nodes: Nodes of the network.
 
     Raises:
         ConfigurationError: If there is none of this name.
     """
     if isinstance(name, Effort):
-        return name
+        return name.short or name if num_nodes <= SHORT_NETWORK else name
     if name not in EFFORTS:
         raise ConfigurationError(
             f"effort is one of {', '.join(EFFORTS)}; got {str(name)[:40]!r}.{did_you_mean(str(name)[:40], EFFORTS)}"
         )
-    return EFFORTS[name]
+    return find_effort(EFFORTS[name], num_nodes)

@@ -129,7 +129,7 @@ def trace_tradeoff(
         PlanError: If a deadline cannot be met.
         ConfigurationError: If the effort is unknown.
     """
-    effort = find_effort(effort)
+    effort = find_effort(effort, dag.num_nodes)
     if dag.num_nodes * num_points <= _TINY_PROBLEM:
         effort = EFFORTS["best"]
     fastest = fastest_time(dag, options, deadlines)
