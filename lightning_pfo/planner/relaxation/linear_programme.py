@@ -89,9 +89,13 @@ class RelaxedTradeoff:
     Args:
         network: The precedences.
         options: Options of each activity; activities of one kind should share one object.
+
+    Attributes:
+        iterations: Of the simplex method, so far.
     """
 
     def __init__(self, network: ActivityNetwork, options: Sequence[OptionSet]) -> None:
+        self.iterations = 0
         n, kinds = network.num_nodes, tuple(dict.fromkeys(options))
         number = {opts: i for i, opts in enumerate(kinds)}
         kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
@@ -202,6 +206,7 @@ class RelaxedTradeoff:
                 f"No plan takes {time:.6g} s ({self._highs.modelStatusToString(status)}). "
                 "Ask for an iteration time not shorter than that of the fastest options."
             )
+        self.iterations += int(self._highs.getInfo().simplex_iteration_count)
         solution = self._highs.getSolution()
         values = np.fromiter(solution.col_value, np.float64)  # faster than np.array from a list
         n = self._num_nodes

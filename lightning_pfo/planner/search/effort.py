@@ -8,8 +8,9 @@ much, trying is given up after a while.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Effort:
         median_gap: or this while the median of all targets does;
         kept_gap: a time to keep to, such as the top clocks', while its gap exceeds this.
         long_sweeps: In very long pipelines, sweeps of event moves; slack is spent after each number of them.
+        iterations_per_node: The last round is left out where the simplex method took more iterations per node for the
+            relaxations of the first: everything costs more there.
         short: What is done instead in networks of at most `SHORT_NETWORK` nodes.
     """
 
@@ -86,6 +89,7 @@ class Effort:
     median_gap: float = 0.001
     kept_gap: float = 0.0018
     long_sweeps: tuple[int, ...] = (8, 4)
+    iterations_per_node: float = math.inf
     short: Effort | None = None
 
 
@@ -100,12 +104,13 @@ _MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weig
 _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
 """The same at other times around: there are few times to keep to, and much depends on them."""
 
-SHORT_NETWORK = 256
+SHORT_NETWORK = 320
 """Nodes up to which a network is short: what does not grow with it (levels, calls, sorts of what it repeats) costs as
 much as what does, while a single option that does not fit is a larger part of the whole."""
 
 _FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 0, 2, 0.0)
-_SECOND = Round(24, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
+_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
+_WIDER_SECOND = replace(_SECOND, width=24)
 _THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 12, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
@@ -117,7 +122,10 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
             long_sweeps=(4,),
         ),
         "default": Effort(
-            (_FIRST, _SECOND, _THIRD), largest_gap=0.0016, kept_gap=0.0016, short=Effort((_FIRST, _SECOND))
+            (_FIRST, _WIDER_SECOND, _THIRD),
+            largest_gap=0.0016,
+            kept_gap=0.0016,
+            short=Effort((_FIRST, _SECOND, _THIRD), iterations_per_node=4.5),
         ),
         "best": Effort(
             (

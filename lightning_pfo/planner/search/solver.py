@@ -140,7 +140,7 @@ def trace_tradeoff(
         for some in ((*times, fastest, search.slowest), deadlines)
     )
     search.relax(max(num_points - len(kept), 0), kept | extra)
-    for number in range(len(effort.rounds)):
+    for number in range(search.num_rounds):
         if not search.improve(number):
             break
     search.look_beyond()
@@ -204,13 +204,15 @@ class _Search:
                 self._relax(time)
             self._report("relaxing", done, len(times))
         self._bound.add_mixtures()
+        is_dear = self._programme.iterations > self._effort.iterations_per_node * self._table.dag.num_nodes
+        self.num_rounds = len(self._effort.rounds) - is_dear
 
     def improve(self, number: int) -> bool:
         """Go through a round at all targets whose gap is too large; return whether there are any."""
         pool, targets, effort = self._pool, self._targets, self._effort
         work = effort.rounds[number]
         open_targets = pool.open_targets(targets)
-        if open_targets and number and number == len(effort.rounds) - 1:
+        if open_targets and number and number == self.num_rounds - 1:
             self._sharpen(open_targets)
             open_targets = pool.open_targets(targets)
         if not open_targets:
