@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 
@@ -28,7 +28,7 @@ from lightning_pfo.planner.pipeline.problem import Problem, schedule_network
 from lightning_pfo.planner.plan import predict, solver_for, top_clocks
 from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.relaxation.bound import LowerBound
-from lightning_pfo.planner.search.effort import EFFORTS, Effort
+from lightning_pfo.planner.search.effort import EFFORTS, Aim, Effort, Round
 from lightning_pfo.planner.search.solver import TradeoffPoint
 
 TOLERANCE = 1e-9
@@ -57,26 +57,34 @@ def variants() -> dict[str, Effort]:
     """The default effort, the other two, and what remains of the default without each of its parts."""
     full = EFFORTS["default"]
 
+    def without(change: Callable[[Effort], Effort]) -> Effort:
+        """The default changed, in short networks as well."""
+        return replace(change(full), short=full.short and change(full.short))
+
     def in_all_rounds(**changes: float) -> Effort:
-        return replace(full, rounds=tuple(replace(work, **changes) for work in full.rounds))
+        return without(lambda effort: replace(effort, rounds=tuple(replace(work, **changes) for work in effort.rounds)))
+
+    def with_kept_aims(choose: Callable[[Round], tuple[Aim, ...]]) -> Effort:
+        return without(
+            lambda effort: replace(
+                effort, rounds=tuple(replace(work, kept_aims=choose(work)) for work in effort.rounds)
+            )
+        )
 
     return {
         "default": full,
         "fast": EFFORTS["fast"],
         "best": EFFORTS["best"],
-        "no further rounds": replace(full, rounds=full.rounds[:1]),
-        "no wide round": replace(full, rounds=full.rounds[:-1]),
+        "no further rounds": without(lambda effort: replace(effort, rounds=effort.rounds[:1])),
+        "no wide round": without(lambda effort: replace(effort, rounds=effort.rounds[:2])),
         "no splicing": in_all_rounds(spliced_pairs=0),
+        "no recombining": in_all_rounds(seams=0),
         "no moves of events": in_all_rounds(moved_per_target=0.0),
-        "no relaxations of their own": replace(full, own_relaxations=0),
-        "no loss of rounding proven": replace(full, nodes_per_sharpened_flow=10**9),
-        "half as many relaxations": replace(full, points_per_relaxation=10.4),
-        "one guide to a kept time": replace(
-            full, rounds=tuple(replace(work, kept_aims=work.kept_aims[:1]) for work in full.rounds)
-        ),
-        "twelve guides to a kept time": replace(
-            full, rounds=tuple(replace(work, kept_aims=EFFORTS["best"].rounds[-1].kept_aims) for work in full.rounds)
-        ),
+        "no relaxations of their own": without(lambda effort: replace(effort, own_relaxations=0)),
+        "no loss of rounding proven": without(lambda effort: replace(effort, nodes_per_sharpened_flow=10**9)),
+        "half as many relaxations": without(lambda effort: replace(effort, points_per_relaxation=10.4)),
+        "one guide to a kept time": with_kept_aims(lambda work: work.kept_aims[:1]),
+        "twelve guides to a kept time": with_kept_aims(lambda work: EFFORTS["best"].rounds[-1].kept_aims),
     }
 
 

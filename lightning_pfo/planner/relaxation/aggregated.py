@@ -91,6 +91,11 @@ class MergedTradeoff:
             else self._recurring.programme
         )
 
+    @property
+    def iterations(self) -> int:
+        """Iterations of the simplex method from below, so far."""
+        return self._below.iterations
+
     def solve(self, time: float) -> RelaxedSolution:
         """Optimum from below for iteration time `time` in seconds; its durations are mostly somewhat too long for it.
 

@@ -46,6 +46,9 @@ from lightning_pfo.planner.network.options import OptionSet
 _SHORTEST_SEGMENT = 1e-6
 """Hull segments shorter than this part of a typical time are not told apart from a step."""
 
+_MOST_SEGMENTS = 48
+"""Of a hull; what the simplex method costs grows with them, and those of a finer one hardly differ from neighbours."""
+
 
 @dataclass(frozen=True, eq=False)
 class RelaxedSolution:
@@ -86,9 +89,13 @@ class RelaxedTradeoff:
     Args:
         network: The precedences.
         options: Options of each activity; activities of one kind should share one object.
+
+    Attributes:
+        iterations: Of the simplex method, so far.
     """
 
     def __init__(self, network: ActivityNetwork, options: Sequence[OptionSet]) -> None:
+        self.iterations = 0
         n, kinds = network.num_nodes, tuple(dict.fromkeys(options))
         number = {opts: i for i, opts in enumerate(kinds)}
         kind_of = np.array([number[opts] for opts in options], dtype=np.int64)
@@ -199,6 +206,7 @@ class RelaxedTradeoff:
                 f"No plan takes {time:.6g} s ({self._highs.modelStatusToString(status)}). "
                 "Ask for an iteration time not shorter than that of the fastest options."
             )
+        self.iterations += int(self._highs.getInfo().simplex_iteration_count)
         solution = self._highs.getSolution()
         values = np.fromiter(solution.col_value, np.float64)  # faster than np.array from a list
         n = self._num_nodes
@@ -276,16 +284,20 @@ def _slowest_basis(network: ActivityNetwork, slowest: Sequence[float], num_segme
 def _relaxed_hull(options: OptionSet, shortest: float) -> tuple[Floats, Floats]:
     """Times and costs of the corners of the hull, fast to slow, none nearer than `shortest` to the one before.
 
-    Where two are, the slower one takes the time of the faster one: the relaxation gets a little looser, and the bound
-    stays a bound, while slopes stay within what a solver can compute with.
+    Where two are, the slower one takes the time of the faster one: the relaxation gets a little looser, while slopes
+    stay within what a solver can compute with. Of more than `_MOST_SEGMENTS` + 1 corners some are left out, which makes
+    it a little tighter than options on the hull are: its flows prove what they prove all the same (`bound`).
     """
     times, costs, _ = options.hull_line
-    if (np.diff(times) >= shortest).all():
-        return times, costs
-    corners: list[tuple[float, float]] = []
-    for time, cost in options.hull_points:
-        if corners and time - corners[-1][0] < shortest:
-            corners[-1] = (corners[-1][0], cost)
-        else:
-            corners.append((time, cost))
-    return np.array(corners)[:, 0], np.array(corners)[:, 1]
+    if not (np.diff(times) >= shortest).all():
+        corners: list[tuple[float, float]] = []
+        for time, cost in options.hull_points:
+            if corners and time - corners[-1][0] < shortest:
+                corners[-1] = (corners[-1][0], cost)
+            else:
+                corners.append((time, cost))
+        times, costs = np.array(corners).T
+    if len(times) > _MOST_SEGMENTS + 1:
+        kept = np.linspace(0, len(times) - 1, _MOST_SEGMENTS + 1).round().astype(np.int64)
+        times, costs = times[kept], costs[kept]
+    return times, costs

@@ -8,8 +8,9 @@ much, trying is given up after a while.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Round:
         kept_aims: Guides of a target whose time must be kept to.
         guides_per_target: At most so many guides, for each target of the frontier, open or not.
         spliced_pairs: Pairs of assignments joined for each open target.
+        seams: Assignments for a time to keep to are joined with each other at so many places.
         sweeps: How often the events of the best assignments are moved.
         moved_per_target: At most so many assignments are, for each target of the frontier.
     """
@@ -55,6 +57,7 @@ class Round:
     kept_aims: tuple[Aim, ...]
     guides_per_target: float
     spliced_pairs: int
+    seams: int
     sweeps: int
     moved_per_target: float
 
@@ -73,6 +76,9 @@ class Effort:
         median_gap: or this while the median of all targets does;
         kept_gap: a time to keep to, such as the top clocks', while its gap exceeds this.
         long_sweeps: In very long pipelines, sweeps of event moves; slack is spent after each number of them.
+        iterations_per_node: The last round is left out where the simplex method took more iterations per node for the
+            relaxations of the first: everything costs more there.
+        short: What is done instead in networks of at most `SHORT_NETWORK` nodes.
     """
 
     rounds: tuple[Round, ...]
@@ -83,6 +89,8 @@ class Effort:
     median_gap: float = 0.001
     kept_gap: float = 0.0018
     long_sweeps: tuple[int, ...] = (8, 4)
+    iterations_per_node: float = math.inf
+    short: Effort | None = None
 
 
 _LOOSE, _STRICT = (0.1, 0.0, 0.0), (0.1, 1.0, 0.3)
@@ -96,26 +104,36 @@ _MORE_FREE = (*_FREE, *(Aim(offset, *weights) for offset in (-0.5, 0.5) for weig
 _MORE_KEPT = (*_KEPT, *(Aim(offset, *weights) for offset in (2, -1, -2, -4) for weights in (_LOOSE, _STRICT)))
 """The same at other times around: there are few times to keep to, and much depends on them."""
 
-_FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 2, 0.0)
-_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 2, 0.3)
-_THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 2, 0.2)
+SHORT_NETWORK = 320
+"""Nodes up to which a network is short: what does not grow with it (levels, calls, sorts of what it repeats) costs as
+much as what does, while a single option that does not fit is a larger part of the whole."""
+
+_FIRST = Round(5, 4, _FREE, _KEPT[:1], 2.0, 1, 0, 2, 0.0)
+_SECOND = Round(12, 8, _FREE, _MORE_KEPT[:7], 0.7, 4, 12, 2, 0.3)
+_WIDER_SECOND = replace(_SECOND, width=24)
+_THIRD = Round(32, 8, _FREE, _MORE_KEPT, 0.2, 6, 12, 2, 0.2)
 
 EFFORTS: Mapping[str, Effort] = MappingProxyType(
     {
         "fast": Effort(
-            (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 2, 0.3)),
+            (_FIRST, Round(5, 4, _FREE, _KEPT, 0.3, 2, 0, 2, 0.3)),
             own_relaxations=2,
             nodes_per_sharpened_flow=200,
             long_sweeps=(4,),
         ),
-        "default": Effort((_FIRST, _SECOND, _THIRD)),
+        "default": Effort(
+            (_FIRST, _WIDER_SECOND, _THIRD),
+            largest_gap=0.0016,
+            kept_gap=0.0016,
+            short=Effort((_FIRST, _SECOND, _THIRD), iterations_per_node=4.5),
+        ),
         "best": Effort(
             (
                 _FIRST,
                 _SECOND,
                 _THIRD,
-                Round(32, 8, _MORE_FREE, _MORE_KEPT, 3.0, 6, 4, 1.0),
-                Round(64, 8, _MORE_FREE, _MORE_KEPT, 3.0, 8, 8, 2.0),
+                Round(32, 8, _MORE_FREE, _MORE_KEPT, 3.0, 6, 24, 4, 1.0),
+                Round(64, 8, _MORE_FREE, _MORE_KEPT, 3.0, 8, 24, 8, 2.0),
             ),
             own_relaxations=16,
             nodes_per_sharpened_flow=1,
@@ -129,16 +147,20 @@ EFFORTS: Mapping[str, Effort] = MappingProxyType(
 """By name; `default` is what fits the time that a profile takes to be measured, whatever the profile."""
 
 
-def find_effort(name: str | Effort) -> Effort:
+def find_effort(name: str | Effort, num_nodes: int = SHORT_NETWORK + 1) -> Effort:
     """The effort of a name; one of your own is taken as it is.
+
+    Args:
+        name: Of the effort, or the effort itself.
+        num_nodes: Nodes of the network.
 
     Raises:
         ConfigurationError: If there is none of this name.
     """
     if isinstance(name, Effort):
-        return name
+        return name.short or name if num_nodes <= SHORT_NETWORK else name
     if name not in EFFORTS:
         raise ConfigurationError(
             f"effort is one of {', '.join(EFFORTS)}; got {str(name)[:40]!r}.{did_you_mean(str(name)[:40], EFFORTS)}"
         )
-    return EFFORTS[name]
+    return find_effort(EFFORTS[name], num_nodes)

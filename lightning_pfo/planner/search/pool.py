@@ -109,6 +109,12 @@ class SolutionPool:
         within = np.flatnonzero(self.times <= deadline * (1 + TOLERANCE))
         return [int(found) for found in within[np.argsort(self.costs[within], kind="stable")[:number]]]
 
+    def different_within(self, deadline: float, number: int) -> list[int]:
+        """The cheapest assignments of different costs that keep to a deadline, cheapest first."""
+        cheapest = self.cheapest_within(deadline, len(self.costs))
+        differs = np.diff(self.costs[cheapest], prepend=-np.inf) > TOLERANCE * np.abs(self.costs[cheapest])
+        return [found for found, is_new in zip(cheapest, differs.tolist(), strict=True) if is_new][:number]
+
     def fill_up(self, chosen: Sequence[int], num_wanted: int) -> list[int]:
         """Add undominated assignments to those chosen: good ones first, the farthest in time from the others."""
         filled = list(chosen)

@@ -33,7 +33,7 @@ from lightning_pfo.planner.search.effort import EFFORTS, Effort, Round, find_eff
 from lightning_pfo.planner.search.guide import Guide
 from lightning_pfo.planner.search.moves import EventMoves
 from lightning_pfo.planner.search.pool import SMALL_PROBLEM, SolutionPool
-from lightning_pfo.planner.search.splice import splice
+from lightning_pfo.planner.search.splice import recombine, splice
 from lightning_pfo.planner.search.targets import make_targets
 
 _log = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ _TINY_PROBLEM = 1000
 
 _MOVED_PER_KEPT = 3
 """The events of so many assignments for a time to keep to are moved."""
+
+_RECOMBINED = 8
+"""So many assignments for a time to keep to are joined with each other."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def trace_tradeoff(
         PlanError: If a deadline cannot be met.
         ConfigurationError: If the effort is unknown.
     """
-    effort = find_effort(effort)
+    effort = find_effort(effort, dag.num_nodes)
     if dag.num_nodes * num_points <= _TINY_PROBLEM:
         effort = EFFORTS["best"]
     fastest = fastest_time(dag, options, deadlines)
@@ -137,7 +140,7 @@ def trace_tradeoff(
         for some in ((*times, fastest, search.slowest), deadlines)
     )
     search.relax(max(num_points - len(kept), 0), kept | extra)
-    for number in range(len(effort.rounds)):
+    for number in range(search.num_rounds):
         if not search.improve(number):
             break
     search.look_beyond()
@@ -201,13 +204,15 @@ class _Search:
                 self._relax(time)
             self._report("relaxing", done, len(times))
         self._bound.add_mixtures()
+        is_dear = self._programme.iterations > self._effort.iterations_per_node * self._table.dag.num_nodes
+        self.num_rounds = len(self._effort.rounds) - is_dear
 
     def improve(self, number: int) -> bool:
         """Go through a round at all targets whose gap is too large; return whether there are any."""
         pool, targets, effort = self._pool, self._targets, self._effort
         work = effort.rounds[number]
         open_targets = pool.open_targets(targets)
-        if open_targets and number and number == len(effort.rounds) - 1:
+        if open_targets and number and number == self.num_rounds - 1:
             self._sharpen(open_targets)
             open_targets = pool.open_targets(targets)
         if not open_targets:
@@ -219,6 +224,8 @@ class _Search:
         open_targets = pool.open_targets(targets, with_shared=number == 0)
         if open_targets:
             self._splice(open_targets, work.spliced_pairs)
+        if work.seams:
+            self._recombine(work.seams)
         self._move_events(work)
         pool.prune(targets)
         return True
@@ -263,10 +270,13 @@ class _Search:
         self._bound.add(self._relaxed[-1])
 
     def _relax_at(self, times: Sequence[float]) -> None:
-        known = {relaxed.time for relaxed in self._relaxed}
-        for time in times:
-            if time not in known:
-                self._relax(time)
+        """From one end of the times to the other, from that which is nearer to where the programme stands."""
+        now = self._relaxed[-1].time
+        wanted = sorted({*times} - {relaxed.time for relaxed in self._relaxed})
+        if wanted and abs(wanted[-1] - now) < abs(wanted[0] - now):
+            wanted.reverse()
+        for time in wanted:
+            self._relax(time)
 
     def _sharpen(self, open_targets: Sequence[int]) -> None:
         """Prove what rounding loses, for targets to be kept to first, at times spread over those of the others."""
@@ -310,6 +320,17 @@ class _Search:
         joined, target = splice(*some, np.array(aims), self._order, num_pairs)
         if joined.size:
             pool.add(joined, np.array(deadlines)[target])
+
+    def _recombine(self, num_seams: int) -> None:
+        """Join parts of the assignments that keep to a time, where the gap is still too large."""
+        pool, targets = self._pool, self._targets
+        for target in pool.open_targets(targets):
+            if targets.is_kept[target]:
+                time = float(targets.times[target])
+                some = pool.assignments[:, pool.different_within(time, _RECOMBINED)]
+                joined = recombine(some, self._order, num_seams)
+                joined = joined[:, self._table.longest_paths(joined) <= time * (1 + TOLERANCE)]
+                pool.add(joined, np.full(joined.shape[1], time))
 
     def _move_events(self, work: Round) -> None:
         """Move events of the best assignments where the gap is still too large."""

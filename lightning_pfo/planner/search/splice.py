@@ -51,8 +51,34 @@ def splice(
     best = best[rank < pairs_per_target]
     fast, slow, share, target = fast[best], slow[best], share[best], target[best]
 
+    begins, rests = np.concatenate([fast, slow]), np.concatenate([slow, fast])
+    return _joined(assignments, begins, rests, np.concatenate([1 - share, share]), order), np.tile(target, 2)
+
+
+def recombine(assignments: Assignments, order: Sequence[int], num_seams: int) -> Assignments:
+    """Join every two assignments that take about as long, both ways, at seams that are equally far apart.
+
+    Where a time must be kept to, several assignments do, each at the least cost in other parts of the network.
+
+    Args:
+        assignments: What to join, shape (n, assignments).
+        order: All nodes in order of time.
+        num_seams: Number of seams tried for each pair.
+
+    Returns:
+        What was joined, shape (n, assignments x (assignments - 1) x num_seams).
+    """
+    begins, rests = np.nonzero(~np.eye(assignments.shape[1], dtype=bool))
+    seams = np.arange(1, num_seams + 1) / (num_seams + 1)
+    return _joined(
+        assignments, np.repeat(begins, num_seams), np.repeat(rests, num_seams), np.tile(seams, len(begins)), order
+    )
+
+
+def _joined(
+    assignments: Assignments, begins: Integers, rests: Integers, seams: Floats, order: Sequence[int]
+) -> Assignments:
+    """Some assignments up to their seams, shares of the order of all nodes, and others from there on."""
     position = np.empty(len(order))
     position[list(order)] = np.arange(len(order)) / len(order)
-    begins, rests = np.concatenate([fast, slow]), np.concatenate([slow, fast])
-    seams = np.concatenate([1 - share, share])
-    return np.where(position[:, None] < seams, assignments[:, begins], assignments[:, rests]), np.tile(target, 2)
+    return np.where(position[:, None] < seams, assignments[:, begins], assignments[:, rests])

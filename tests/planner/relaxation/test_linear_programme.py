@@ -93,3 +93,10 @@ def test_faster_than_the_fastest_options_is_an_error():
     relaxed = RelaxedTradeoff(dag, [make_option_set([1, 2], [10, 6], [2, 1])] * 2)
     with pytest.raises(PlanError, match=r"No plan takes 1\.9 s"):
         relaxed.solve(1.9)
+
+
+def test_of_many_options_the_relaxation_takes_some_and_is_hardly_dearer():
+    times = np.linspace(1.0, 2.0, 200)
+    relaxed = RelaxedTradeoff(make_network(1, []), [make_option_set(times, 1 / times, range(200, 0, -1))])
+    for time in (1.0, 1.234, 1.777, 2.0):
+        assert 1 / time - 1e-6 <= relaxed.solve(time).cost <= 1 / time + 2e-4

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -69,3 +71,29 @@ def test_the_same_problem_gets_the_same_assignments():
     dag, options = uneven_pipeline(8)
     first, second = (trace_tradeoff(dag, options, rate=1.0, num_points=20) for _ in range(2))
     assert first == second
+
+
+def test_a_short_network_gets_the_short_variant_and_fewer_rounds_where_its_relaxations_are_dear(monkeypatch):
+    effort = EFFORTS["default"]
+    assert find_effort("default", 320) is find_effort(effort, 320) is effort.short
+    assert find_effort("default", 321) is effort
+    assert find_effort("best", 320) is EFFORTS["best"]
+    widths = []
+    search_beam = solver.search_beam
+
+    def noting(table, solutions, guides, order, width, options_per_node):
+        widths.append(width)
+        return search_beam(table, solutions, guides, order, width, options_per_node)
+
+    monkeypatch.setattr(solver, "search_beam", noting)
+    dag, options = uneven_pipeline(16)
+    for limit, is_wide in ((0.0, False), (1e9, True)):
+        widths.clear()
+        trace_tradeoff(
+            dag,
+            options,
+            rate=1.0,
+            num_points=20,
+            effort=replace(effort.short, iterations_per_node=limit, largest_gap=0.0),
+        )
+        assert (effort.short.rounds[-1].width in widths) is is_wide

@@ -16,7 +16,7 @@ from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.guide import Guide
 from lightning_pfo.planner.search.solver import proven_point, trace_tradeoff
-from lightning_pfo.planner.search.splice import splice
+from lightning_pfo.planner.search.splice import recombine, splice
 from tests.planner.problems import problems
 
 
@@ -115,6 +115,15 @@ def test_splicing_joins_choices_on_either_side_of_the_time(pipeline):
         in_order = choice[list(dag.order)] == ends[:, 1]
         assert np.count_nonzero(np.diff(in_order)) == 1
     assert splice(ends, times, costs, times[1:] * 2, dag.order, pairs_per_target=4)[0].shape == (dag.num_nodes, 0)
+
+
+def test_recombining_joins_every_two_both_ways_at_every_seam():
+    joined = recombine(np.array([[0, 1, 2]] * 4), [3, 2, 1, 0], num_seams=1)
+    # Nodes 3 and 2 come first.
+    assert joined[[3, 1]].T.tolist() == [[0, 1], [0, 2], [1, 0], [1, 2], [2, 0], [2, 1]]
+    assert (joined[3] == joined[2]).all()
+    assert (joined[1] == joined[0]).all()
+    assert recombine(np.array([[0]] * 4), [3, 2, 1, 0], num_seams=5).shape == (4, 0)
 
 
 @given(problems(6, most=3, least_cost=1), st.floats(0, 1))
