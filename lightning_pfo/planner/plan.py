@@ -224,7 +224,7 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
     equal = {} if problem.has_wait_clocks else equal_clocks(problem.profile)
     plans = []
     for point in points:
-        clocks = [options.knobs[k] for options, k in zip(problem.options, point.choice, strict=True)]
+        clocks = [options.knobs[k] for options, k in zip(problem.options, point.assignment, strict=True)]
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
         plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans

@@ -6,7 +6,7 @@ import sys
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.planner.frontier.data import Frontier
-from lightning_pfo.planner.pipeline.predictions import predict
+from lightning_pfo.planner.pipeline.predictions import predict_plans
 from lightning_pfo.planner.pipeline.timeline import Simulator
 
 _EQUAL_TIMES = 1e-8
@@ -30,7 +30,7 @@ def check_predictions(frontier: Frontier) -> None:
         times_s = [timeline.iteration_time_s for timeline in timelines]
         energies_j = [timeline.iteration_energy_j for timeline in timelines]
     else:
-        times, energies = predict(frontier.profile, frontier.schedule, frontier.blocking, plans)
+        times, energies = predict_plans(frontier.profile, frontier.schedule, frontier.blocking, plans)
         times_s, energies_j = times.tolist(), energies.tolist()
     most_w = sum(max(power.powers_w) for power in frontier.blocking)
     rounding = 4 * len(frontier.schedule.instructions) * sys.float_info.epsilon

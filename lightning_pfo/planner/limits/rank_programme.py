@@ -4,7 +4,7 @@ The instructions of a rank are scheduled in their order. A partial schedule (a *
 clock, and when that was asked for; going on at the same clock is always allowed, another one only after the least
 dwell. Of labels that agree in clock, end and age, on a grid finer than most clock steps, only the cheapest is kept, and
 of those the best: half of them for the energy used so far, half for that energy plus the time used so far, at the
-price that the whole pipeline gives for a second. So the result is a good solution, not always the best.
+rate that the whole pipeline gives for a second. So the result is a good solution, not always the best.
 
 The method is that of resource-constrained shortest paths by label setting (Desrochers and Soumis, INFOR 26(3), 1988).
 """
@@ -60,7 +60,7 @@ class RankProgramme:
         return float(self.times[self.kinds[position], self.clocks_mhz.index(clock_mhz)])
 
     def cheapest(
-        self, release: Sequence[float], due: Sequence[float], end: float, *, change_cost: float, price_w: float
+        self, release: Sequence[float], due: Sequence[float], end: float, *, change_cost: float, rate_w: float
     ) -> tuple[int, ...] | None:
         """Choose the clocks.
 
@@ -69,7 +69,7 @@ class RankProgramme:
             due: Latest end of each instruction in seconds.
             end: End of the iteration in seconds, until when the rank waits.
             change_cost: Cost of a change of clocks in joules; a tiny one prefers few changes among equals.
-            price_w: Price of a second in J/s, to rank labels by.
+            rate_w: Worth of a second in J/s, to rank labels by.
 
         Returns:
             A clock in MHz for each instruction; None if none was found.
@@ -88,7 +88,7 @@ class RankProgramme:
             extended = extended.at(np.flatnonzero(extended.end <= due[position]))
             if not len(extended.end):
                 return None
-            labels = self._prune(extended, grid, price_w)
+            labels = self._prune(extended, grid, rate_w)
             trail.append(labels)
         total = labels.cost + self.powers[labels.clock] * (end - labels.end)
         best, chosen = int(np.argmin(total)), []
@@ -141,11 +141,11 @@ class RankProgramme:
         low = late * old_power + (rest - SPARE_S) * self.least_power + SPARE_S * power
         return np.where(own_clock, np.minimum(energy, low), energy)
 
-    def _prune(self, labels: _Labels, grid: float, price_w: float) -> _Labels:
+    def _prune(self, labels: _Labels, grid: float, rate_w: float) -> _Labels:
         # Who ends earlier has waited less: compare as if all had waited until the same time.
         reduced = labels.cost - self.least_power * labels.end
-        priced = reduced + price_w * labels.end
-        order = _least(reduced, priced)
+        rated = reduced + rate_w * labels.end
+        order = _least(reduced, rated)
         order = order[np.argsort(reduced[order], kind="stable")]
         key = (labels.end[order] / grid).astype(np.int64) * len(self.clocks_mhz) + labels.clock[order]
         if self.least_dwell > 0:
@@ -153,8 +153,8 @@ class RankProgramme:
             key = key * (_AGES + 1) + (age * _AGES).astype(np.int64)
         kept = order[np.sort(np.unique(key, return_index=True)[1])]
         if len(kept) > _MOST_LABELS:
-            by_priced = kept[np.argsort(priced[kept], kind="stable")]
-            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_priced[: _MOST_LABELS // 2]]))
+            by_rated = kept[np.argsort(rated[kept], kind="stable")]
+            kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_rated[: _MOST_LABELS // 2]]))
         return labels.at(kept)
 
 

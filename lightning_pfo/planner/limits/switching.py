@@ -85,7 +85,7 @@ def limit_switching(
         begun = start_from(pipeline, plan.clocks_mhz, plan.iteration_time_s)
         if begun is not None:
             deadline_s = max(begun.iteration_time_s, plan.iteration_time_s)
-            found.append(_improve(pipeline, groups, begun, deadline_s, _price_w(plans, plan.iteration_time_s)))
+            found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
         if on_progress is not None:
             on_progress("limiting clock changes", done, len(sources))
     if not found:
@@ -111,7 +111,7 @@ def _for_deadlines(
         within = [one for one in found if one.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
         if within:
             best = min(within, key=lambda one: one.iteration_energy_j)
-            improved.append(_improve(pipeline, groups, best, deadline_s, _price_w(plans, deadline_s)))
+            improved.append(_improve(pipeline, groups, best, deadline_s, _rate_w(plans, deadline_s)))
     return improved
 
 
@@ -136,9 +136,9 @@ def check_effort(num_instructions: int, num_plans: int) -> None:
 
 
 def _improve(
-    pipeline: LimitedPipeline, groups: Sequence[Sequence[int]], timeline: Timeline, deadline_s: float, price_w: float
+    pipeline: LimitedPipeline, groups: Sequence[Sequence[int]], timeline: Timeline, deadline_s: float, rate_w: float
 ) -> Timeline:
-    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second costs `price_w`."""
+    """Plan the ranks anew, group by group; the iteration ends by `deadline_s`, and a second costs `rate_w`."""
     schedule, dag, num_ranks = pipeline.schedule, pipeline.simulator.dag, len(pipeline.programmes)
     for share in _SHARES_OF_SLACK:
         for group in groups:
@@ -148,7 +148,7 @@ def _improve(
             for rank in group:
                 programme, span = pipeline.programmes[rank], schedule.span(rank)
                 release, due = time_windows(dag, programme, span, starts_s, timeline.durations_s, deadline_s)
-                row = programme.cheapest(release, due, deadline_s, change_cost=change_cost, price_w=price_w / num_ranks)
+                row = programme.cheapest(release, due, deadline_s, change_cost=change_cost, rate_w=rate_w / num_ranks)
                 if row is not None and row != present[rank]:
                     rows[rank] = row
             timeline = _with_what_proves_right(pipeline, timeline, rows, deadline_s)
@@ -176,7 +176,7 @@ def _with_what_proves_right(
     return timeline
 
 
-def _price_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
+def _rate_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
     """Price of a second near a time, in J/s: the slope of the unlimited frontier."""
     for fast, slow in pairwise(plans):
         if time_s <= slow.iteration_time_s and fast.iteration_time_s < slow.iteration_time_s:

@@ -20,7 +20,7 @@ from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
 
 
-def predict(
+def predict_plans(
     profile: Profile, schedule: PipelineSchedule, blocking: Sequence[BlockingPower], plans: Sequence[FrequencyPlan]
 ) -> tuple[Floats, Floats]:
     """Longest path and total energy of plans of one schedule.

@@ -73,13 +73,13 @@ class TradeoffPoint:
         time: Longest path in seconds.
         cost: Cost of the options plus the rate times `time`, in joules.
         bound: No assignment that takes at most `time` costs less.
-        choice: Index into `options[node].times` for each node.
+        assignment: Index into `options[node].times` for each node.
     """
 
     time: float
     cost: float
     bound: float
-    choice: tuple[int, ...]
+    assignment: tuple[int, ...]
 
 
 def proven_point(bound: LowerBound, time: float, cost: float, assignment: Integers) -> TradeoffPoint:

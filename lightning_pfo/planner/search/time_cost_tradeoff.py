@@ -1,9 +1,9 @@
 """A general solver for the discrete time-cost tradeoff problem on a networkx DAG.
 
 Every node is an activity with options, each a time, a cost and a knob (anything that says how to get them), and an edge
-may have a delay: the time from the end of one activity until the other may start. A choice takes one option per node;
-its time is the longest path, delays included, and its cost the sum of the options' costs, plus a rate per
-unit of time if one is given. The problem is NP-hard (De et al., Operations Research 45(2), 1997): choices come with a
+may have a delay: the time from the end of one activity until the other may start. An assignment takes one option per
+node; its time is the longest path, delays included, and its cost the sum of the options' costs, plus a rate per unit of
+time if one is given. The problem is NP-hard (De et al., Operations Research 45(2), 1997), so assignments come with a
 proven lower bound. The pipeline planner is the case of instructions, effective energies and clocks.
 
 Example:
@@ -42,12 +42,12 @@ _LARGEST = 1e100
 
 @dataclass(frozen=True)
 class TimeCostPoint:
-    """A choice of options.
+    """An assignment of options.
 
     Attributes:
         time: Longest path.
         cost: Cost of the options plus the rate times `time`.
-        lower_bound: No choice that takes at most `time` costs less.
+        lower_bound: No assignment that takes at most `time` costs less.
         knobs: The knob of the option chosen for each node.
     """
 
@@ -66,7 +66,7 @@ def solve_time_cost_tradeoff(
     num_points: int = 50,
     deadlines: Sequence[float] = (),
 ) -> list[TimeCostPoint]:
-    """Find choices from the fastest to the one of least cost, none dominated, fast to slow.
+    """Find assignments from the fastest to the one of least cost, none dominated, fast to slow.
 
     Args:
         graph: Activities; an edge means that its head starts after its tail has finished, and a delay.
@@ -74,8 +74,8 @@ def solve_time_cost_tradeoff(
             share one sequence object are recognised as of one kind.
         delay: Edge attribute with the delay, at least 0; an edge without it has none.
         rate: Cost of a unit of total time, at least 0.
-        num_points: Number of times, equally spaced, near which choices are wanted, at least 2.
-        deadlines: Times for which the best choice is wanted as well.
+        num_points: Number of times, equally spaced, near which assignments are wanted, at least 2.
+        deadlines: Times for which the best assignment is wanted as well.
 
     Raises:
         ConfigurationError: If there is no node, the graph has a cycle or no directions, a node's options are missing or
@@ -105,7 +105,7 @@ def solve_time_cost_tradeoff(
             point.bound,
             {
                 node: menu[opts.knobs[k]][2]
-                for node, menu, opts, k in zip(nodes, given, option_sets, point.choice, strict=True)
+                for node, menu, opts, k in zip(nodes, given, option_sets, point.assignment, strict=True)
             },
         )
         for point in trace_tradeoff(dag, option_sets, rate=rate, num_points=num_points, deadlines=deadlines)

@@ -12,7 +12,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan, WaitClock
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier, simulate_plan
-from lightning_pfo.planner.pipeline.predictions import predict
+from lightning_pfo.planner.pipeline.predictions import predict_plans
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 
 FORMS = {
@@ -94,7 +94,7 @@ def test_many_plans_at_once_are_predicted_as_they_are_simulated(make_profile, na
             if draw.random() < 0.3
         )
         plans.append(FrequencyPlan(schedule, rows, math.nan, math.nan, wait_clocks=waits))
-    times_s, energies_j = predict(profile, schedule, blocking, plans)
+    times_s, energies_j = predict_plans(profile, schedule, blocking, plans)
     for plan, time_s, energy_j in zip(plans, times_s, energies_j, strict=True):
         timeline = simulate_plan(profile, plan, blocking)
         assert time_s == pytest.approx(timeline.iteration_time_s, rel=1e-12)

@@ -221,7 +221,7 @@ def test_the_rank_programme_finds_what_trying_everything_finds(seed, latency, dw
         return energy + 0.5 * (end - finish)
 
     best = min(itertools.product(range(3), repeat=n), key=cost)
-    found = programme.cheapest(release, due, end, change_cost=0.0, price_w=1.0)
+    found = programme.cheapest(release, due, end, change_cost=0.0, rate_w=1.0)
     if found is None:
         assert cost(best) == np.inf
     else:

@@ -43,9 +43,9 @@ def test_against_all_choices_of_small_problems(problem, rate, fraction):
     points = trace_tradeoff(dag, options, rate=rate, num_points=5, deadlines=[deadline])
     assert points[0].time == pytest.approx(fastest)
     for point in points:
-        durations = chosen_times(options, point.choice)
+        durations = chosen_times(options, point.assignment)
         assert point.time == dag.longest_path(durations)
-        assert point.cost == pytest.approx(total_cost(options, point.choice) + rate * point.time)
+        assert point.cost == pytest.approx(total_cost(options, point.assignment) + rate * point.time)
         best = min(cost for time, cost in every if time <= point.time * (1 + 1e-9))
         assert point.bound <= best + 1e-4
         assert best <= point.cost + 1e-9
