@@ -25,7 +25,7 @@ demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minu
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
 test: $(STAMP) ## Run all tests, in two processes
-	$(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(PY) -m ruff check .
@@ -41,7 +41,8 @@ clean: ## Remove the environment, caches and the demo's results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Most modules of the libraries are never imported, and not compiled. What a training imports is, once: where
-# PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile it again, for 8 s.
+# PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile it again, for 8 s. So would those of
+# the tests, hence `env -u` there.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a minute or two ..."
 	@rm -rf $(VENV)
