@@ -25,7 +25,7 @@ demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minu
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
 test: $(STAMP) ## Run all tests, in two processes
-	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style and types
 	$(PY) -m ruff check .
@@ -42,7 +42,7 @@ clean: ## Remove the environment, caches and the demo's results
 
 # Most modules of the libraries are never imported, and not compiled. What a training imports is, once: where
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile it again, for 8 s. So would those of
-# the tests, hence `env -u` there.
+# the tests, hence `env -u` there; and two pytest processes with two threads each would spin on two cores.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a minute or two ..."
 	@rm -rf $(VENV)
