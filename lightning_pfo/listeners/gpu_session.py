@@ -39,9 +39,7 @@ class GpuSession:
         follower: Does things when the GPU gets to them.
     """
 
-    def __init__(
-        self, source: InstructionSource, choice: GpuChoice, num_gpus: int, cluster: ClusterChoice = DEFAULT_CLUSTER
-    ) -> None:
+    def __init__(self, source: InstructionSource, choice: GpuChoice, num_gpus: int, cluster: ClusterChoice) -> None:
         self.config = _config_of(choice)
         index = source.local_device_index
         if self.config.kind != "emulated":

@@ -14,9 +14,10 @@ class Moments:
     A message that is sent before the transfer it belongs to is there when that transfer is, so nobody waits for one.
     """
 
-    def __init__(self, source: InstructionSource) -> None:
-        """Connect the hosts; a collective call."""
-        self._group = source.host_group(everywhere=True)
+    def __init__(self, source: InstructionSource, num_processes: int) -> None:
+        """Connect the hosts of all processes; a collective call."""
+        self._is_alone = num_processes == 1
+        self._group = None if self._is_alone else source.host_group(everywhere=True)
         self._leaving: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def send(self, moment_s: float, to: int, tag: int) -> None:
@@ -32,6 +33,8 @@ class Moments:
 
     def latest(self, moment_s: float) -> float:
         """The latest moment of all processes; a collective call. What was sent before has been received by then."""
+        if self._is_alone:
+            return moment_s
         latest = torch.tensor([moment_s], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
         for work, _ in self._leaving:

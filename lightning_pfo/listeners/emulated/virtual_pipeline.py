@@ -51,7 +51,7 @@ class VirtualPipeline(InstructionListener):
         self._sharing = [number for number, dp, tp in same_rank if dp == dp_rank and tp != tp_rank]
         replicas = [number for number, dp, tp in same_rank if tp == tp_rank]
         self._all_reduce_s = cluster.all_reduce_s(replicas)
-        self._moments = Moments(source) if len(everybody) > 1 else None
+        self._moments = Moments(source, len(everybody))
         self._schedule: PipelineSchedule | None = None
         self._incoming: dict[Instruction, tuple[int, int]] = {}  # who sends its input, and under which tag
         self._outgoing: dict[Instruction, tuple[int, int]] = {}
@@ -80,7 +80,6 @@ class VirtualPipeline(InstructionListener):
     def on_instruction_begin(self, event: InstructionEvent) -> None:
         """Wait until its input has arrived."""
         if self._byte_scale is not None and event.instruction in self._incoming:
-            assert self._moments is not None
             self._time.sleep_until(self._moments.receive(*self._incoming[event.instruction]))
 
     def finish_instruction(self, event: InstructionEvent) -> None:
@@ -88,19 +87,17 @@ class VirtualPipeline(InstructionListener):
         assert event.work is not None
         assert self._byte_scale is not None
         for number in self._sharing:
-            assert self._moments is not None
             self._moments.send(self._time.now_s(), number, _TENSOR_TAG)
-        for moment_s in [self._moments.receive(number, _TENSOR_TAG) for number in self._sharing if self._moments]:
+        for moment_s in [self._moments.receive(number, _TENSOR_TAG) for number in self._sharing]:
             self._time.sleep_until(moment_s)
         if event.instruction in self._outgoing:
-            assert self._moments is not None
             to, tag = self._outgoing[event.instruction]
             transfer_s = self._cluster.transfer_s(self._byte_scale * event.work.sent_bytes, self._own, to)
             self._moments.send(self._time.now_s() + self._scaled(transfer_s), to, tag)
 
     def finish_iteration(self) -> None:
         """Wait for the last of all processes."""
-        if self._byte_scale is not None and self._moments is not None:
+        if self._byte_scale is not None:
             self._time.sleep_until(self._moments.latest(self._time.now_s()))
 
     def _use(self, schedule: PipelineSchedule) -> None:

@@ -12,8 +12,13 @@ from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
 
 
+# Whether autograd takes a gradient over or copies it depends on who still holds it, such as a thread that sends it: it is
+# no work of the instruction, and another amount in every run.
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.new_empty_strided.default}
+
+
 class _ByteCounter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Adds up the bytes every operator reads and writes; views move nothing."""
+    """Adds up the bytes every operator reads and writes; views move nothing, and copies do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -21,7 +26,7 @@ class _ByteCounter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False):
+        if not (getattr(func, "is_view", False) or func in _COPIES):
             for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     self.bytes += leaf.numel() * leaf.element_size()

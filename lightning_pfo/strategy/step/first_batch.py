@@ -132,9 +132,7 @@ class LossComparison:
         failures: list[Exception] = []
         self._output_bytes = 0
 
-        def seeded_step(index: int) -> Any:
-            random_state.seed(engine.device, *step_seed, index, 0)
-            return step(index)
+        seeded_step = random_state.seeded(engine.device, step_seed, step)
 
         def inputs(index: int) -> ModuleInputs:
             return self._redirection.capture(partial(seeded_step, index))

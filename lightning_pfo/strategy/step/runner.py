@@ -169,10 +169,7 @@ class StepRunner:
         results: list[Any] = []
         error: BaseException | None = None
 
-        def seeded_step(index: int) -> Any:
-            # first and last rank must draw the same numbers, e.g. for random masks made before the model
-            random_state.seed(engine.device, *step_seed, index, 0)
-            return step(microbatches[index], *rest)
+        seeded_step = random_state.seeded(engine.device, step_seed, lambda index: step(microbatches[index], *rest))
 
         def inputs(index: int) -> ModuleInputs:
             return self._redirection.capture(partial(seeded_step, index))

@@ -23,3 +23,16 @@ def test_views_move_nothing_and_a_backward_is_twice_the_forward():
     with WorkCounter() as backward:
         y.backward(torch.ones_like(y))
     assert backward.work.flops == 2 * forward.work.flops
+
+
+def test_a_gradient_that_autograd_has_to_copy_counts_as_one_that_it_takes_over():
+    counted = []
+    for hold in (False, True):
+        weight = torch.ones(8, 8, requires_grad=True)
+        held = []
+        if hold:
+            weight.register_hook(held.append)  # autograd then copies it, as while a thread still sends it
+        with WorkCounter() as counter:
+            torch.relu(weight).backward(torch.ones(8, 8))
+        counted.append(counter.work)
+    assert counted[0] == counted[1]
