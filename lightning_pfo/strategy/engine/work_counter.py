@@ -11,9 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
 
-
-# Whether autograd takes a gradient over or copies it depends on who still holds it, such as a thread that sends it: it is
-# no work of the instruction, and another amount in every run.
+# Whether autograd takes a gradient over or copies it depends on who still holds it, such as a thread that sends it: it
+# is no work of the instruction, and another amount in every run.
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.new_empty_strided.default}
 
 
