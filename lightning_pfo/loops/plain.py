@@ -18,7 +18,6 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import build_pipeline
-from lightning_pfo.strategy.model.find import calls_its_layers
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
 from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders, tree_map_only
@@ -140,14 +139,12 @@ class PipelinedModel(ModuleWithPlaceholders):
             max_in_flight=max_in_flight,
         )
         self._num_checks = {True: 0, False: 0}
-        is_split_as_a_whole = pipeline_module is None and calls_its_layers(module)
         self._pipeline = build_pipeline(
-            self if is_split_as_a_whole else module,
+            self,
             self._make_schedule,
             self.device,
             self.patches,
-            owner=self,
-            pipeline_module="module" if is_split_as_a_whole else pipeline_module,
+            pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
             partition=partition,
             num_microbatches=num_microbatches,
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,33 +14,39 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     compile_layers,
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.ownership import (
-    earlier_boundaries,
     find_shared_parameters,
     local_parameters,
     move_local_tensors,
     release_other_parts,
-    remember_split,
 )
-from lightning_pfo.strategy.model.partition import Boundaries, describe_partition, partition_layers
-from lightning_pfo.strategy.model.split import Split, find_split
+from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
+from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
+from lightning_pfo.strategy.model.tracing.follow import follow_units
+from lightning_pfo.strategy.model.tracing.trace import Trace
+from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
 from lightning_pfo.strategy.parallel.groups import copy_from_first
+from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.capture import StepRedirection
-from lightning_pfo.strategy.step.layer_times import agree_on_layer_times
+from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
+from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,9 @@ def build_pipeline(
     device: torch.device,
     patches: Patches,
     *,
-    owner: nn.Module | None = None,
     pipeline_module: str | None = None,
     partition: str = "uniform",
-    measure: Callable[[PipelinedModule], list[float]] | None = None,
+    first_step: Callable[[], Callable[[torch.device], Any] | None] | None = None,
     num_microbatches: int | None = None,
     local_device_index: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -92,11 +99,10 @@ def build_pipeline(
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
         patches: Closing it gives the module back: its steps, layers and metrics are as the user wrote them.
-        owner: The module that logs; None is `model`.
-        pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
-            unambiguous.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
         partition: Which layers go to which stage; see `partition_layers`.
-        measure: For the partition `profile`, returns the time of each layer in seconds; called on the first rank only.
+        first_step: Makes what runs the user's step on a first microbatch, on a device, or returns None. It shows the
+            order in which the parts of the model are called, and for the partition `profile` how long they take.
         num_microbatches: Microbatches per training batch, if they are known by now.
         local_device_index: Index of this rank's GPU on its node.
         group: The pipeline's processes; None is the world.
@@ -115,34 +121,37 @@ def build_pipeline(
     """
     let_collectives_settle_at_exit()
     check_not_sharded(model)
-    split = find_split(model, pipeline_module)
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
     if compile:
         check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
-    boundaries, times_s = _boundaries(split, partition, sample.num_stages, measure)
-    parts = split.parts(boundaries)
-    remember_split(split.pipelined.module, boundaries, stages)
+    split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
+    parts = split.parts()
+    remember_split(split, stages)
     materialise(model, parts, stages, find_shared_parameters(model, parts), device, seed)
     shared = find_shared_parameters(model, parts)
     release_other_parts(parts, stages, shared)
     move_local_tensors(model, device)
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
-    own_layers = [layer for stage in stages for layer in split.layers(stage, boundaries)]
+    own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
-        recompute_activations(split.pipelined.module, own_layers, patches)
+        recompute_activations(model, [unit.module for unit in own_layers], patches)
+    divided: dict[nn.Module, Holder] = {}
+    if shard_over is not None:
+        divided = shard_over_replicas([unit.module for unit in own_layers], shard_over, shared)
+    for unit in own_layers:
+        unit.replacement = divided.get(unit.module)
     if compile:
         compile_layers(own_layers, patches)
-    modules = {stage: split.stage_module(stage, boundaries, parts, device) for stage in stages}
-    if shard_over is not None:
-        shard_over_replicas((layer for module in modules.values() for layer in module.layers), shard_over, shared)
+    follow_units(split.units.all, patches)
     engine = PipelineEngine(
-        modules,
+        stages,
         placement,
         make_schedule,
         device,
+        layers=list(divided.values()),
         group=group,
         place=(_rank_in(replica_group), _rank_in(tensor_group)),
         local_device_index=local_device_index,
@@ -150,37 +159,65 @@ def build_pipeline(
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
-    owner = model if owner is None else owner
-    redirection = StepRedirection(owner, split.pipelined.module, split.pipelined.name)
-    redirection.install(patches)
     held = local_parameters(model)
     runner = StepRunner(
         engine,
-        owner,
-        redirection,
+        model,
+        split,
         held,
         shared,
-        list(model.parameters()),
         patches,
         replica_group,
         check_loss=check_loss,
         compiled=compile,
     )
-    description = describe_partition(split.pipelined.name, boundaries, split.num_parameters, placement, times_s)
+    description = describe_partition(
+        split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s
+    )
     return Pipeline(engine, runner, shared, held, description)
 
 
-def _boundaries(
-    split: Split, partition: str, num_stages: int, measure: Callable[[PipelinedModule], list[float]] | None
-) -> tuple[Boundaries, list[float]]:
-    """Where stages begin and end, and the times (s) of the layers where they were measured for it."""
-    boundaries = earlier_boundaries(split.pipelined.module)
-    if boundaries is not None and partition == "profile":  # layers can be measured only while all are there
-        return boundaries, []
+def _split(
+    model: nn.Module,
+    pipeline_module: str | None,
+    partition: str,
+    num_stages: int,
+    first_step: Callable[[], Callable[[torch.device], Any] | None] | None,
+    device: torch.device,
+) -> tuple[Split, list[float]]:
+    """Divide the model; returns the times (s) of the layers too, where they were measured for it."""
+    units = find_units(model, pipeline_module, num_stages)
+    before = earlier_split(units)  # layers can be measured, and their order found, only while all are there
+    if before is not None and partition == "profile":
+        return before, []
+    is_wanted = before is None and (num_stages > 1 or partition == "profile")
+    step = first_step() if first_step is not None and is_wanted else None
+    if before is not None:
+        calls = before.calls
+    else:
+        calls = layer_calls(units, _trace(model, units, partial(step, torch.device("cpu"))) if step else None)
     times_s: list[float] = []
     if partition == "profile":
-        times_s = agree_on_layer_times(measure and partial(measure, split.pipelined))
-    return partition_layers(partition, split.num_parameters, num_stages, types=split.types, times_s=times_s), times_s
+        measure = partial(measure_training_step, model, units, partial(step, device)) if step else None
+        times_s = agree_on_layer_times(measure)
+    boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
+    return split_units(units, calls, boundaries), times_s
+
+
+def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> Trace | None:
+    """The step on a first microbatch; None if it cannot run yet, so that it says nothing of the model."""
+    with Patches() as patches:
+        follow_units(units.all, patches)
+        trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+    if trace.failure is not None and not trace.marks:
+        _log.info("The step does not run before training, so layers are taken in the order of the module: %s", trace.failure)
+        return None
+    if not trace.marks:
+        raise ConfigurationError(
+            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. Name "
+            f"the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
+        )
+    return trace
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

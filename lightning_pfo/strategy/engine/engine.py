@@ -1,39 +1,43 @@
 """The pipeline engine of one rank: runs microbatches through its stages and emits instruction events.
 
-It knows nothing of Lightning. A caller provides, on the rank of the first stage, the inputs of each microbatch, and on
-the rank of the last stage a function that turns the model's output into a loss.
+It knows nothing of Lightning. A caller provides the user's step, what each stage does of it, and on the rank of the last
+stage a function that turns what the step returns into a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, forward_only
 from lightning_pfo.strategy.engine.executor import Executor
-from lightning_pfo.strategy.engine.shapes import StageShapes, infer_shapes
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
-from lightning_pfo.strategy.model.sequential import ModuleInputs, StageModule
-from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.groups import global_rank, host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
-"""Maps the model's output for a microbatch and the microbatch's index to a loss."""
+"""Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
+
+Step = Callable[[int, int], Any]
+"""Runs the user's step on a stage and a microbatch."""
 
 
 class PipelineEngine:
     """Runs the stages of one rank; implements `lightning_pfo.core.events.InstructionSource`.
 
     Args:
-        modules: What each stage of this rank runs, on `device`.
+        stages: The stages of this rank.
         placement: Rank of every stage.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
+        layers: What of these stages is divided over replicas.
         group: Process group of the pipeline; None is the world.
         place: Which replica of the pipeline, and which part of its layers, this process is.
         local_device_index: Index of this rank's GPU on its node.
@@ -42,11 +46,12 @@ class PipelineEngine:
 
     def __init__(
         self,
-        modules: Mapping[int, StageModule],
+        stages: Iterable[int],
         placement: Sequence[int],
         make_schedule: Callable[[int], PipelineSchedule],
         device: torch.device,
         *,
+        layers: Sequence[nn.Module] = (),
         group: dist.ProcessGroup | None = None,
         place: tuple[int, int] = (0, 0),
         local_device_index: int = 0,
@@ -54,7 +59,7 @@ class PipelineEngine:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.num_stages = len(placement)
-        self.stages = tuple(sorted(modules))
+        self.stages = tuple(sorted(stages))
         self.last_rank = placement[-1]
         self.local_device_index = local_device_index
         self.device = device
@@ -62,28 +67,25 @@ class PipelineEngine:
         self.place = place
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
-        self._layers = [layer for module in modules.values() for layer in module.layers]
+        self._layers = layers
         self._placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
         self._emitter = EventEmitter()
         self._counted_work: CountedWork | None = None
-        self._modules = dict(modules)
         self._hosts: dict[bool, dist.ProcessGroup | None] = {}
-        self._executors: dict[Any, tuple[Executor, dict[int, Any]]] = {}
-        self._inputs: Callable[[int], ModuleInputs] | None = None
+        self._executors: dict[tuple[bool, int], Executor] = {}
         self._loss_function: LossFunction | None = None
-        self._step_seed: tuple[int, ...] = ()
 
     @property
     def is_first(self) -> bool:
         """Whether this rank feeds the pipeline."""
-        return 0 in self._modules
+        return 0 in self.stages
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.num_stages - 1 in self._modules
+        return self.num_stages - 1 in self.stages
 
     def add_listener(self, listener: InstructionListener, *, innermost: bool = False, outermost: bool = False) -> None:
         """See `InstructionSource.add_listener`."""
@@ -138,34 +140,11 @@ class PipelineEngine:
             self._emitter.iteration_end(self.iteration)
         self.iteration += 1
 
-    def prepare(
-        self,
-        num_microbatches: int,
-        signature: Any,
-        step_seed: tuple[int, ...],
-        inputs: Callable[[int], ModuleInputs],
-    ) -> None:
-        """Find what stages send each other in a forward-only run; an error is raised on every rank.
-
-        Args: as for `run`.
-        """
-        self._step_seed = step_seed
-        self._inputs = inputs
-        try:
-            self._executors[(False, num_microbatches, signature)] = self._make_executor(num_microbatches, train=False)
-        finally:
-            self._let_go(train=False)
-
-    def forget(self, signature: Any) -> None:
-        """Drop what is kept for microbatches of this signature."""
-        self._executors = {key: value for key, value in self._executors.items() if key[2] != signature}
-
     def run(
         self,
-        num_microbatches: int,
-        signature: Any,
+        programs: Sequence[Sequence[StageProgram]],
         step_seed: tuple[int, ...],
-        inputs: Callable[[int], ModuleInputs],
+        step: Step,
         loss_function: LossFunction,
         *,
         train: bool,
@@ -173,28 +152,20 @@ class PipelineEngine:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
         Args:
-            num_microbatches: Number of microbatches.
-            signature: Hashable description of shapes and dtypes of a microbatch, equal on all ranks.
+            programs: What the stages do of each microbatch; equal on all ranks.
             step_seed: Makes the random numbers of this step differ from those of others; equal on all ranks.
-            inputs: Called in each forward of the first stage, and of every stage that takes inputs; returns the model's
-                inputs for a microbatch.
+            step: The user's step; called in each forward of every stage.
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
-
-        Raises:
-            PfoError: If a stage fails on its first microbatch; raised on every rank.
         """
-        self._step_seed = step_seed
-        self._inputs = inputs
         self._loss_function = loss_function
-        key = (train, num_microbatches, signature)
+        executor = self._executor(len(programs), train)
         try:
-            if key not in self._executors:
-                self._executors[key] = self._make_executor(num_microbatches, train)
-            executor, layouts = self._executors[key]
             for index, stage in executor.stages.items():
-                self._modules[index].layout = layouts[index]
+                stage.programs = [of_stages[index] for of_stages in programs]
+                stage.step = step
+                stage.seed = (self.seed, *step_seed)
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
             if train:
@@ -204,46 +175,58 @@ class PipelineEngine:
             if train:
                 reduce_over_replicas(self._layers)
         finally:
-            self._let_go(train)
+            self._loss_function = None
+            for stage in executor.stages.values():
+                stage.programs, stage.step = (), None
+            if not train:
+                release_gathered(self._layers)
 
-    def _let_go(self, train: bool) -> None:
-        for module in self._modules.values():
-            module.inputs = {}
-            module.output = None
-        self._inputs = None
-        self._loss_function = None
-        if not train:
-            release_gathered(self._layers)
+    def rehearse(
+        self, programs: Sequence[StageProgram], step_seed: tuple[int, ...], step: Step, *, train: bool
+    ) -> None:
+        """Run the stages before the last forward on zeros, one after the other: if one fails, all ranks know.
 
-    def _make_executor(self, num_microbatches: int, train: bool) -> tuple[Executor, dict[int, Any]]:
-        shapes = infer_shapes(
-            self._modules, self._placement, self.device, self.group, before_forward=self._before_forward, train=train
-        )
-        stages = {stage: self._make_stage(stage, shapes[stage], train) for stage in self.stages}
+        The last stage is left out: what fails there is told to all in any case.
+
+        Args: as for `run`, of the first microbatch.
+
+        Raises:
+            PfoError: If a stage fails on another rank.
+        """
+        for index, rank in enumerate(self._placement[:-1]):
+            failure: Exception | None = None
+            message = [""]
+            if index in self.stages:
+                stage = self._make_stage(index, train)
+                stage.programs, stage.step, stage.seed = [programs[index]], step, (self.seed, *step_seed)
+                try:
+                    with torch.set_grad_enabled(train):
+                        stage.rehearse()
+                except Exception as error:
+                    failure, message = error, [f"{type(error).__name__}: {error}"]
+                release_gathered(self._layers)
+            dist.broadcast_object_list(message, src=global_rank(self.group, rank), group=self.group)
+            if failure is not None:
+                raise failure
+            if message[0]:
+                raise PfoError(f"Stage {index} failed on its first microbatch. {message[0]}")
+
+    def _executor(self, num_microbatches: int, train: bool) -> Executor:
         schedule = self.schedule if train else forward_only(self._placement, num_microbatches)
         assert schedule is not None
-        layouts = {stage: module.layout for stage, module in self._modules.items()}
-        return Executor(schedule, stages, self.group), layouts
+        if (train, num_microbatches) not in self._executors:
+            stages = {stage: self._make_stage(stage, train) for stage in self.stages}
+            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group)
+        return self._executors[train, num_microbatches]
 
-    def _make_stage(self, stage: int, shapes: StageShapes, train: bool) -> Stage:
+    def _make_stage(self, stage: int, train: bool) -> Stage:
         return Stage(
             stage,
-            self._modules[stage],
-            shapes,
             self.device,
             emitter=self._emitter if train else None,
-            before_forward=self._before_forward,
             compute_loss=self._compute_loss if stage == self.num_stages - 1 else None,
             train=train,
         )
-
-    def _before_forward(self, stage: int, microbatch: int) -> None:
-        module = self._modules[stage]
-        takes_inputs = module.is_first or module.takes_inputs_everywhere
-        if takes_inputs and microbatch not in module.inputs:  # the trial forward has left that of microbatch 0
-            assert self._inputs is not None
-            module.inputs = {microbatch: self._inputs(microbatch)}
-        random_state.seed(self.device, self.seed, *self._step_seed, microbatch, 1 + stage)
 
     def _compute_loss(self, output: Any, microbatch: int) -> torch.Tensor:
         assert self._loss_function is not None

@@ -6,7 +6,8 @@ stage holds its inputs and outputs, and autograd what it saved. Nothing else out
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.strategy.engine.shapes import StageShapes, TensorSpec
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
-from lightning_pfo.strategy.model.sequential import StageModule
+from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.stage_run import run_stage
+from lightning_pfo.strategy.parallel import random_state
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
 """What one instruction of a stage and kind computes."""
@@ -31,35 +33,36 @@ class Stage:
 
     Args:
         index: Index of the stage.
-        module: The layers of the stage.
-        shapes: What the stage receives and returns.
         device: Device of the stage.
         emitter: Receives the events; None emits nothing.
-        before_forward: Called with stage and microbatch inside each forward, before the layers.
-        compute_loss: On the last stage, maps the model's output and the microbatch to a loss; part of the forward.
+        compute_loss: On the last stage, maps what the step returned and the microbatch to a loss; part of the forward.
         train: Whether backwards follow.
+
+    Attributes:
+        iteration: Number of the iteration, for events.
+        counted_work: What is counted; None counts nothing.
+        programs: What the stage does of each microbatch.
+        step: Runs the user's step on a stage and a microbatch.
+        seed: What the random numbers of a microbatch derive from.
     """
 
     def __init__(
         self,
         index: int,
-        module: StageModule,
-        shapes: StageShapes,
         device: torch.device,
         *,
         emitter: EventEmitter | None,
-        before_forward: Callable[[int, int], None],
         compute_loss: Callable[[Any, int], torch.Tensor] | None,
         train: bool,
     ) -> None:
         self.index = index
         self.iteration = 0
         self.counted_work: CountedWork | None = None
-        self._module = module
-        self._shapes = shapes
+        self.programs: Sequence[StageProgram] = ()
+        self.step: Callable[[int, int], Any] | None = None
+        self.seed: tuple[int, ...] = ()
         self._device = device
         self._emitter = emitter
-        self._before_forward = before_forward
         self._compute_loss = compute_loss
         self._train = train
         self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
@@ -110,29 +113,39 @@ class Stage:
 
     def make_buffers(self, instruction: Instruction) -> Tensors:
         """Make tensors to receive what `instruction` needs from another rank."""
+        program = self.programs[instruction.microbatch]
         if instruction.type is InstructionType.FORWARD:
-            return tuple(spec.make_buffer(self._device) for spec in self._received)
-        return tuple(spec.make_buffer(self._device) for spec in self._shapes.returned if spec.requires_grad)
+            forms = [program.forms[label] for label in program.received]
+        else:
+            forms = [form for label in program.sent if (form := program.forms[label]).requires_grad]
+        return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
+
+    def rehearse(self) -> None:
+        """Run the forward of microbatch 0 on zeros."""
+        program = self.programs[0]
+        forms = [program.forms[label] for label in program.received]
+        zeros = tuple(torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms)
+        self._forward(0, zeros)
 
     def forget(self) -> None:
         """Drop the microbatches in flight, which an exception has left."""
         self._in_flight.clear()
         self._weight_gradients.clear()
 
-    @property
-    def _received(self) -> tuple[TensorSpec, ...]:
-        return self._shapes.received or ()
-
     def _forward(self, microbatch: int, received: Tensors) -> Tensors:
-        for tensor, spec in zip(received, self._received, strict=True):
-            tensor.requires_grad_(spec.requires_grad and self._train)
-        self._before_forward(self.index, microbatch)
-        # the first stage looks its inputs up, so they may be of any form
-        output = self._module(*(received if self._shapes.received is not None else (microbatch,)))
-        outputs = [output] if isinstance(output, torch.Tensor) else list(output)
-        if self._compute_loss is not None:
-            output, self._module.output = self._module.output, None
-            outputs = [self._compute_loss(output, microbatch)]
+        assert self.step is not None
+        program = self.programs[microbatch]
+        for tensor, label in zip(received, program.received, strict=True):
+            tensor.requires_grad_(program.forms[label].requires_grad and self._train)
+        # the step's own numbers are the same on all stages, those of what a stage computes are its own
+        random_state.seed(self._device, *self.seed, microbatch, 0)
+        numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
+        step = partial(self.step, self.index, microbatch)
+        if program.draws:
+            output = run_stage(program, step, received, around=numbers.own)
+        else:
+            output = run_stage(program, step, received, enter=numbers.begin)
+        outputs = list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
         if self._train:
             self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
         return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
@@ -168,3 +181,30 @@ def _gradients_of(inputs: Tensors) -> Tensors:
         for tensor in inputs
         if tensor.requires_grad
     )
+
+
+class _TwoStreams:
+    """Random numbers of a step, which all stages draw alike, and those of what one stage computes."""
+
+    def __init__(self, device: torch.device, seed: tuple[int, ...]) -> None:
+        self._device = device
+        self._seed = seed
+        self._state: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """From now on numbers are the stage's own."""
+        random_state.seed(self._device, *self._seed)
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Draw the stage's own numbers while the context is open, and the step's outside."""
+        of_step = random_state.get_state(self._device)
+        if self._state is None:
+            self.begin()
+        else:
+            random_state.set_state(self._state, self._device)
+        try:
+            yield
+        finally:
+            self._state = random_state.get_state(self._device)
+            random_state.set_state(of_step, self._device)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
@@ -16,19 +16,27 @@ from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leave
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.new_empty_strided.default}
 
 
-class _ByteCounter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Adds up the bytes every operator reads and writes; views move nothing, and copies do not count."""
+class _Counter(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
+    """Adds up what every operator computes, and the bytes it reads and writes; views move nothing, copies do not count.
+
+    Not torch's `FlopCounterMode`: that tells modules apart, and hooks into the calls of all for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not (getattr(func, "is_view", False) or func in _COPIES):
             for leaf in tree_leaves((args, kwargs, result)):
                 if isinstance(leaf, torch.Tensor):
                     self.bytes += leaf.numel() * leaf.element_size()
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
         return result
 
 
@@ -38,15 +46,12 @@ class WorkCounter:
     work: InstructionWork
 
     def __enter__(self) -> WorkCounter:
-        self._flops = FlopCounterMode(display=False)
-        self._bytes = _ByteCounter()
-        self._flops.__enter__()  # type: ignore[no-untyped-call]
-        self._bytes.__enter__()  # type: ignore[no-untyped-call]
+        self._counter = _Counter()
+        self._counter.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bytes.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self._flops.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self.work = InstructionWork(float(self._flops.get_total_flops()), float(self._bytes.bytes))
+        self._counter.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.work = InstructionWork(float(self._counter.flops), float(self._counter.bytes))

@@ -18,7 +18,9 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.model.compat import checkpoint_with
+from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.compat import forget_compiled
+from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
 
 
@@ -67,8 +69,10 @@ def recompute_activations(model: nn.Module, layers: Iterable[nn.Module], patches
             patches.set(layer, "forward", partial(checkpoint, layer.forward, use_reentrant=False))
 
 
-def compile_layers(layers: Iterable[nn.Module], patches: Patches) -> None:
-    """Compile each layer in place, until `patches` is closed; equal layers share their code."""
+def compile_layers(layers: Iterable[Unit], patches: Patches) -> None:
+    """Compile what each layer computes, until `patches` is closed; equal layers share their code."""
     for layer in layers:
-        layer.compile()
-        patches.callback(forget_compiled, layer)
+        holder = layer.replacement or Holder(layer.module, layer.module.forward)
+        holder.compile()
+        layer.replacement = holder
+        patches.callback(forget_compiled, holder)

@@ -14,10 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import map_tensors, tensors_of
-
-_SPLIT = "_pfo_split"
 
 
 @dataclass(frozen=True)
@@ -53,28 +50,6 @@ def modules_elsewhere(parts: Sequence[Part], stages: Collection[int]) -> list[nn
     here = {id(m) for part in parts if not part.stages.isdisjoint(stages) for m in part.module.modules()}
     unique = {id(m): m for part in parts for m in part.module.modules() if id(m) not in here}
     return list(unique.values())
-
-
-def earlier_boundaries(pipelined: nn.Module) -> tuple[int, ...] | None:
-    """The boundaries at which a module was split before; None if it was not."""
-    before = pipelined.__dict__.get(_SPLIT)
-    return None if before is None else before[0]
-
-
-def remember_split(pipelined: nn.Module, boundaries: Sequence[int], stages: Sequence[int]) -> None:
-    """Note how a module is split.
-
-    Raises:
-        ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
-    """
-    split = (tuple(boundaries), tuple(stages))
-    before = pipelined.__dict__.setdefault(_SPLIT, split)
-    if before != split:
-        raise ConfigurationError(
-            f"This model was split before with boundaries {list(before[0])} and holds only the layers of stages "
-            f"{list(before[1])}; now {list(boundaries)} (stages {list(stages)}) is asked for. Build the model anew, or "
-            f"keep the partition, the schedule and the number of devices."
-        )
 
 
 def release_other_parts(parts: Sequence[Part], stages: Sequence[int], shared: Sequence[nn.Parameter]) -> None:

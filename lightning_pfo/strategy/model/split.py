@@ -1,103 +1,179 @@
-"""How a module is divided: what its layers weigh, what each stage runs, and the module that runs it."""
+"""How a model is divided: which stages have which units, and where a traced step is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.find import PipelinedModule, find_pipelined_module
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
-from lightning_pfo.strategy.model.sequential import StageModule
-from lightning_pfo.strategy.model.tower.embeddings_and_heads import Phases, find_phases
-from lightning_pfo.strategy.model.tower.partial_forward import TowerStage
+from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
+from lightning_pfo.strategy.model.tracing.trace import Trace
+from lightning_pfo.strategy.model.units import Unit, Units, find_units
+
+_SPLIT = "_pfo_split"
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """The calls of layers in a step, in order; what else is called goes along with the layer before it.
+
+    Attributes:
+        layers: The layer of each call.
+        others: Further units that each call takes along.
+    """
+
+    layers: tuple[Unit, ...]
+    others: tuple[tuple[Unit, ...], ...]
+
+    @property
+    def types(self) -> list[str]:
+        """The class name of each."""
+        return [type(unit.module).__name__ for unit in self.layers]
+
+    @property
+    def num_parameters(self) -> list[int]:
+        """Number of parameters of each, with what it takes along."""
+        return [
+            sum(unit.num_parameters for unit in dict.fromkeys((layer, *others)))
+            for layer, others in zip(self.layers, self.others, strict=True)
+        ]
+
+
+def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
+    """Find the order in which layers are called.
+
+    Args:
+        units: The units of the module.
+        trace: A step that calls them; None: they are called in the order in which the module holds them.
+    """
+    sequence: list[tuple[Unit, bool]] = []  # units, and whether the call of a layer begins with it
+    if trace is None or not trace.marks:
+        sequence = [(unit, unit.is_layer) for unit in units.all]
+    else:
+        begins = {position: unit for unit, position in trace.marks}
+        for position, event in enumerate(trace.events):
+            if position in begins:
+                sequence.append((begins[position], True))
+            sequence += [(unit, False) for unit in event.units if unit is not begins.get(position)]
+        called = {unit for unit, _ in sequence}
+        # nobody knows what follows where a trace ended early
+        sequence += [(unit, unit.is_layer) for unit in units.all if trace.failure is not None and unit not in called]
+    layers: list[Unit] = []
+    others: list[list[Unit]] = [[]]
+    for unit, begins_layer in sequence:
+        if begins_layer:
+            layers.append(unit)
+            if len(layers) > 1:
+                others.append([])
+        else:
+            others[-1].append(unit)
+    return LayerCalls(tuple(layers), tuple(map(tuple, others)))
 
 
 @dataclass(frozen=True)
 class Split:
-    """A module to split.
+    """A divided model.
 
     Attributes:
-        pipelined: The module and its layers.
-        phases: When what surrounds the layers is called; see `find_phases`.
+        units: Its units.
+        calls: The layers, in the order of their calls.
+        boundaries: Which calls belong to which stage.
+        owners: The stages that have a unit; none for one that is not called.
     """
 
-    pipelined: PipelinedModule
-    phases: Phases
+    units: Units
+    calls: LayerCalls
+    boundaries: Boundaries
+    owners: Mapping[Unit, frozenset[int]]
 
     @property
-    def types(self) -> list[str]:
-        """The class name of each layer."""
-        return [type(site.module).__name__ for site in self.pipelined.layers]
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.boundaries) - 1
 
-    @property
-    def num_parameters(self) -> list[int]:
-        """Numbers of parameters of each layer and of what is called after it (the first layer: also before it)."""
-        numbers = [_count(site.module) for site in self.pipelined.layers]
-        for site, phases in self.phases.items():
-            for layer in {max(phase - 1, 0) for phase in phases}:
-                numbers[layer] += _count(site.module)
-        return numbers
-
-    def parts(self, boundaries: Boundaries) -> list[Part]:
+    def parts(self) -> list[Part]:
         """What each stage runs; modules that are not part of any run on every rank, if at all."""
-        stage_of = [stage for stage, (start, stop) in enumerate(pairwise(boundaries)) for _ in range(start, stop)]
-        parts = [Part(site.module, frozenset({stage_of[index]})) for index, site in enumerate(self.pipelined.layers)]
-        # what follows the call of a layer runs on that layer's stage
-        parts += [
-            Part(site.module, frozenset(stage_of[max(phase - 1, 0)] for phase in phases))
-            for site, phases in self.phases.items()
-        ]
-        return parts
+        return [Part(unit.module, self.owners[unit]) for unit in self.units.all if self.owners.get(unit)]
 
-    def layers(self, stage: int, boundaries: Boundaries) -> list[nn.Module]:
+    def layers_of(self, stage: int) -> list[Unit]:
         """The layers of a stage."""
-        return [site.module for site in self.pipelined.layers[boundaries[stage] : boundaries[stage + 1]]]
+        return list(dict.fromkeys(self.calls.layers[self.boundaries[stage] : self.boundaries[stage + 1]]))
 
-    def stage_module(
-        self,
-        stage: int,
-        boundaries: Boundaries,
-        parts: Sequence[Part],
-        device: torch.device,
-    ) -> StageModule:
-        """Make the module that a stage runs.
+    def programs(self, trace: Trace) -> list[StageProgram]:
+        """What each stage does of a step.
 
-        Args:
-            stage: Index of the stage.
-            boundaries: The partition.
-            parts: What each stage runs.
-            device: Where the stage runs.
+        Raises:
+            ConfigurationError: If stages cannot run it one after the other.
         """
-        start, stop = boundaries[stage], boundaries[stage + 1]
-        is_last = stop == len(self.pipelined.layers)
-        if not self.pipelined.is_tower:
-            return StageModule(self.layers(stage, boundaries), is_first=start == 0, is_last=is_last)
-        owned = [part.module for part in parts[len(self.pipelined.layers) :] if stage in part.stages]
-        return TowerStage(self.pipelined, start, stop, owned=owned, device=device)
+        return programs_of(trace, self._cuts(trace))
+
+    def _cuts(self, trace: Trace) -> list[int]:
+        if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
+            cuts = cuts_before(trace, [trace.marks[bound][1] for bound in self.boundaries[1:-1]])
+            edges = [0, *cuts, len(trace.events)]
+            if all(
+                not self.owners.get(unit) or stage in self.owners[unit]
+                for stage, (start, stop) in enumerate(pairwise(edges))
+                for event in trace.events[start:stop]
+                for unit in event.units
+            ):
+                return cuts
+        return cuts_by_owner(trace, self.owners, self.num_stages)
 
 
-def find_split(root: nn.Module, name: str | None = None) -> Split:
-    """Find the module to split; see `find_pipelined_module`."""
-    pipelined = find_pipelined_module(root, name)
-    return Split(pipelined, find_phases(pipelined) if pipelined.is_tower else {})
+def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries) -> Split:
+    """Give the stages their units."""
+    owners: dict[Unit, set[int]] = {}
+    for stage, (start, stop) in enumerate(pairwise(boundaries)):
+        for index in range(start, stop):
+            for unit in (calls.layers[index], *calls.others[index]):
+                owners.setdefault(unit, set()).add(stage)
+    return Split(units, calls, boundaries, {unit: frozenset(stages) for unit, stages in owners.items()})
+
+
+def remember_split(split: Split, stages: Sequence[int]) -> None:
+    """Note how a module is split.
+
+    Raises:
+        ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
+    """
+    attributes = split.units.layers[0].module.__dict__
+    before, stages_before = attributes.setdefault(_SPLIT, (split, tuple(stages)))
+    if before.boundaries != split.boundaries or stages_before != tuple(stages):
+        raise ConfigurationError(
+            f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of stages "
+            f"{list(stages_before)}; now {list(split.boundaries)} (stages {list(stages)}) is asked for. Build the model "
+            f"anew, or keep the partition, the schedule and the number of devices."
+        )
+
+
+def earlier_split(units: Units) -> Split | None:
+    """How a module was split before; None if it was not."""
+    before = units.layers[0].module.__dict__.get(_SPLIT)
+    if before is None:
+        return None
+    split: Split = before[0]
+    of_module = {unit.module: unit for unit in units.all}  # the same modules, in units of now
+    renewed = {unit: of_module[unit.module] for unit in split.units.all if unit.module in of_module}
+    calls = LayerCalls(
+        tuple(renewed[unit] for unit in split.calls.layers),
+        tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
+    )
+    return Split(units, calls, split.boundaries, {renewed[u]: stages for u, stages in split.owners.items() if u in renewed})
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:
     """Check that a model can be split, before processes are started.
 
     Raises:
-        ConfigurationError: If there are no or several candidates to split.
+        ConfigurationError: If it has nothing to split.
         PartitionError: If the partition does not fit its layers.
     """
-    split = find_split(root)
-    weights = split.num_parameters  # in place of times, which nobody has measured
-    partition_layers(partition, weights, num_stages, types=split.types, times_s=weights)
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    calls = layer_calls(find_units(root, at_least=num_stages), None)
+    weights = calls.num_parameters  # in place of times, which nobody has measured
+    partition_layers(partition, weights, num_stages, types=calls.types, times_s=weights)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "FakeTensorMode",
     "IncompatibleKeys",
     "TorchDispatchMode",
     "abort_process_group",

@@ -1,6 +1,6 @@
 """Layers whose parameters, gradients and optimizer states are divided over the replicas (FSDP2).
 
-Layers are changed in place and keep their names, so optimizers and checkpoints see nothing of it.
+Layers keep their names, so optimizers and checkpoints see nothing of it; FSDP2 hooks into a module around each.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import finish_backward
+from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"
 
 
-def shard_over_replicas(layers: Iterable[nn.Module], mesh: DeviceMesh, kept_whole: Iterable[nn.Parameter]) -> None:
+def shard_over_replicas(
+    layers: Iterable[nn.Module], mesh: DeviceMesh, kept_whole: Iterable[nn.Parameter]
+) -> dict[nn.Module, Holder]:
     """Divide the parameters of each layer over its replicas with FSDP2; layers stay divided.
 
     A layer is gathered once for an iteration, not for each microbatch, so what replicas save is the memory of gradients
@@ -27,12 +30,17 @@ def shard_over_replicas(layers: Iterable[nn.Module], mesh: DeviceMesh, kept_whol
         layers: The layers of a rank.
         mesh: The replicas.
         kept_whole: Parameters that are not divided.
+
+    Returns:
+        What is to be called in place of the `forward` of a divided layer.
     """
     ignored = set(kept_whole)
     for layer in dict.fromkeys(layers):
         if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
-            layer.__dict__[_SHARDED] = True
+            holder = Holder(layer, layer.forward)
+            fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
+            layer.__dict__[_SHARDED] = holder
+    return {layer: layer.__dict__[_SHARDED] for layer in layers if _SHARDED in layer.__dict__}
 
 
 def accumulate_only(layers: Iterable[nn.Module]) -> None:

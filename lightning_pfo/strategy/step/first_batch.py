@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.sequential import ModuleInputs
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
-from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 from lightning_pfo.strategy.step.loss_check import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
@@ -29,9 +26,12 @@ from lightning_pfo.strategy.step.loss_check import (
     tolerance_of,
 )
 from lightning_pfo.strategy.step.microbatches import batch_size_of, first_samples, split_batch
+from lightning_pfo.strategy.step.recording import LogRecorder
+
+if TYPE_CHECKING:
+    from lightning_pfo.strategy.step.runner import StepRunner
 
 _log = logging.getLogger(__name__)
-_COMPARED = "compared"  # signature of microbatches here; the engine forgets them
 
 
 class LossComparison:
@@ -41,18 +41,13 @@ class LossComparison:
     step itself writes into are the exception, and what it tells others, such as a file.
 
     Args:
-        engine: The pipeline engine of this rank.
-        owner: The user's module whose step is run.
-        redirection: Patches the pipelined module of `owner`.
+        runner: Runs the user's step.
         compiled: Whether layers are compiled; here they are not, since a second batch size would compile them anew.
     """
 
-    def __init__(
-        self, engine: PipelineEngine, owner: nn.Module, redirection: StepRedirection, *, compiled: bool
-    ) -> None:
-        self._engine = engine
-        self._owner = owner
-        self._redirection = redirection
+    def __init__(self, runner: StepRunner, *, compiled: bool) -> None:
+        self._runner = runner
+        self._engine, self._owner = runner.engine, runner.owner
         self._compiled = compiled
         self._output_bytes = 0
         self._dtypes: set[torch.dtype] = set()
@@ -75,7 +70,6 @@ class LossComparison:
                 if self._compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
-                stack.callback(engine.forget, _COMPARED)
                 verdict = self._compare(step, num_microbatches, step_seed, batch, rest)
         verdicts = [found for found in engine.all_gather(verdict, everywhere=True) if found is not None]
         for is_error, message in sorted(verdicts, reverse=True):
@@ -91,7 +85,7 @@ class LossComparison:
         parts = split_batch(batch, num_microbatches)
 
         def losses_of(parts: Sequence[Any], draw: int) -> tuple[float, ...] | None:
-            return self._losses(lambda index: step(parts[index], *rest), len(parts), (*step_seed, draw))
+            return self._losses(lambda index: step(parts[index], *rest), parts, (*step_seed, draw))
 
         of_parts = losses_of(parts, 0)
         most = min(self._tell(max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0))
@@ -125,23 +119,17 @@ class LossComparison:
         values = self._engine.all_gather(value if self._engine.is_last else None, everywhere=True)
         return [found for found in values if found is not None]
 
-    def _losses(self, step: Callable[[int], Any], number: int, step_seed: tuple[int, ...]) -> tuple[float, ...] | None:
+    def _losses(
+        self, step: Callable[[int], Any], parts: Sequence[Any], step_seed: tuple[int, ...]
+    ) -> tuple[float, ...] | None:
         """The losses of microbatches, on the last rank; None where they are not known."""
-        engine = self._engine
         losses: list[float] = []
         failures: list[Exception] = []
-        self._output_bytes = 0
 
-        seeded_step = random_state.seeded(engine.device, step_seed, step)
-
-        def inputs(index: int) -> ModuleInputs:
-            return self._redirection.capture(partial(seeded_step, index))
-
-        def loss_function(output: Any, index: int) -> torch.Tensor:
+        def take(result: Any, index: int) -> torch.Tensor:
             try:
-                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-                self._output_bytes = max(self._output_bytes, sum(t.numel() * t.element_size() for t in tensors))
-                result = self._redirection.replay(partial(seeded_step, index), output, LogRecorder(self._owner))
+                if isinstance(result, Exception):
+                    raise result
                 loss = result["loss"] if isinstance(result, dict) else result
                 self._dtypes.add(loss.dtype)
                 losses.append(float(loss))
@@ -154,16 +142,16 @@ class LossComparison:
                 module.training = False
             problem = ""
             try:
-                engine.prepare(number, _COMPARED, step_seed, inputs)
-            except Exception as error:  # on every rank
+                programs = self._runner.run("compare", step, parts, step_seed, LogRecorder(self._owner), take)
+                self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
+            except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-            problems = [found for found in engine.all_gather(problem, everywhere=True) if found]
+            problems = [found for found in self._engine.all_gather(problem, everywhere=True) if found]
             if problems:
-                self._say_why_not(number, problems[0])
+                self._say_why_not(len(parts), problems[0])
                 return None
-            engine.run(number, _COMPARED, step_seed, inputs, loss_function, train=False)
         if failures:
-            self._say_why_not(number, f"{type(failures[0]).__name__}: {failures[0]}")
+            self._say_why_not(len(parts), f"{type(failures[0]).__name__}: {failures[0]}")
         return tuple(losses) if losses and not failures else None
 
     def _say_why_not(self, number: int, problem: str) -> None:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.ownership import move_local_tensors
-from lightning_pfo.strategy.model.redirection import Redirection, redirected
+from lightning_pfo.strategy.model.tracing.follow import follow_units
+from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics import metrics_of
 from lightning_pfo.strategy.step.runner import loss_of
@@ -40,69 +42,92 @@ class _Stamp(torch.autograd.Function):
 
 
 def measure_layer_times(
-    pipelined: PipelinedModule, step: Callable[[], torch.Tensor], device: torch.device, repeats: int = _REPEATS
+    units: Units, step: Callable[[], torch.Tensor], device: torch.device, repeats: int = _REPEATS
 ) -> list[float]:
-    """Measure forward and backward of each layer.
+    """Measure forward and backward of each call of a layer.
 
     What runs between two layers counts for the one before; what runs before the first layer counts for that, and what
     follows the last one, the loss too, for the last. So the times add up to that of the whole step.
 
     Args:
-        pipelined: The module whose layers are timed.
-        step: Runs one microbatch forward, calling the module, and returns the loss. Its gradients are left in `.grad`.
+        units: The layers are timed.
+        step: Runs one microbatch forward and returns the loss. Its gradients are left in `.grad`.
         device: Where it runs.
         repeats: Number of steps measured, after one to warm up.
 
     Returns:
-        Seconds for each layer, the median over steps.
+        Seconds for each call, the median over steps.
     """
-    runs = [_measure_once(pipelined, step, device) for _ in range(repeats + 1)]
+    with Patches() as patches:
+        follow_units(units.all, patches)
+        runs = [_TimedRun(device).measure(step) for _ in range(repeats + 1)]
     return [median(times) for times in zip(*runs[1:], strict=True)]
 
 
-def _measure_once(pipelined: PipelinedModule, step: Callable[[], torch.Tensor], device: torch.device) -> list[float]:
-    num_layers = len(pipelined.layers)
-    forward: dict[int, float] = {}
-    backward: dict[int, float] = {}
+class _TimedRun:
+    """Notes when each layer of a step begins, and when its gradient is there."""
 
-    def note(stamps: dict[int, float], index: int) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        stamps[index] = time.perf_counter()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._forward: list[float] = []
+        self._backward: dict[int, float] = {}
 
-    def call(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaves[position] = _Stamp.apply(leaf, partial(note, backward, index))  # type: ignore[no-untyped-call]
-                break
-        args, kwargs = tree_unflatten(leaves, structure)
-        if index > 0:
-            note(forward, index)
-        return layer(*args, **kwargs)
+    def measure(self, step: Callable[[], torch.Tensor]) -> list[float]:
+        """Run the step forward and backward; returns the seconds of each call."""
+        began = self._now()
+        with following(self):
+            loss = step()
+        forward = [began, *self._forward[1:], self._now()]
+        num_calls = len(self._forward)
+        self._note_backward(num_calls)
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward = self._backward
+        self._note_backward(0)
+        times_s = [0.0] * num_calls
+        for index in reversed(range(num_calls)):
+            backward.setdefault(index, backward[0])  # the layers before are frozen: backward ends with this one
+            times_s[index] = forward[index + 1] - forward[index] + backward[index] - backward[index + 1]
+        return times_s
 
-    note(forward, 0)
-    with redirected([Redirection(site, partial(call, index)) for index, site in enumerate(pipelined.layers)]):
-        loss = step()
-    note(forward, num_layers)
-    note(backward, num_layers)
-    loss.backward()  # type: ignore[no-untyped-call]
-    note(backward, 0)
-    times_s = [0.0] * num_layers
-    for index in reversed(range(num_layers)):
-        backward.setdefault(index, backward[0])  # the layers before are frozen: backward ends with this one
-        times_s[index] = forward[index + 1] - forward[index] + backward[index] - backward[index + 1]
-    return times_s
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _note_backward(self, index: int) -> None:
+        self._backward[index] = self._now()
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Nothing is tracked here."""
+        return function(*args, **kwargs)
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called."""
+        if unit.is_layer:
+            index = len(self._forward)
+            leaves, structure = tree_flatten((args, kwargs))
+            for position, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaves[position] = _Stamp.apply(leaf, partial(self._note_backward, index))  # type: ignore[no-untyped-call]
+                    break
+            args, kwargs = tree_unflatten(leaves, structure)
+            self._forward.append(self._now())
+        return unit.compute(*args, **kwargs)
+
+    def enter(self, unit: Unit) -> None:
+        """A layer begins that is followed into."""
+        self._forward.append(self._now())
+
+    def note(self, values: Any) -> None:
+        """Values are wanted at the end."""
 
 
-def measure_training_step(
-    owner: nn.Module, pipelined: PipelinedModule, step: Callable[[], Any], device: torch.device
-) -> list[float]:
+def measure_training_step(owner: nn.Module, units: Units, step: Callable[[], Any], device: torch.device) -> list[float]:
     """Measure the layers in a user's training step; nothing of the step remains, neither logs nor gradients nor state.
 
     Args:
         owner: The user's module, which logs.
-        pipelined: The module whose layers are timed.
+        units: Its layers are timed.
         step: The user's step on one microbatch.
         device: Where to run it; the whole model has to fit there.
 
@@ -120,7 +145,7 @@ def measure_training_step(
     owner.__dict__["log"] = lambda *args, **kwargs: None
     try:
         with random_state.isolated(device), without_synchronisation(metrics):
-            return measure_layer_times(pipelined, lambda: loss_of(step()), device)
+            return measure_layer_times(units, lambda: loss_of(step()), device)
     finally:
         del owner.__dict__["log"]
         for metric in metrics:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
@@ -152,6 +152,14 @@ def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:
         if remainder and num_batches > len(sampler) // size:
             sizes.append(remainder)
     return sizes
+
+
+def can_be_read_again(loaders: Any) -> bool:
+    """Whether a batch can be taken from loaders without anything missing in training: datasets are looked up by index."""
+    leaves = tree_leaves(loaders, is_leaf=lambda node: isinstance(node, DataLoader))
+    return bool(leaves) and all(
+        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) for loader in leaves
+    )
 
 
 def check_batch_sizes(sizes: Sequence[int], num_microbatches: int) -> None:

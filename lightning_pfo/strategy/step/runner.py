@@ -1,9 +1,8 @@
-"""One step of the user's module on the pipeline: split, capture, run, replay, share."""
+"""One step of the user's module on the pipeline: split the batch, run the stages, share what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +11,16 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.sequential import ModuleInputs
+from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_map_only
+from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import host_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
-from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
-from lightning_pfo.strategy.step.compat import set_batch_value
+from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
@@ -28,6 +29,8 @@ from lightning_pfo.strategy.step.gradients import (
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import batch_size_of, merge_outputs, split_batch
+from lightning_pfo.strategy.step.programs import Programs, logging_to
+from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
 
 Step = Callable[..., Any]
@@ -40,10 +43,9 @@ class StepRunner:
     Args:
         engine: The pipeline engine of this rank.
         owner: The user's module whose steps are run.
-        redirection: Patches the pipelined module of `owner`.
+        split: How it is divided.
         parameters: Parameters this rank holds.
         shared: Parameters every rank holds.
-        everywhere: All parameters of the model, those of other ranks too; which of them are trained may change.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
@@ -54,27 +56,27 @@ class StepRunner:
         self,
         engine: PipelineEngine,
         owner: nn.Module,
-        redirection: StepRedirection,
+        split: Split,
         parameters: list[nn.Parameter],
         shared: list[nn.Parameter],
-        everywhere: list[nn.Parameter],
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
         *,
         check_loss: bool = True,
         compiled: bool = False,
     ) -> None:
-        self._engine = engine
-        self._owner = owner
-        self._redirection = redirection
+        self.engine = engine
+        self.owner = owner
+        self._programs = Programs(owner, split, engine.device)
+        self._metrics = metrics_of(owner)
         self._parameters = parameters
         self._shared = shared
-        self._everywhere = everywhere
         self._hosts = host_group(engine.group, engine.device)
         self._exchanges: dict[str, ValueExchange] = {}
-        self._comparison = LossComparison(engine, owner, redirection, compiled=compiled) if check_loss else None
+        self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
-        for metric in metrics_of(owner):
+        self._rehearsed: set[str] = set()
+        for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
     def train(
@@ -108,7 +110,7 @@ class StepRunner:
             ConfigurationError: On every rank, if the step does not return a loss, or returns on the first batch one
                 that is NaN or does not suit microbatches; see `first_batch`.
         """
-        engine = self._engine
+        engine = self.engine
         engine.set_num_microbatches(num_microbatches)
         is_first, self._is_first_batch = self._is_first_batch, False
         if is_first and self._comparison is not None:
@@ -127,7 +129,7 @@ class StepRunner:
         finally:
             put_gradients(self._parameters, earlier)
         if is_first:
-            refuse_nan(engine, self._owner, batch, values.numbers[0], losses)
+            refuse_nan(engine, self.owner, batch, values.numbers[0], losses)
         self._log(values, batch_size_of(batch))
         loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
         return {"loss": loss} if values.structure[0] == "dict" else loss
@@ -145,7 +147,7 @@ class StepRunner:
 
     def predict(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
         """Run a predict step; every rank gets the merged outputs, on the CPU."""
-        engine = self._engine
+        engine = self.engine
         values, results = self._run("predict", step, num_microbatches, step_seed, batch, rest)
         self._log(values, batch_size_of(batch))
         merged = None
@@ -163,21 +165,17 @@ class StepRunner:
         rest: Any,
         loss_scale: torch.Tensor | None = None,
     ) -> tuple[StepValues, list[Any]]:
-        engine = self._engine
+        engine = self.engine
         microbatches = split_batch(batch, num_microbatches)
-        recorder = LogRecorder(self._owner)
+        recorder = LogRecorder(self.owner)
         results: list[Any] = []
         error: BaseException | None = None
 
-        seeded_step = random_state.seeded(engine.device, step_seed, lambda index: step(microbatches[index], *rest))
-
-        def inputs(index: int) -> ModuleInputs:
-            return self._redirection.capture(partial(seeded_step, index))
-
-        def loss_function(output: Any, index: int) -> torch.Tensor:
+        def take(result: Any, index: int) -> torch.Tensor:
             nonlocal error
             try:
-                result = self._redirection.replay(partial(seeded_step, index), output, recorder)
+                if isinstance(result, Exception):
+                    raise result
                 if kind != "train":
                     results.append(result)
                     return torch.zeros(())
@@ -188,13 +186,9 @@ class StepRunner:
                 return loss if loss_scale is None else loss * loss_scale
             except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
                 error = error or exception
-                return _zero_loss(output)
+                return torch.zeros(())
 
-        with random_state.isolated(engine.device):
-            signature = _signature(microbatches[0])
-            if kind == "train":  # what is trained decides which gradients stages send
-                signature = (signature, tuple(parameter.requires_grad for parameter in self._everywhere))
-            engine.run(num_microbatches, signature, step_seed, inputs, loss_function, train=kind == "train")
+        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take)
         mine = None
         if engine.is_last:
             mine = StepValues(error=error) if error is not None else recorder.step_values(results)
@@ -202,16 +196,69 @@ class StepRunner:
             self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
         return self._exchanges[kind].share(mine), results
 
+    def run(
+        self,
+        kind: str,
+        step: Callable[[int], Any],
+        microbatches: Sequence[Any],
+        step_seed: tuple[int, ...],
+        recorder: LogRecorder,
+        take: Callable[[Any, int], torch.Tensor],
+    ) -> list[list[StageProgram]]:
+        """Run a step on microbatches; the first time an error of any stage is raised on every rank.
+
+        Args:
+            kind: Which step it is; `train` runs backward too.
+            step: The user's step on the microbatch of an index.
+            microbatches: The microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            recorder: Where logs of the last stage go.
+            take: Takes, on the rank of the last stage, what the step returned for a microbatch (or the error that it
+                raised); returns the loss.
+
+        Returns:
+            What the stages have done of each microbatch.
+        """
+        engine = self.engine
+        train = kind == "train"
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            with following(None):
+                recorder.log(name, plain(value), *args, **kwargs)
+
+        def run_step(stage: int, index: int) -> Any:
+            is_last = stage == engine.num_stages - 1
+            with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
+                try:
+                    return step(index)
+                except Exception as error:
+                    if is_last:
+                        return error
+                    raise
+
+        with random_state.isolated(engine.device):
+            programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
+            if kind not in self._rehearsed:
+                with untouched(self.owner):
+                    engine.rehearse(programs[0], step_seed, run_step, train=train)
+                self._rehearsed.add(kind)
+            engine.run(programs, step_seed, run_step, take, train=train)
+        return programs
+
     def _log(self, values: StepValues, batch_size: int) -> None:
         result_kind, logged = values.structure
         numbers = values.numbers[0 if result_kind is None else 1 :]
         for (name, metric_path, arguments), number in zip(logged, numbers, strict=True):
             value: Any = number
             if metric_path is not None:
-                value = self._owner.get_submodule(metric_path)
+                value = self.owner.get_submodule(metric_path)
                 set_batch_value(value, number)
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
-            self._owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+            self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for `self.log` where the step is not run to its end."""
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -233,17 +280,3 @@ def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
     return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)
-
-
-def _zero_loss(output: Any) -> torch.Tensor:
-    tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    return sum((tensor.sum() * 0 for tensor in tensors), torch.zeros(()))
-
-
-def _signature(microbatch: Any) -> Any:
-    leaves, structure = tree_flatten(microbatch)
-    described = [
-        (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        for leaf in leaves
-    ]
-    return (tuple(described), str(structure))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,13 +21,16 @@ from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
-from lightning_pfo.strategy.model.find import PipelinedModule
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
-from lightning_pfo.strategy.step.layer_times import measure_training_step
-from lightning_pfo.strategy.step.microbatches import batch_size_of, default_num_microbatches, split_batch
+from lightning_pfo.strategy.step.microbatches import (
+    batch_size_of,
+    can_be_read_again,
+    default_num_microbatches,
+    split_batch,
+)
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
@@ -46,8 +51,7 @@ class PfoPipelineStrategy(StepStrategy):
     Hugging Face models do. Listeners follow every instruction through `instruction_source`.
 
     Args:
-        pipeline_module: Dotted name of the module to split, see `find_pipelined_module`; None finds it when it is
-            unambiguous.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
         partition: `uniform`, `parameters`, `type:REGEX`, `profile` or `custom:0,8,14,21,27`; see `partition_layers`.
             `profile` runs a few training steps of the whole model on the first rank, on the first training batch.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`, or
@@ -202,7 +206,7 @@ class PfoPipelineStrategy(StepStrategy):
             self._patches,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
-            measure=self._measure_layers if module.trainer.state.fn == TrainerFn.FITTING else None,
+            first_step=self._first_step if module.trainer.state.fn == TrainerFn.FITTING else None,
             num_microbatches=self._num_microbatches,
             local_device_index=self.local_rank,
             group=self.mesh.pipeline_group,
@@ -218,19 +222,23 @@ class PfoPipelineStrategy(StepStrategy):
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
         return pipeline
 
-    def _measure_layers(self, pipelined: PipelinedModule) -> list[float]:
+    def _first_step(self) -> Callable[[torch.device], Any] | None:
+        """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
         module = self._module()
-        loader = CombinedLoader(training_data(module.trainer), "max_size_cycle")
+        data = training_data(module.trainer)
+        if self._partition != "profile" and not can_be_read_again(data):
+            return None
         with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
-            batch, _, dataloader_idx = next(iter(loader))
-        batch = self.batch_to_device(batch, self.root_device, dataloader_idx)
+            batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
         number = self._num_microbatches
         number = number or default_num_microbatches(batch_size_of(batch), self.mesh.num_ranks, self._make_schedule)
         microbatch = split_batch(batch, number)[0]
-        with self.precision_plugin.train_step_context():
-            return measure_training_step(
-                module, pipelined, lambda: module.training_step(microbatch, 0), self.root_device
-            )
+
+        def step(device: torch.device) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
+
+        return step
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
         return make_checked_schedule(

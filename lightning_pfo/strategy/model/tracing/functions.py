@@ -1,0 +1,57 @@
+"""Functions of torch that need no value of a tensor, or change no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_mps is_xpu is_nested is_mkldnn itemsize nbytes names output_nr _version _base name is_sparse_csr retains_grad "
+    "_backward_hooks _post_accumulate_grad_hooks"
+).split()
+_METHODS = (
+    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_signed "
+    "is_contiguous get_device is_pinned is_inference is_conj is_neg __len__ __hash__ _is_view is_shared "
+    "dim_order has_names is_same_size __dir__ __reduce_ex__ is_distributed"
+).split()
+_FUNCTIONS = "is_floating_point is_complex numel is_conj is_neg is_inference is_same_size result_type get_device".split()
+
+
+def _metadata() -> frozenset[Any]:
+    found: set[Any] = set()
+    for name in _PROPERTIES:
+        found.add(getattr(getattr(torch.Tensor, name, None), "__get__", None))
+    for name in _METHODS:
+        found.add(getattr(torch.Tensor, name, None))
+    for name in _FUNCTIONS:
+        found.add(getattr(torch, name, None))
+    return frozenset(found - {None})
+
+
+METADATA = _metadata()
+"""Functions that tell the form of a tensor."""
+
+MAKERS = frozenset(
+    function
+    for name in ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty")
+    for owner in (torch, torch.Tensor)
+    if (function := getattr(owner, name, None)) is not None
+)
+"""Functions that make tensors in the form of others, without looking at values."""
+
+HOOKS = frozenset(
+    function
+    for name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
+    if (function := getattr(torch.Tensor, name, None)) is not None
+)
+"""Functions that only leave something with a tensor."""
+
+
+def is_metadata(function: Any) -> bool:
+    """Whether a function only tells the form of a tensor."""
+    try:
+        return function in METADATA
+    except TypeError:  # unhashable
+        return False

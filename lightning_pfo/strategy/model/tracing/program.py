@@ -1,0 +1,143 @@
+"""What each stage does of a traced step: between which events it computes, what it receives and what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.trace import Event, Trace
+from lightning_pfo.strategy.model.tracing.tracked import Tracked
+from lightning_pfo.strategy.model.units import Unit
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stage's part of a step.
+
+    Attributes:
+        events: The events of the whole step.
+        start: The first event that it computes.
+        stop: The event at which it ends; None: it runs to the end.
+        received: Labels of the values that it begins with.
+        sent: Labels of the values that it ends with.
+        changed: Of what is received, what is changed in place later.
+        forms: Of all values, by label.
+        applies: Whether the step uses an `autograd.Function` of its own between units.
+        draws: Whether the step draws random numbers between the events.
+    """
+
+    events: Sequence[Event] = field(repr=False)
+    start: int
+    stop: int | None
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    changed: frozenset[int]
+    forms: Sequence[Tracked] = field(repr=False)
+    applies: bool
+    draws: bool
+
+
+def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
+    """Divide a step at some events.
+
+    Args:
+        trace: The step.
+        cuts: The first event of each stage but the first, rising.
+
+    Raises:
+        ConfigurationError: If a value would have to cross a cut whose shape depends on values, or two values that share
+            memory, of which one is changed in place afterwards.
+    """
+    positions = [0, *cuts]
+    live = [tuple(trace.live(cut)) if stage else () for stage, cut in enumerate(positions)]
+    for cut, labels in zip(positions[1:], live[1:], strict=True):
+        _check(trace, cut, labels)
+    forms = [value.form for value in trace.values]
+    programs = []
+    for stage, (start, stop) in enumerate(pairwise([*positions, None])):
+        programs.append(
+            StageProgram(
+                trace.events,
+                start or 0,
+                stop,
+                live[stage],
+                live[stage + 1] if stop is not None else (),
+                frozenset(label for label in live[stage] if trace.values[label].changed_at >= (start or 0)),
+                forms,
+                any(type(event.what).__name__ == "AppliedFunction" for event in trace.events),
+                trace.draws,
+            )
+        )
+    return programs
+
+
+def _check(trace: Trace, cut: int, labels: Sequence[int]) -> None:
+    by_memory: dict[int, int] = {}
+    for label in labels:
+        value = trace.values[label]
+        if value.line:
+            raise ConfigurationError(
+                f"A value crosses the boundary between two stages whose shape depends on the values of tensors that "
+                f"an earlier stage computes, so that the next stage cannot make room for it: {value.line} Move the "
+                f"boundary with partition='custom:...', or keep the shape (e.g. with torch.where and zeros)."
+            )
+        other = by_memory.setdefault(value.memory, label)
+        if other != label and max(trace.values[other].changed_at, value.changed_at) >= cut:
+            raise ConfigurationError(
+                "Two tensors that share memory cross the boundary between two stages, and one of them is changed in "
+                "place afterwards; the other would not change with it. Change a copy (x = x.clone()), or move the "
+                "boundary with partition='custom:...'."
+            )
+
+
+def cuts_before(trace: Trace, positions: Sequence[int]) -> list[int]:
+    """Where to cut so that the event at each position begins a stage: where the least has to be sent.
+
+    Between the last unit with parameters before the position and the position itself.
+    """
+    return [min(_possible(trace, position), key=lambda cut: (_bytes(trace, cut), -cut)) for position in positions]
+
+
+def _possible(trace: Trace, position: int) -> range:
+    first = position
+    while first > 0 and not any(unit.num_parameters for unit in trace.events[first - 1].units):
+        first -= 1
+    return range(max(first, 1), position + 1)
+
+
+def _bytes(trace: Trace, cut: int) -> int:
+    return sum(trace.values[label].num_bytes for label in trace.live(cut))
+
+
+def cuts_by_owner(trace: Trace, owners: Mapping[Unit, frozenset[int]], num_stages: int) -> list[int]:
+    """Where to cut so that each stage runs units that it has.
+
+    Args:
+        trace: A step that may differ from that which the partition was made for.
+        owners: The stages that have a unit.
+        num_stages: Number of stages.
+
+    Raises:
+        ConfigurationError: If units are called in an order that leads back to an earlier stage.
+    """
+    cuts: list[int] = []
+    previous: Unit | None = None
+    for position, event in enumerate(trace.events):
+        for unit in event.units:
+            stages = owners.get(unit, frozenset())
+            if not stages or len(cuts) in stages:
+                previous = unit if stages else previous
+                continue
+            later = [stage for stage in stages if stage > len(cuts)]
+            if not later:
+                assert previous is not None
+                raise ConfigurationError(
+                    f"Stages run one after the other, but {unit.name!r}, which stage {max(stages)} has, is called after "
+                    f"{previous.name!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
+                    f"boundaries with partition='custom:...' so that one stage has both."
+                )
+            cuts += [position] * (min(later) - len(cuts))
+            previous = unit
+    return cuts + [len(trace.events)] * (num_stages - 1 - len(cuts))

@@ -1,0 +1,289 @@
+"""Running one stage of a user's step: the step runs as it is, and what other stages compute is left out.
+
+Up to the stage's first event nothing is computed: units and operations return placeholders, or what was received. From
+there to the stage's last event everything is computed, and the step is ended. The last stage runs on to the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing import tracked as module
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.outline import Same
+from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.trace import Event, New, functions_followed, users_line
+from lightning_pfo.strategy.model.tracing.tracked import (
+    AbsentValueError,
+    Tracked,
+    following,
+    natively,
+    plain,
+    tracked,
+    untracked,
+    value_of,
+)
+from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class _StageEnded(BaseException):
+    """Ends the step; a BaseException because users may write `except Exception` around their model."""
+
+
+class _NoHandle:
+    """A hook's handle where no hook was registered."""
+
+    def remove(self) -> None:
+        """Do nothing."""
+
+
+def run_stage(
+    program: StageProgram,
+    step: Callable[[], Any],
+    received: Sequence[torch.Tensor],
+    enter: Callable[[], None] = lambda: None,
+    around: Callable[[], Any] = nullcontext,
+) -> Any:
+    """Run a stage.
+
+    Args:
+        program: What it does.
+        step: The user's step on a microbatch.
+        received: The values that it begins with.
+        enter: Called when it begins to compute.
+        around: Makes a context around everything that is computed between events, where random numbers of the step and
+            of the stages are told apart.
+
+    Returns:
+        The tensors that the next stage begins with; of the last stage what the step returned.
+
+    Raises:
+        ConfigurationError: If the step does something else than in the trace.
+    """
+    run = StageRun(program, received, enter, around)
+    try:
+        with following(run), functions_followed(run) if program.applies else nullcontext():
+            result = step()
+    except _StageEnded:
+        return run.outputs()
+    finally:
+        run.close()
+    if program.stop is not None:
+        raise ConfigurationError(
+            f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the trace: "
+            f"what it runs depends on something that changes from batch to batch."
+        )
+    return plain(result)
+
+
+class StageRun:
+    """Follows a step of which one stage is run; see `run_stage`."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        received: Sequence[torch.Tensor],
+        enter: Callable[[], None],
+        around: Callable[[], Any],
+    ) -> None:
+        self.position = 0
+        self._program = program
+        self._events = program.events
+        self._start = program.start
+        self._received = {
+            label: tracked(tensor.clone() if label in program.changed else tensor.view_as(tensor))
+            for label, tensor in zip(program.received, received, strict=True)
+        }
+        self._kept: dict[int, torch.Tensor] = dict(self._received)
+        self._wanted = frozenset(program.sent)
+        self._enter = enter
+        self._around = around
+        self._entered = False
+        self._adopted: list[torch.Tensor] = []
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run, or leave out, a function of torch."""
+        if function in MAKERS:
+            return _make(function, args, kwargs)
+        return self._event(function, function, args, kwargs)
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run, or leave out, a unit."""
+        return self._event(unit, unit.compute, args, kwargs)
+
+    def enter(self, unit: Any) -> None:
+        """A layer begins that is followed into."""
+
+    def note(self, values: Any) -> None:
+        """Values are wanted at the end."""
+
+    def outputs(self) -> Tensors:
+        """What the next stage receives, each a contiguous tensor of its own.
+
+        Raises:
+            ConfigurationError: If one is not as in the trace.
+        """
+        sent = []
+        for label in self._program.sent:
+            if label not in self._kept:
+                raise _deviates()
+            tensor, form = value_of(self._kept[label]), self._program.forms[label]
+            if isinstance(tensor, DTensor):
+                raise ConfigurationError(
+                    f"What a stage sends to the next one is a plain tensor; got a DTensor with placements "
+                    f"{tensor.placements}. Give the layer's plan use_local_output=True in configure_model, or move the "
+                    f"stage boundary with partition='custom:...'."
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                if tensor.shape != form.shape or tensor.dtype != form.dtype or (
+                    torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad
+                ):
+                    raise _differs(tensor, form)
+                tensor = tensor.contiguous()
+                sent.append(tensor.view_as(tensor))
+        return tuple(sent)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for tensor in self._adopted:
+            untracked(tensor)
+        self._kept.clear()
+        self._received.clear()
+
+    def _event(self, what: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self.position
+        if position == self._program.stop:
+            raise _StageEnded
+        self.position = position + 1
+        if position >= self._start:
+            if not self._entered:
+                self._entered = True
+                self._enter()
+            if self._program.stop is None:
+                return self._to_the_end(compute, args, kwargs)
+        if position >= len(self._events) or self._events[position].what != what:
+            raise _deviates()
+        event = self._events[position]
+        if position < self._start:
+            return self._leave_out(event, compute, args, kwargs)
+        return self._compute(event, compute, args, kwargs)
+
+    def _leave_out(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if event.reads:
+            try:
+                return natively(compute, args, kwargs)
+            except AbsentValueError as error:
+                raise ConfigurationError(f"{error} The line is {event.line}") from None
+        leaves = tree_flatten((args, kwargs))[0] if event.adopted or _has_same(event) else []
+        for index, label in event.adopted:
+            self._adopt(leaves[index], self._received.get(label))
+        if event.what in HOOKS:
+            return _NoHandle()
+        found = [
+            self._received.get(leaf.label, self._program.forms[leaf.label])
+            if isinstance(leaf, New)
+            else leaves[leaf.argument]
+            if isinstance(leaf, Same)
+            else leaf
+            for leaf in event.results
+        ]
+        return tree_unflatten(found, event.structure)
+
+    def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with following(None), self._around(), _ordinary((args, kwargs)):
+            result = natively(compute, args, kwargs)
+        found, structure = tree_flatten(result)
+        leaves: list[Any] = []
+        if event.adopted or _has_same(event):
+            leaves, _ = tree_flatten((args, kwargs))
+        if len(found) != len(event.results):
+            raise _deviates()
+        for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
+            if isinstance(expected, Same):
+                if value_of(leaves[expected.argument]) is not leaf:
+                    raise _deviates()
+                found[index] = leaves[expected.argument]
+            elif isinstance(expected, New):
+                if not isinstance(leaf, torch.Tensor):
+                    raise _deviates()
+                found[index] = tracked(leaf)
+                self._keep(expected.label, found[index])
+        for index, label in event.adopted:
+            self._adopted.append(tracked(leaves[index]))
+            self._keep(label, leaves[index])
+        return tree_unflatten(found, structure)
+
+    def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The last stage has everything now, and needs to follow nothing more."""
+        if self._around is nullcontext:
+            module._current = None
+        else:
+            with following(None), self._around():
+                return compute(*plain(args), **plain(kwargs))
+        return compute(*plain(args), **plain(kwargs))
+
+    def _keep(self, label: int, tensor: torch.Tensor) -> None:
+        if label in self._wanted:
+            self._kept[label] = tensor
+
+    def _adopt(self, tensor: torch.Tensor, received: torch.Tensor | None) -> None:
+        now = tracked(tensor)
+        self._adopted.append(now)
+        if received is None:
+            now.is_absent = True
+        else:
+            now.held = received
+            self._kept.update()
+
+
+@contextmanager
+def _ordinary(values: Any) -> Iterator[None]:
+    """Let tracked tensors be ordinary ones for a while."""
+    flipped = [leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent]
+    for tensor in flipped:
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for tensor in flipped:
+            tensor.__class__ = Tracked
+
+
+def _make(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a tensor in the form of another, which may be absent."""
+    leaves, structure = tree_flatten((args, kwargs))
+    forms = [
+        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if isinstance(leaf, Tracked) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = tree_unflatten(forms, structure)
+    return function(*args, **kwargs)
+
+
+def _has_same(event: Event) -> bool:
+    return any(isinstance(leaf, Same) for leaf in event.results)
+
+
+def _deviates() -> ConfigurationError:
+    return ConfigurationError(
+        "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
+        f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
+        "Let only the batch decide, or compute all of it on one stage (partition='custom:...')."
+    )
+
+
+def _differs(tensor: torch.Tensor, form: torch.Tensor) -> ConfigurationError:
+    return ConfigurationError(
+        f"A stage sends what the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
+        f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
+        f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "
+        f"partition='custom:...'."
+    )

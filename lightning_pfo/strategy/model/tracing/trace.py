@@ -1,0 +1,415 @@
+"""The trace of a user's step: what it calls, in order, and which values flow between the calls.
+
+The step runs once without computing: each module that is followed as a whole (a unit) is asked only for the form of what
+it returns, and the operations between units run on zeros in that form. What follows from the batch alone is computed as
+it is; every rank has the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS, is_metadata
+from lightning_pfo.strategy.model.tracing.outline import Same, outline_call, tensors_in
+from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, following, natively, plain, tracked, untracked
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+
+FOREVER = math.inf
+
+
+@dataclass(frozen=True)
+class New:
+    """A result that is a value of its own.
+
+    Attributes:
+        label: Its number.
+    """
+
+    label: int
+
+
+@dataclass
+class Value:
+    """A tensor that flows between calls.
+
+    Attributes:
+        form: A tensor of its shape, dtype and device, without a value.
+        born: The event that made it.
+        last_use: The last event that takes it; `FOREVER` if it decides what runs, is logged or returned.
+        memory: What memory it has, as a number; views have that of their base.
+        changed_at: The last event that changed it in place.
+        line: The user's line for which its shape depends on the values of other tensors, if it does.
+    """
+
+    form: Tracked
+    born: int
+    last_use: float = -1
+    memory: int = 0
+    changed_at: int = -1
+    line: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.form.numel() * self.form.element_size()
+
+
+@dataclass
+class Event:
+    """A call of a unit, or of a function of torch with a tracked tensor.
+
+    Attributes:
+        what: The unit, or the function.
+        results: The leaves of what it returns: `New`, `Same`, or what it is.
+        structure: What puts them together.
+        adopted: Ordinary tensors among the arguments that it changes in place, and their labels from then on.
+        units: The units that run in it.
+        parameters: Parameters that it is given.
+        reads: Whether it turns values of tensors into Python's.
+        line: The user's line, if it reads.
+    """
+
+    what: Any
+    results: list[Any] = field(default_factory=list)
+    structure: Any = None
+    adopted: list[tuple[int, int]] = field(default_factory=list)
+    units: list[Any] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    reads: bool = False
+    line: str = ""
+
+
+@dataclass
+class Trace:
+    """What a step does.
+
+    Attributes:
+        events: Calls in order.
+        values: What flows between them, by label.
+        marks: When layers begin: the layer's unit and the event that comes next.
+        everywhere: Parameters that are used beside all events.
+        draws: Whether the step draws random numbers of its own after the first event.
+        failure: The error that ended it early, if one did: what comes after is not known.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    marks: list[tuple[Any, int]] = field(default_factory=list)
+    everywhere: list[nn.Parameter] = field(default_factory=list)
+    draws: bool = False
+    failure: BaseException | None = None
+
+    def use(self, values: Any, when: float) -> None:
+        """Note that an event takes tracked tensors."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tracked) and leaf.label >= 0:
+                value = self.values[leaf.label]
+                value.last_use = max(value.last_use, when)
+
+    def live(self, position: int) -> list[int]:
+        """The values that are there before an event, and needed by it or later."""
+        return [label for label, value in enumerate(self.values) if value.born < position <= value.last_use]
+
+
+def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
+    """Trace a step of the user's module, whose units are followed (see `follow_units`).
+
+    The caller keeps away what a step leaves behind: attributes, random states, caches.
+
+    Args:
+        step: Runs it on a microbatch.
+        device: Where it runs.
+    """
+    run = _TraceRun(device)
+    seen = _ParametersSeen(run)
+    result = None
+    with following(run), functions_followed(run), seen:
+        try:
+            result = step()
+        except Exception as error:
+            run.trace.failure = error
+            # what is still held somewhere may be needed
+            for reference in run.alive:
+                run.trace.use(reference(), FOREVER)
+    run.finish(result)
+    run.trace.everywhere = list(seen.parameters.values())
+    return run.trace
+
+
+class _TraceRun:
+    """Follows a step and notes what it does."""
+
+    def __init__(self, device: torch.device) -> None:
+        import weakref
+
+        self.trace = Trace()
+        self.alive: list[Any] = []
+        self.inside = False
+        self._device = device
+        self._reference = weakref.ref
+        self._adopted: list[torch.Tensor] = []
+        self._glue_state: Any = None
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a function and run it on zeros."""
+        if function in MAKERS:
+            with self._nothing_drawn():
+                return natively(function, args, kwargs)
+        event = Event(function)
+        leaves, _ = tree_flatten((args, kwargs))
+        versions = [leaf._version if _is_ordinary(leaf) else 0 for leaf in leaves]
+        position = self._begin(event, leaves)
+        depends = _ShapesFromValues(leaves, function)
+        with self._nothing_drawn(), following(_Inside(self, event)), depends:
+            result = natively(function, args, kwargs)
+        changed = [
+            index
+            for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
+            if _is_ordinary(leaf) and leaf._version != version
+        ]
+        dynamic = users_line() if depends.found else ""
+        dynamic = dynamic or next((self.trace.values[leaf.label].line for leaf in leaves if _is_value(leaf)), "")
+        for leaf in leaves:
+            if _is_value(leaf) and leaf._version != self._versions.get(leaf.label, leaf._version):
+                self.trace.values[leaf.label].changed_at = position
+        found, structure = tree_flatten(result)
+        return self._end(event, leaves, found, structure, changed, dynamic)
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a unit, and return what it would, in form."""
+        event = Event(unit, units=[unit])
+        if unit.is_layer:
+            self.trace.marks.append((unit, len(self.trace.events)))
+        leaves, _ = tree_flatten((args, kwargs))
+        position = self._begin(event, leaves)
+        with self._nothing_drawn(), following(_Inside(self, event)):
+            outline = outline_call(unit.module, unit.forward, *plain((args, kwargs)), self._device)
+        for index in outline.changed:
+            if _is_value(leaves[index]):
+                self.trace.values[leaves[index].label].changed_at = position
+        found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
+        changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
+        line = next((self.trace.values[leaf.label].line for leaf in leaves if _is_value(leaf)), "")
+        return self._end(event, leaves, found, outline.structure, changed, line)
+
+    def enter(self, unit: Any) -> None:
+        """Note that a layer begins that is followed into."""
+        self.trace.marks.append((unit, len(self.trace.events)))
+
+    def note(self, values: Any) -> None:
+        """Note that values are wanted at the end, as what is logged."""
+        self.trace.use(values, FOREVER)
+
+    def finish(self, result: Any) -> None:
+        """The step has returned."""
+        self.note(result)
+        for tensor in self._adopted:
+            untracked(tensor)
+        if self._glue_state is not None:
+            self.trace.draws = not _same_state(self._glue_state, random_state.get_state(self._device))
+
+    def use_inside(self, event: Event, values: Any) -> None:
+        """Note tracked tensors that reach the inside of an event by another way than as arguments."""
+        self.trace.use(values, self.trace.events.index(event))
+
+    def _begin(self, event: Event, leaves: list[Any]) -> int:
+        if self._glue_state is None:
+            self._glue_state = random_state.get_state(self._device)
+        position = len(self.trace.events)
+        self.trace.events.append(event)
+        event.parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        self.trace.use(leaves, position)
+        self._versions = {leaf.label: leaf._version for leaf in leaves if _is_value(leaf)}
+        return position
+
+    def _end(
+        self, event: Event, leaves: list[Any], found: list[Any], structure: Any, changed: list[int], line: str
+    ) -> Any:
+        returned: list[Any] = []
+        event.structure = structure
+        own = {id(plain(leaf)): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        for leaf in found:
+            if isinstance(leaf, Same) or (isinstance(leaf, torch.Tensor) and id(leaf) in own):
+                index = leaf.argument if isinstance(leaf, Same) else own[id(leaf)]
+                event.results.append(Same(index))
+                returned.append(leaves[index])
+            elif isinstance(leaf, torch.Tensor):
+                value = tracked(leaf)
+                event.results.append(New(self._new(value, line)))
+                returned.append(value)
+            else:
+                event.results.append(leaf)
+                returned.append(leaf)
+        for index in changed:
+            if not isinstance(leaves[index], nn.Parameter) and leaves[index].is_leaf is False or type(
+                leaves[index]
+            ) is torch.Tensor:
+                adopted = tracked(leaves[index])
+                self._adopted.append(adopted)
+                event.adopted.append((index, self._new(adopted, line)))
+        if not any(isinstance(leaf, torch.Tensor) for leaf in found) and not event.adopted and not event.units:
+            if event.what not in HOOKS and not _returns_nothing(found):
+                event.reads = True
+                event.line = users_line()
+                self.trace.use(leaves, FOREVER)
+        return tree_unflatten(returned, structure)
+
+    def _new(self, value: Tracked, line: str) -> int:
+        value.label = len(self.trace.values)
+        position = len(self.trace.events) - 1
+        with following(None):
+            memory = 0 if value.held is not None else value.untyped_storage()._cdata
+            self.trace.values.append(Value(Tracked.absent(value), position, memory=memory or -value.label, line=line))
+        self.alive.append(self._reference(value))
+        return value.label
+
+    @contextmanager
+    def _nothing_drawn(self) -> Iterator[None]:
+        """Random numbers of what one stage computes are not those of the step."""
+        with random_state.isolated(self._device):
+            yield
+
+
+class _Inside:
+    """Follows what happens inside an event of a trace: units that a function calls."""
+
+    def __init__(self, run: _TraceRun, event: Event) -> None:
+        self._run, self._event = run, event
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._run.use_inside(self._event, (args, kwargs))
+        return natively(function, args, kwargs)
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if unit not in self._event.units:
+            self._event.units.append(unit)
+        outline = outline_call(unit.module, unit.forward, *plain((args, kwargs)), self._run._device)
+        leaves, _ = tree_flatten((args, kwargs))
+        found = [
+            leaves[leaf.argument] if isinstance(leaf, Same) else _zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in outline.leaves
+        ]
+        return tree_unflatten(found, outline.structure)
+
+    def enter(self, unit: Any) -> None:
+        """Layers inside of events are no places for boundaries."""
+
+    def note(self, values: Any) -> None:
+        self._run.note(values)
+
+
+class _ParametersSeen(TorchFunctionMode):
+    """Notes parameters that functions are given without any tracked tensor: every rank computes what follows."""
+
+    def __init__(self, run: _TraceRun) -> None:
+        super().__init__()
+        self.parameters: dict[int, nn.Parameter] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not is_metadata(func):
+            leaves = tree_leaves((args, kwargs))
+            if not any(isinstance(leaf, Tracked) for leaf in leaves):
+                self.parameters |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
+        return func(*args, **(kwargs or {}))
+
+
+class _ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
+    """Notices operators whose result has a shape that depends on values of tracked tensors."""
+
+    def __init__(self, leaves: list[Any], function: Any) -> None:
+        super().__init__()
+        self.found = False
+        # where a mask selects, its values decide, not those of what is selected from
+        deciding = leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
+        self._may_decide = any(
+            _is_value(leaf) and (deciding is leaves or leaf.dtype in (torch.bool, torch.uint8)) for leaf in deciding
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._may_decide and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+            indices = args[1] if "index" in str(func) and len(args) > 1 else ()
+            is_plain_index = "index" in str(func) and not any(
+                isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices or ()
+            )
+            self.found = self.found or not is_plain_index
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def functions_followed(run: Run) -> Iterator[None]:
+    """Let a run follow `torch.autograd.Function`s of the user, which are no functions of torch."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from lightning_pfo.strategy.model.tracing import tracked as module
+
+        current = module.current_run()
+        call = AppliedFunction(cls, original)
+        if current is None or not any(isinstance(leaf, Tracked) for leaf in tree_leaves((args, kwargs))):
+            return call(*args, **kwargs)
+        return current.operation(call, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+@dataclass(frozen=True)
+class AppliedFunction:
+    """An `autograd.Function` of the user as a function of torch."""
+
+    cls: Any
+    original: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original.__get__(None, self.cls)(*args, **kwargs)
+
+
+def users_line() -> str:
+    """The innermost line of the stack that is neither torch's nor this package's."""
+    own, torchs = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent)
+    for frame in reversed(traceback.extract_stack(sys._getframe())):
+        if not frame.filename.startswith((own, torchs, "<")) and "contextlib" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, Tracked) and leaf.label >= 0
+
+
+def _is_ordinary(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked)
+
+
+def _returns_nothing(found: list[Any]) -> bool:
+    return all(leaf is None for leaf in found)
+
+
+def _zeros(form: torch.Tensor) -> torch.Tensor:
+    """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
+    with torch.autocast(form.device.type, enabled=False):
+        if form.requires_grad and torch.is_grad_enabled():
+            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(form.shape).clone()
+        return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+
+
+def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return all(str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name]) for name in a)
+
+
+_ = tensors_in

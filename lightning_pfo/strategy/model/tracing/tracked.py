@@ -1,0 +1,167 @@
+"""Tensors that are followed while a user's step runs, and the run that follows them.
+
+What a module of the model returns is `Tracked`, and so is whatever is computed from it between the modules. Every
+function of torch that is given a tracked tensor asks the current run what to do: to note it (`trace`), to compute it, or
+to leave it out because another stage computes it (`stage_run`). Inside modules tensors are ordinary ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.functions import METADATA, is_metadata
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+
+__all__ = ["METADATA", "Run", "Tracked", "current_run", "following", "plain", "untracked"]
+
+
+class Run(Protocol):
+    """What follows tracked tensors."""
+
+    def operation(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function of torch is called with a tracked tensor."""
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called."""
+
+    def enter(self, unit: Any) -> None:
+        """A layer begins whose own units are followed."""
+
+    def note(self, values: Any) -> None:
+        """Values are wanted at the end of the step, as what is logged."""
+
+
+_current: Run | None = None
+"""The run that is under way; one at a time, in the thread that runs the user's step."""
+
+
+def current_run() -> Run | None:
+    """The run that is under way, if one is."""
+    return _current
+
+
+@contextmanager
+def following(run: Run | None) -> Iterator[None]:
+    """Let a run follow tracked tensors while the context is open; None: they are ordinary tensors meanwhile."""
+    global _current
+    before, _current = _current, run
+    try:
+        yield
+    finally:
+        _current = before
+
+
+class AbsentValueError(ConfigurationError):
+    """A value was asked for that another stage computes, and that nobody has sent."""
+
+
+class Tracked(torch.Tensor):
+    """A tensor that is followed.
+
+    Attributes:
+        held: What it stands for; None: itself.
+        is_absent: Whether nobody has its value here.
+        label: The number of the value in a trace.
+    """
+
+    held: torch.Tensor | None
+    is_absent: bool
+    label: int
+
+    @staticmethod
+    def standing_for(value: torch.Tensor) -> Tracked:
+        """A tracked tensor in the form of `value`, which it holds."""
+        stand_in = _like(value)
+        stand_in.held = value
+        return stand_in
+
+    @staticmethod
+    def absent(form: torch.Tensor) -> Tracked:
+        """A tracked tensor in the form of another, without a value."""
+        stand_in = _like(form)
+        stand_in.is_absent = True
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _current is None or is_metadata(func):
+            return natively(func, args, kwargs)
+        return _current.operation(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # code that does not ask `__torch_function__`, such as TorchScript and extensions
+        return func(*plain(args), **plain(kwargs or {}))
+
+
+def _like(form: torch.Tensor) -> Tracked:
+    stand_in: Tracked = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        Tracked,
+        form.shape,
+        strides=form.stride(),
+        dtype=form.dtype,
+        device=form.device,
+        requires_grad=form.requires_grad,
+    )
+    stand_in.held = None
+    stand_in.is_absent = False
+    stand_in.label = -1
+    return stand_in
+
+
+def tracked(tensor: torch.Tensor) -> Tracked:
+    """Follow a tensor from now on: the object itself, if it is an ordinary one."""
+    if isinstance(tensor, Tracked):
+        return tensor
+    if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad):
+        return Tracked.standing_for(tensor)
+    tensor.__class__ = Tracked
+    now: Tracked = tensor  # type: ignore[assignment]
+    now.held = None
+    now.is_absent = False
+    now.label = -1
+    return now
+
+
+def untracked(tensor: torch.Tensor) -> None:
+    """Follow a tensor no longer that was an ordinary one before."""
+    if isinstance(tensor, Tracked):
+        tensor.__dict__.clear()
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The ordinary tensor that a tracked one stands for.
+
+    Raises:
+        AbsentValueError: If another stage has it.
+    """
+    if not isinstance(tensor, Tracked):
+        return tensor
+    if tensor.is_absent:
+        raise AbsentValueError(
+            f"A value of shape {tuple(tensor.shape)} that an earlier stage computes is needed here, but was not "
+            f"sent: the step uses it in a way that the trace of the first batch has not shown, as where control flow "
+            f"depends on the values of tensors. Compute what decides from the batch, or move the stage boundary with "
+            f"partition='custom:...'."
+        )
+    return tensor if tensor.held is None else tensor.held
+
+
+def plain(values: Any) -> Any:
+    """The values that tracked tensors in a nested structure stand for."""
+    return tree_map_only(Tracked, value_of, values)
+
+
+def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with the values of tracked tensors; only forms may be asked of absent ones."""
+    if not is_metadata(func):
+        args, kwargs = plain(args), plain(kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -1,0 +1,263 @@
+"""The modules of which a stage runs some and leaves out others: units, and which of them count as layers.
+
+A unit is called as a whole; around the units runs the user's own code. Layers are the units that a partition divides:
+the items of the lists (`nn.Sequential`, `nn.ModuleList`) that hold most of the parameters, or where there are no lists
+the parts of the module one after the other. What else is called goes along with the layer before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import children_of
+from lightning_pfo.strategy.parallel.holder import Holder
+
+_LEAST_SHARE = 0.05
+"""Lists with a smaller share of the parameters of all lists, such as a head beside a large model, hold no layers."""
+
+_HEAVY = 2.0
+"""A layer that is heavier than the mean by this factor is divided, if it consists of lists itself."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module that is called as a whole.
+
+    Attributes:
+        name: Dotted name in the user's module.
+        module: The module.
+        is_layer: Whether a partition counts it.
+        followed_into: Of a layer: whether units inside are followed instead, as somebody listens to these.
+        forward: Its `forward`, as it is while the calls are followed.
+        replacement: What runs instead of its `forward`, such as a compiled one; None: its `forward`.
+    """
+
+    name: str
+    module: nn.Module
+    is_layer: bool = False
+    followed_into: bool = False
+    forward: Callable[..., Any] | None = None
+    replacement: Holder | None = None
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it on ordinary tensors."""
+        run = self.replacement or self.forward
+        assert run is not None
+        return run(*args, **kwargs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of its parameters."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its tensors are placeholders for those of another rank."""
+        return any(parameter.is_meta for parameter in self.module.parameters())
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a user's module, in the order in which it holds them.
+
+    Attributes:
+        name: The dotted name of what is split; empty for the user's module itself.
+        all: All units.
+        layers: Those that count as layers.
+    """
+
+    name: str
+    all: tuple[Unit, ...] = field(repr=False)
+    layers: tuple[Unit, ...] = field(repr=False)
+
+
+def find_units(root: nn.Module, name: str | None = None, at_least: int = 1) -> Units:
+    """Find the units of the user's module.
+
+    Args:
+        root: The user's module, e.g. a LightningModule.
+        name: Dotted name of the module whose layers are divided, or of a list of layers; None finds the layers.
+        at_least: How many layers there should be, if layers can be divided further.
+
+    Raises:
+        ConfigurationError: If there is no module of that name with layers, or none with parameters at all.
+    """
+    layers = _named_layers(root, name) if name is not None else _find_layers(root)
+    layers = _divide_heavy(layers, at_least)
+    if not layers:
+        raise ConfigurationError(
+            f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "
+            f"in an nn.Sequential or in an nn.ModuleList."
+        )
+    units = list(_units_in(root, "", {id(module): path for path, module in layers}))
+    counted = tuple(unit for unit in units if unit.is_layer)
+    return Units(_common_path([unit.name for unit in counted]), tuple(units), counted)
+
+
+Named = tuple[str, nn.Module]
+
+
+def _named_layers(root: nn.Module, name: str) -> list[Named]:
+    try:
+        module = root.get_submodule(name)
+    except AttributeError:
+        module = None
+    found = [] if module is None else _items(name, module) if _is_list(module) else _layers_below(name, module)
+    if not found:
+        is_what = "nothing" if module is None else f"a {type(module).__name__} without layers"
+        raise ConfigurationError(
+            f"pipeline_module names a module of {type(root).__name__} with layers to divide; {name!r} is {is_what}. "
+            f"Leave it out to divide all, or name one of: {', '.join(_candidates(root)) or 'nothing has layers'}."
+        )
+    return found
+
+
+def _find_layers(root: nn.Module) -> list[Named]:
+    """The items of all lists with a share of the parameters, and what is heavier than they are."""
+    lists = [(path, module) for path, module in _lists_in("", root) if _count(module)]
+    if not lists:
+        return _children_with_parameters("", root)
+    weights = [_count(module) for _, module in lists]
+    chosen = [item for item, weight in zip(lists, weights, strict=True) if weight >= _LEAST_SHARE * sum(weights)]
+    layers = [item for path, module in chosen for item in _items(path, module)]
+    mean = sum(_count(module) for _, module in layers) / len(layers)
+    within = {id(part) for _, module in lists for part in module.modules()}
+    beside = [
+        (path, module)
+        for path, module in root.named_modules()
+        if id(module) not in within
+        and not any(_lists_in(path, module))
+        and _owns_most(module)
+        and not isinstance(module, (nn.Embedding, nn.EmbeddingBag, nn.Linear))
+        and _count(module) > mean
+    ]
+    return _in_order(root, [*layers, *beside])
+
+
+def _owns_most(module: nn.Module) -> bool:
+    """Whether a module computes with parameters of its own, such as an LSTM."""
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    return 2 * own > _count(module) > 0
+
+
+def _layers_below(path: str, module: nn.Module) -> list[Named]:
+    found = [item for list_path, each in _lists_in(path, module) for item in _items(list_path, each)]
+    return found or _children_with_parameters(path, module)
+
+
+def _children_with_parameters(path: str, module: nn.Module) -> list[Named]:
+    children = [(_join(path, key), child) for key, child in module.named_children() if _count(child)]
+    if len(children) == 1 and any(True for _ in children[0][1].children()):
+        return _children_with_parameters(*children[0])
+    return children
+
+
+def _divide_heavy(layers: list[Named], at_least: int) -> list[Named]:
+    """Replace layers that are much heavier than others by the layers in their own lists; too few by their parts."""
+    while layers:
+        mean = sum(_count(module) for _, module in layers) / len(layers)
+        heaviest = sorted(layers, key=lambda item: _count(item[1]), reverse=True)
+        for path, module in heaviest:
+            parts = _layers_below(path, module) if any(True for _ in module.children()) else []
+            is_heavy = _count(module) > _HEAVY * mean and 2 * sum(_count(part) for _, part in parts) > _count(module)
+            has_lists = any(_lists_in(path, module)) or _is_list(module)
+            if _is_list(module):
+                parts = _items(path, module)
+            if len(parts) > 1 and ((is_heavy and has_lists) or len(layers) < at_least):
+                index = layers.index((path, module))
+                layers = [*layers[:index], *parts, *layers[index + 1 :]]
+                break
+        else:
+            return layers
+    return layers
+
+
+def _units_in(module: nn.Module, path: str, layers: dict[int, str]) -> Iterator[Unit]:
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, path: str) -> Iterator[Unit]:
+        for key, child in children_of(module).items():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            name = _join(path, key)
+            is_layer = id(child) in layers
+            holds_layers = any(id(part) in layers for part in child.modules() if part is not child)
+            listened = any(is_listened(part) for part in child.modules() if part is not child)
+            if is_layer and not listened:
+                yield Unit(name, child, is_layer=True)
+            elif is_layer:
+                yield Unit(name, child, is_layer=True, followed_into=True)
+                yield from walk(child, name)
+            elif holds_layers or listened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                yield from walk(child, name)
+            elif not _is_metric(child):
+                yield Unit(name, child)
+
+    return walk(module, path)
+
+
+def is_listened(module: nn.Module) -> bool:
+    """Whether somebody hooks into the calls of a module, to see what it returns; torch itself does not count."""
+    hooks = module._forward_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList))
+
+
+def _items(path: str, module: nn.Module) -> list[Named]:
+    """The items of a list; lists cannot be called, so of a list of lists their items."""
+    found: list[Named] = []
+    for key, item in children_of(module).items():
+        if isinstance(item, nn.ModuleList):
+            found += _items(_join(path, key), item)
+        elif item is not None:
+            found.append((_join(path, key), item))
+    return found
+
+
+def _lists_in(path: str, module: nn.Module) -> Iterator[Named]:
+    """The outermost lists of layers below a module."""
+    for key, child in module.named_children():
+        name = _join(path, key)
+        if _is_list(child):
+            if any(True for _ in child.children()):
+                yield name, child
+        else:
+            yield from _lists_in(name, child)
+
+
+def _in_order(root: nn.Module, layers: Sequence[Named]) -> list[Named]:
+    order = {id(module): index for index, (_, module) in enumerate(root.named_modules())}
+    return sorted(layers, key=lambda item: order[id(item[1])])
+
+
+def _candidates(root: nn.Module) -> list[str]:
+    return [repr(path) for path, module in _lists_in("", root) if _count(module)]
+
+
+def _common_path(names: Sequence[str]) -> str:
+    parts = [name.split(".")[:-1] for name in names]
+    common = parts[0]
+    for other in parts[1:]:
+        common = [a for a, b in zip(common, other, strict=False) if a == b][: len(other)]
+    return ".".join(common)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

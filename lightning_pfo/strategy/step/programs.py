@@ -1,0 +1,131 @@
+"""What the stages do of a user's step: traced once for each form of a microbatch, and kept for the latest forms."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.caches import Caches
+from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.trace import Trace, trace_step
+from lightning_pfo.strategy.model.tracing.tracked import current_run
+from lightning_pfo.strategy.model.untouched import untouched
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import tree_flatten
+
+_KEPT = 256
+"""So many forms of microbatches are remembered; a form takes some kB."""
+
+
+class Programs:
+    """Finds what stages do of a step.
+
+    Args:
+        owner: The user's module.
+        split: How it is divided.
+        device: Where the stages run.
+    """
+
+    def __init__(self, owner: nn.Module, split: Split, device: torch.device) -> None:
+        self._owner = owner
+        self._split = split
+        self._device = device
+        self._caches = Caches()
+        self._known: OrderedDict[Any, list[StageProgram]] = OrderedDict()
+
+    def of(
+        self, kind: str, microbatches: Sequence[Any], step: Callable[[int], Any], seed: tuple[int, ...], *, train: bool
+    ) -> list[list[StageProgram]]:
+        """What the stages do of each microbatch.
+
+        Args:
+            kind: Which step it is; other steps do other things.
+            microbatches: The microbatches.
+            step: Runs the step on the microbatch of an index.
+            seed: What random numbers of the step derive from.
+            train: Whether gradients flow.
+
+        Raises:
+            ConfigurationError: If stages cannot run the step one after the other.
+        """
+        # what is trained decides which gradients stages send; modules may do other things in evaluation
+        state = (
+            kind,
+            train,
+            tuple(parameter.requires_grad for parameter in self._owner.parameters()) if train else (),
+            tuple(module.training for module in self._owner.modules()),
+            torch.is_autocast_enabled(self._device.type),
+        )
+        return [
+            self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train)  # type: ignore[misc]
+            for index, microbatch in enumerate(microbatches)
+        ]
+
+    def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> list[StageProgram]:
+        found = self._known.pop(key, None)
+        if found is None:
+            found = self._split.programs(self._trace(step, seed, train))
+        self._known[key] = found
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        return found
+
+    def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
+        with torch.set_grad_enabled(train):
+            return trace_untouched(self._owner, step, self._device, self._caches, seed)
+
+
+def trace_untouched(
+    owner: nn.Module, step: Callable[[], Any], device: torch.device, caches: Caches, seed: tuple[int, ...] = ()
+) -> Trace:
+    """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache."""
+    with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner):
+        random_state.seed(device, *seed, 0)
+        return trace_step(step, device)
+
+
+@contextmanager
+def logs_noted(owner: nn.Module) -> Iterator[None]:
+    """Let `self.log` only tell the run under way which values are wanted."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        run = current_run()
+        if run is not None:
+            run.note(value)
+
+    with logging_to(owner, log):
+        yield
+
+
+@contextmanager
+def logging_to(owner: nn.Module, log: Callable[..., Any]) -> Iterator[None]:
+    """Let `self.log` of a module call something else."""
+    before = owner.__dict__.get("log")
+    owner.__dict__["log"] = log
+    try:
+        yield
+    finally:
+        if before is None:
+            owner.__dict__.pop("log", None)
+        else:
+            owner.__dict__["log"] = before
+
+
+def signature_of(microbatch: Any) -> Any:
+    """The form of a microbatch: shapes, types, and values that are no tensors but may decide what runs."""
+    leaves, structure = tree_flatten(microbatch)
+    described = [
+        (tuple(leaf.shape), str(leaf.dtype))
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, (bool, type(None)))
+        else type(leaf).__name__
+        for leaf in leaves
+    ]
+    return (tuple(described), str(structure))
