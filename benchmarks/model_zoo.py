@@ -26,10 +26,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.strategy.zoo import CASES, Outcome, Settings, matching, measure  # isort: skip (before Lightning)
 from lightning_pfo.cli.settings import read_settings, without_dashes
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
-from tests.strategy.zoo import CASES, Outcome, Settings, matching, measure
 from tests.strategy.zoo.runner import NUM_MICROBATCHES
 
 HEADER = """\

@@ -4,7 +4,8 @@
 case and ends them; `runner` measures. The tests take some of the cases, benchmarks/model_zoo.py all of them.
 """
 
-from tests.strategy.zoo import own, steps  # noqa: F401 (they register their cases)
+from tests.strategy.zoo import torchvision_import  # noqa: F401, I001 (the first)
+from tests.strategy.zoo import others, own, steps, text, vision  # noqa: F401 (they register their cases)
 from tests.strategy.zoo.case import CASES, matching
 from tests.strategy.zoo.runner import Outcome, Settings, measure
 
