@@ -15,6 +15,8 @@ from torch.nn import functional
 
 MakeBatch = Callable[[torch.Generator], Any]
 NUM_CLASSES = 5
+GROUPS = ("own", "steps", "torchvision", "timm", "transformers")
+"""Where cases come from, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Case:
     Attributes:
         name: What it is called in tables and in the command line.
         make: Makes the module, and the function that makes a batch.
-        group: Where it comes from, such as `torchvision`.
+        group: Where it comes from, one of `GROUPS`.
         needs: The package that it needs.
         draws: Whether its forward draws random numbers, which need not be those of one device.
     """
@@ -49,6 +51,7 @@ def case(group: str, name: str | None = None, **options: Any) -> Callable[[Calla
 
     def register(make: Callable[[], Any]) -> Callable[[], Any]:
         known_as = name or make.__name__
+        assert group in GROUPS, group
         assert known_as not in CASES, f"two cases are called {known_as}"
         CASES[known_as] = Case(known_as, make, group, **options)
         return make
@@ -57,10 +60,9 @@ def case(group: str, name: str | None = None, **options: Any) -> Callable[[Calla
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name or group matches one of the patterns, in the order in which they were registered."""
-    return [
-        one for one in CASES.values() if any(fnmatch(one.name, p) or fnmatch(one.group, p) for p in patterns)
-    ]
+    """The cases whose name or group matches one of the patterns, group by group."""
+    found = [one for one in CASES.values() if any(fnmatch(one.name, p) or fnmatch(one.group, p) for p in patterns)]
+    return sorted(found, key=lambda one: GROUPS.index(one.group))
 
 
 class Module(L.LightningModule):

@@ -37,7 +37,7 @@ class Failure:
     details: str = ""
 
     @property
-    def rank_of_kind(self) -> int:
+    def order(self) -> int:
         """Smaller for what explains more: when one rank fails, others lose the connection to it."""
         lost = any(word in self.message.lower() for word in ("connection", "peer", "other rank", "timed out"))
         return ("refused", "crashed", "ended", "too slow").index(self.kind) + (lost and self.kind == "crashed")
@@ -67,7 +67,9 @@ def run_together(function: Callable[..., Any], num_ranks: int, limit_s: float, *
                 process.kill()
                 process.join()
     failures = [result for result in results.values() if isinstance(result, Failure)]
-    return min(failures, key=lambda failure: failure.rank_of_kind) if failures else [*map(results.get, range(num_ranks))]
+    if failures:
+        return min(failures, key=lambda failure: failure.order)
+    return [results[rank] for rank in range(num_ranks)]
 
 
 def _collect(receivers: dict[Connection, int], results: dict[int, Any], limit_s: float) -> None:

@@ -117,7 +117,7 @@ def measure(case: Case, stages: Sequence[int], settings: Settings) -> Iterator[O
             if isinstance(ranks, Failure):
                 yield Outcome.of_failure(case, number, ranks, seconds)
             else:
-                yield _compare(case, number, alone[0], ranks, seconds)
+                yield compare(case, number, alone[0], ranks, seconds)
 
 
 def _train_alone(module: L.LightningModule, batches: list[Any], path: Path) -> _Losses:
@@ -154,7 +154,7 @@ class LossHistory(L.Callback):
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
     """What a rank saw: losses, parameters held, and squared distances of weights (to one device, to the start)."""
 
     losses: _Losses
@@ -169,7 +169,7 @@ class _Rank:
 
 def _train_on_stages(
     module: L.LightningModule, batches: list[Any], reference: Path, stages: int, settings: Settings
-) -> _Rank:
+) -> Rank:
     _quietly()
     history = LossHistory()
     strategy = PfoPipelineStrategy(
@@ -193,10 +193,11 @@ def _train_on_stages(
     distance = sum(float((p.detach() - after[name]).square().sum()) for name, p in held.items())
     way = sum(float((after[name] - before[name]).square().sum()) for name in held)
     buffers = [(name, b) for name, b in module.named_buffers() if name in after and not b.is_meta]
-    gaps = [(_relative(b.float(), after[name].float()), name) for name, b in buffers]
+    rank = trainer.global_rank
+    gaps = [(_relative(b.float(), after[name].float()), f"{name} on rank {rank}") for name, b in buffers]
     names = [name for name, _ in module.named_parameters()]
     moved = frozenset(name for name in names if not torch.equal(before[name], after[name]))
-    return _Rank(
+    return Rank(
         history.losses,
         sum(p.numel() for p in held.values()),
         saved["total"],
@@ -214,7 +215,7 @@ def _relative(tensor: torch.Tensor, expected: torch.Tensor) -> float:
     return float((tensor - expected).norm() / expected.norm().clamp(min=1e-6))
 
 
-def _compare(case: Case, stages: int, alone: _Losses, ranks: list[_Rank], seconds: float) -> Outcome:
+def compare(case: Case, stages: int, alone: _Losses, ranks: list[Rank], seconds: float) -> Outcome:
     losses = ranks[0].losses
     pairs = [*zip(losses, alone, strict=False)]
     gap = max((abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs), default=float("inf"))

@@ -12,7 +12,7 @@ import torch
 
 if importlib.util.find_spec("torchvision") is not None:
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError:
         OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # they live as long as this object
         for name in ("nms", "qnms"):

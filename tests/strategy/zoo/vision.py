@@ -10,6 +10,9 @@ from torch import nn
 
 from tests.strategy.zoo.case import NUM_CLASSES, Classifier, case, images
 
+_DRAWING = {"Dropout": "p", "StochasticDepth": "p", "DropPath": "drop_prob"}
+
+
 def _torchvision() -> Any:
     return importlib.import_module("torchvision.models")
 
@@ -17,12 +20,9 @@ def _torchvision() -> Any:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Set what makes outputs random to nothing: dropout, and layers that are skipped at random."""
     for module in model.modules():
-        if "dropout" in type(module).__name__.lower() and hasattr(module, "p"):
-            module.p = 0.0
-        elif type(module).__name__ == "StochasticDepth":
-            module.p = 0.0
-        elif type(module).__name__ == "DropPath":
-            module.drop_prob = 0.0
+        for class_name, attribute in _DRAWING.items():
+            if type(module).__name__ == class_name:
+                setattr(module, attribute, 0.0)
     return model
 
 
@@ -46,8 +46,9 @@ def _small_classifier(width: int) -> Callable[[Any], None]:
     return change
 
 
-for _name in ("resnet18", "wide_resnet50_2", "convnext_tiny", "efficientnet_b0", "regnet_y_400mf", "shufflenet_v2_x0_5"):
+for _name in ("resnet18", "wide_resnet50_2", "convnext_tiny", "efficientnet_b0", "regnet_y_400mf"):
     torchvision_case(_name)
+torchvision_case("shufflenet_v2_x0_5")
 torchvision_case("mobilenet_v3_small", size=64)
 torchvision_case("squeezenet1_1", size=64)
 torchvision_case("googlenet", size=64, aux_logits=False, init_weights=False)
@@ -87,5 +88,11 @@ timm_case("timm_convnext", "convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 24
 timm_case("timm_efficientnet", "efficientnet_lite0", size=64)
 timm_case("timm_regnet", "regnety_002", size=64)
 timm_case("timm_vit", "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=16, depth=4, num_heads=2)
-timm_case("timm_mixer", "mixer_s32_224", size=64, img_size=64, embed_dim=16, num_blocks=4)
 timm_case("timm_mobilenet", "mobilenetv3_small_050", size=64)
+
+
+@case("timm", needs="timm")
+def timm_mixer() -> Any:
+    mixer = importlib.import_module("timm.models.mlp_mixer").MlpMixer
+    model = mixer(num_classes=NUM_CLASSES, img_size=32, patch_size=8, num_blocks=4, embed_dim=16)
+    return Classifier(model), images(32)
