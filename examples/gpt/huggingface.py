@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.wording import cut, did_you_mean
 
 from model import NUM_BYTES, ModelConfig
 
@@ -70,7 +71,7 @@ class LanguageModel(lightning.LightningModule):
             return {"input_ids": text, "labels": text}
         if self.config.task == "second_half":
             half = text.shape[1] // 2
-            return {"input_ids": text[:, :half], "labels": text[:, half:]}
+            return {"input_ids": text[:, :half], "labels": text[:, half:].contiguous()}
         hidden = torch.arange(text.shape[1], device=text.device) % _HIDDEN_EVERY == 0
         return {"input_ids": text.masked_fill(hidden, MASK), "labels": text.masked_fill(~hidden, _IGNORED)}
 
@@ -86,12 +87,17 @@ def _make(config: TransformersConfig) -> Any:
             f"model.family={config.family} comes from transformers, which is not installed. Run "
             "pip install 'lightning-pfo[examples]', or use model=gpt_tiny."
         ) from error
+    if config.family not in transformers.CONFIG_MAPPING:
+        raise ConfigurationError(
+            f"model.family is a model type of transformers, such as llama, bert, t5; got {config.family!r}."
+            f"{did_you_mean(config.family, transformers.CONFIG_MAPPING)}"
+        )
     try:
         of_family = transformers.AutoConfig.for_model(config.family, **config.options)
         return getattr(transformers, _AUTO_MODELS[config.task]).from_config(of_family)
-    except (ValueError, TypeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # transformers checks options in many ways
+        reason = cut(" ".join(str(error).split()), 200)
         raise ConfigurationError(
-            f"transformers cannot make model.family={config.family} for model.task={config.task} with model.options: "
-            f"{reason}"
+            f"transformers makes no model of model.family={config.family}, model.task={config.task} and these "
+            f"model.options: {reason} Use another task, or options as in conf/model/llama_tiny.yaml."
         ) from error

@@ -6,15 +6,16 @@ import of torchvision (Lightning's metrics import it where it is installed) want
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import torch
 
 if importlib.util.find_spec("torchvision") is not None:
     try:
-        import torchvision
+        importlib.import_module("torchvision")
     except RuntimeError:
         OPERATORS = torch.library.Library("torchvision", "FRAGMENT")  # they live as long as this object
         for name in ("nms", "qnms"):
             OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision  # noqa: F401
+        importlib.import_module("torchvision")
