@@ -12,14 +12,16 @@ ROOT = Path(__file__).parents[1]
 
 @cache
 def load_example(name):
-    """Return `model`, `data` and `train` of examples/NAME."""
+    """Return `model`, `data`, `train` and whatever else examples/NAME has."""
     folder = ROOT / "examples" / name
+    others = sorted({path.stem for path in folder.glob("*.py")} - {"model", "data", "train"})
+    stems = ("model", "data", *others, "train")  # each is imported by those after it
     sys.path.insert(0, str(folder))
     try:
-        modules = {stem: _load(folder / f"{stem}.py", stem, f"{name}_{stem}") for stem in ("model", "data", "train")}
+        modules = {stem: _load(folder / f"{stem}.py", stem, f"{name}_{stem}") for stem in stems}
     finally:
         sys.path.remove(str(folder))
-        for stem in ("model", "data", "train"):
+        for stem in stems:
             sys.modules.pop(stem, None)
     return SimpleNamespace(**modules)
 
@@ -27,6 +29,6 @@ def load_example(name):
 def _load(path, stem, name):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = sys.modules[stem] = module  # train.py imports `model` and `data`
+    sys.modules[name] = sys.modules[stem] = module  # others import them by these names
     spec.loader.exec_module(module)
     return module

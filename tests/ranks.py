@@ -14,11 +14,12 @@ def run_ranks(function, num_ranks, *arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
-            _run, (num_ranks, f"file://{folder}/store", function, arguments), nprocs=num_ranks, start_method="fork"
+            run_rank, (num_ranks, f"file://{folder}/store", function, arguments), nprocs=num_ranks, start_method="fork"
         )
 
 
-def _run(rank, num_ranks, init_method, function, arguments):
+def run_rank(rank, num_ranks, init_method, function, arguments):
+    """Call `function(*arguments)` as one of `num_ranks` processes."""
     if num_ranks > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ |= {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "forked"}

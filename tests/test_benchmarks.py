@@ -11,9 +11,11 @@ from lightning_pfo.core.errors import ClockPermissionError
 from lightning_pfo.device import EmulatedGpu
 from tests.example_scripts import ROOT
 from tests.launch import run_script
+from tests.strategy.zoo import CASES, Outcome
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
+import model_zoo
 import planner_ablation
 from pipelines import emulate, evaluation_set
 
@@ -84,3 +86,20 @@ def test_a_cluster_of_emulated_gpus_trains_in_cloned_processes() -> None:
     assert result["emulated_iteration_time_s"] > 0
     # forks share what was imported; of their own, the processes would have four times as much as one
     assert 0 < result["memory_mb"] < 2 * 400
+
+
+def test_the_table_of_models_has_a_row_for_each_training() -> None:
+    equal = Outcome(CASES["llama"], 2, "equal", "", 3.1e-8, 0.0, 0.05, 0.6, 1.23)
+    refused = Outcome(CASES["unet"], 4, "refused", "Do not: a | b.\nNever. " + 200 * "x")
+    rows = [model_zoo.row(outcome) for outcome in (equal, refused)]
+    assert rows[0] == "| llama | transformers | 2 | equal | 3.1e-08 | 0.0e+00 | 5.0 % | 60.0 % | 1.2 |"
+    assert rows[1].startswith("| unet | own | 4 | refused: Do not: a \\| b. Never. xxx")
+    assert rows[1].endswith("x... |  |  |  |  |  |")
+    page = model_zoo.page([equal, refused], rows, 8)
+    assert "Of 2 trainings: 1 equal, 1 refused." in page
+    assert page.endswith("\n".join(rows) + "\n")
+
+
+def test_a_model_that_is_not_in_the_zoo_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_zoo.main(["models=unicorn"]) == 2
+    assert "No model is called 'unicorn'. There are " in capsys.readouterr().err

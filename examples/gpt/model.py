@@ -19,8 +19,19 @@ NUM_BYTES = 256
 
 
 @dataclass
-class GptConfig:
-    """Size and training of the GPT."""
+class ModelConfig:
+    """What all models of this example share."""
+
+    learning_rate: float = 3e-3
+    """Step size of AdamW."""
+
+    def __post_init__(self) -> None:
+        check_above("model.learning_rate", self.learning_rate, 0)
+
+
+@dataclass
+class GptConfig(ModelConfig):
+    """Size of the GPT."""
 
     num_blocks: int = 10
     """Transformer blocks."""
@@ -30,13 +41,11 @@ class GptConfig:
     """Attention heads."""
     sequence_length: int = 64
     """Bytes T per sequence."""
-    learning_rate: float = 3e-3
-    """Step size of AdamW."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_blocks", "width", "num_heads", "sequence_length"):
             check_between(f"model.{name}", getattr(self, name), 1)
-        check_above("model.learning_rate", self.learning_rate, 0)
         if self.width % self.num_heads:
             raise ConfigurationError(
                 f"model.width is a multiple of model.num_heads; got {self.width} and {self.num_heads}. Use "

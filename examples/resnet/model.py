@@ -18,8 +18,19 @@ NUM_CLASSES = 10
 
 
 @dataclass
-class ResNetConfig:
-    """Size and training of the ResNet."""
+class ModelConfig:
+    """What all models of this example share."""
+
+    learning_rate: float = 3e-3
+    """Step size of AdamW."""
+
+    def __post_init__(self) -> None:
+        check_above("model.learning_rate", self.learning_rate, 0)
+
+
+@dataclass
+class ResNetConfig(ModelConfig):
+    """Size of the ResNet."""
 
     blocks_per_group: int = 3
     """Residual blocks in each of the three groups; the second and third group halve the image."""
@@ -27,13 +38,11 @@ class ResNetConfig:
     """Channels of the stem, and with `widening` of the first group; doubled in each further group."""
     widening: int = 1
     """Factor on the channels of all groups: 1 a ResNet, more a WideResNet."""
-    learning_rate: float = 3e-3
-    """Step size of AdamW."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("blocks_per_group", "base_width", "widening"):
             check_between(f"model.{name}", getattr(self, name), 1)
-        check_above("model.learning_rate", self.learning_rate, 0)
 
 
 def _norm(channels: int) -> nn.Module:

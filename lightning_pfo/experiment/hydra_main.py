@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -38,7 +38,9 @@ Config = TypeVar("Config", bound=ExperimentConfig)
 _TRACEBACK = "HYDRA_FULL_ERROR"
 
 
-def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
+def hydra_main(
+    config_name: str, schema: type[Config], section_schemas: Mapping[str, type[Any]] | None = None
+) -> Callable[[Callable[[Config], None]], Callable[[], None]]:
     """Make a function of a config the main function of a script, with Hydra's command line.
 
     The processes of other ranks than the first end in it; the first one returns.
@@ -50,10 +52,15 @@ def hydra_main(config_name: str, schema: type[Config]) -> Callable[[Callable[[Co
     Args:
         config_name: Name of a YAML file in `conf/` whose defaults list starts with `<config_name>_schema`.
         schema: Type of the config that the function receives (a dataclass, not an OmegaConf container).
+        section_schemas: Types of a section of which the schema names a base only, as `GROUP/schema/NAME`. Files of the
+            group choose theirs by `optional schema@_here_: NAME` in their defaults list.
     """
 
     def decorate(task: Callable[[Config], None]) -> Callable[[], None]:
         ConfigStore.instance().store(name=f"{config_name}_schema", node=schema)
+        for path, node in (section_schemas or {}).items():
+            group, _, name = path.rpartition("/")
+            ConfigStore.instance().store(group=group, name=name, node=node)
         wants_traceback = os.environ.get(_TRACEBACK) == "1"
         has_begun = False
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -88,3 +90,68 @@ def test_it_learns_on_one_device():
     trainer.fit(module, gpt.data.StdlibText(TINY_DATA))
     assert trainer.callback_metrics["val_loss"] < 4.5  # log(256) = 5.5 without learning
     assert trainer.callback_metrics["train_loss"] < 4.5
+
+
+SMALL = {
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+T5 = {
+    "vocab_size": 256,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "options"),
+    [("llama", "next_byte", SMALL), ("bert", "hidden_bytes", SMALL), ("t5", "second_half", T5)],
+)
+def test_models_of_transformers_learn_on_one_device(family, task, options):
+    seed_everything(0, verbose=False)
+    config = gpt.huggingface.TransformersConfig(family=family, task=task, options=options)
+    module, optimizer = (made := gpt.train.make_model(config)), made.configure_optimizers()
+    text = gpt.data.Windows(b"abcdefghijklmnop" * 64, 32)
+    batch = [torch.stack(parts) for parts in zip(*(text[index] for index in range(8)), strict=True)]
+    losses = []
+    for _ in range(30):
+        losses.append(module.training_step(batch, 0))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_hidden_bytes_are_hidden_and_others_are_not_asked_for():
+    config = gpt.huggingface.TransformersConfig(family="bert", task="hidden_bytes", options=SMALL)
+    text = torch.arange(1, 13)[None]
+    inputs = gpt.train.make_model(config)._inputs((text, text))
+    assert inputs["input_ids"].tolist() == [[256, 2, 3, 4, 5, 6, 256, 8, 9, 10, 11, 12]]
+    assert inputs["labels"].tolist() == [[1, *5 * [-100], 7, *5 * [-100]]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "next"}, "model.task is one of next_byte, hidden_bytes, second_half; got 'next'"),
+        ({"family": "lama"}, "got 'lama'. Did you mean llama"),
+        ({"family": "llama", "task": "hidden_bytes"}, "no model of model.family=llama, model.task=hidden_bytes"),
+        ({"options": {"hidden_size": 30, "num_attention_heads": 4}}, r"hidden size \(30\) is not a multiple"),
+    ],
+)
+def test_models_that_transformers_does_not_have_are_refused(settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        gpt.train.make_model(gpt.huggingface.TransformersConfig(**settings))
+
+
+def test_where_transformers_is_missing_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-pfo\[examples\]'"):
+        gpt.train.make_model(gpt.huggingface.TransformersConfig())

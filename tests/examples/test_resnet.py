@@ -1,3 +1,6 @@
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.nn import functional
@@ -60,3 +63,40 @@ def test_it_learns_on_one_device():
         loss.backward()
         optimizer.step()
     assert loss < 1.5  # log(10) = 2.3 without learning
+
+
+class FakeModels(ModuleType):
+    """As much of torchvision.models as the example asks for; it need not be installed."""
+
+    def list_models(self, of):
+        return ["tiny"]
+
+    def get_model(self, name, weights, num_classes):
+        assert weights is None
+        return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+
+@pytest.fixture
+def torchvision(monkeypatch):
+    package = ModuleType("torchvision")
+    package.models = FakeModels("torchvision.models")
+    monkeypatch.setitem(sys.modules, "torchvision", package)
+
+
+def test_models_of_torchvision_see_enlarged_images_in_colour(torchvision):
+    module = resnet.train.make_model(resnet.torchvision_models.TorchvisionConfig(architecture="tiny", image_size=12))
+    enlarged = module._enlarged(torch.rand(2, 1, 8, 8))
+    assert enlarged.shape == (2, 3, 12, 12)
+    assert torch.equal(enlarged[:, 0], enlarged[:, 2])
+    assert module.training_step((torch.rand(2, 1, 8, 8), torch.tensor([0, 3])), 0).requires_grad
+
+
+def test_unknown_models_of_torchvision_are_refused(torchvision):
+    with pytest.raises(ConfigurationError, match="such as wide_resnet50_2; got 'resnet_18'"):
+        resnet.train.make_model(resnet.torchvision_models.TorchvisionConfig(architecture="resnet_18"))
+
+
+def test_where_torchvision_is_missing_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-pfo\[examples\]'"):
+        resnet.train.make_model(resnet.torchvision_models.TorchvisionConfig())

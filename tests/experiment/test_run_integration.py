@@ -58,6 +58,14 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_model_of_transformers_that_a_config_names(tmp_path):
+    size = ("model.options.num_hidden_layers=3", "model.options.hidden_size=16", "data.batch_size=8")
+    run_example("gpt", tmp_path, "model=llama_tiny", "schedule.num_microbatches=2", "plan=top_clocks", *size)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"]["identical"]
+    assert report["settings"]["model"]["family"] == "llama"
+
+
 def test_resnet_at_the_top_clocks(tmp_path):
     run_example("resnet", tmp_path, "plan=top_clocks")
     report = json.loads((tmp_path / "report.json").read_text())

@@ -1,0 +1,39 @@
+"""Trains cases of the zoo on 1 and on 2 processes; usage: zoo.py OUTPUT.json CASE,CASE,..."""
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_pfo.core.errors import ConfigurationError
+from tests.strategy.zoo import CASES, Settings, measure
+from tests.strategy.zoo.processes import run_together
+
+
+def fail(how):
+    """Rank 1 fails while rank 0 waits for it."""
+    if how == "refuse" and dist.get_rank() == 1:
+        raise ConfigurationError("Do something else.")
+    if how == "crash" and dist.get_rank() == 1:
+        raise KeyError("key")
+    if how == "hang" and dist.get_rank() == 1:
+        time.sleep(60)
+    dist.barrier()
+    return how
+
+
+def main(output, names):
+    results = {}
+    for name in names.split(","):
+        (outcome,) = measure(CASES[name], [2], Settings(steps=4))
+        results[name] = dataclasses.asdict(dataclasses.replace(outcome, case=None))
+    failures = {how: run_together(fail, 2, 2.0 if how == "hang" else 30.0, how) for how in ("refuse", "crash", "hang")}
+    results["failures"] = {how: [failure.kind, failure.message] for how, failure in failures.items()}
+    results["failures"]["none"] = run_together(fail, 2, 30.0, "none")
+    Path(output).write_text(json.dumps(results))
+
+
+main(*sys.argv[1:])

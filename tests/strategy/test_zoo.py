@@ -1,0 +1,117 @@
+"""Models as users bring them train on two stages as on one device; benchmarks/model_zoo.py has many more."""
+
+import json
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+from tests.strategy.zoo import CASES, matching, runner
+
+EQUAL = [
+    "sequential",
+    "batch_norm",
+    "transformer_of_torch",
+    "multitask",
+    "bert_and_head",
+    "opt",
+    "mamba",
+    "deepseek_v3",
+    "deberta_v2",
+    "t5_gated_untied",
+    "beit_relative_bias",
+    "swin",
+    "vision_encoder_decoder",
+    "wav2vec2_ctc",
+    "whisper",
+]
+NOT_YET = [
+    "chain_of_attributes",
+    "lstm_beside_others",
+    "unet",
+    "residual_loop",
+    "zipped_lists",
+    "layers_called_repeatedly",
+    "boolean_mask_from_stem",
+    "padding_mask_from_embeddings",
+    "early_argmax",
+    "in_place_relu_first",
+    "raw_parameters",
+    "deep_supervision",
+    "encode_and_call_twice",
+    "vq_vae",
+    "autoencoder",
+    "mixtral",
+    "output_hidden_states",
+    "output_attentions",
+    "inputs_embeds",
+    "albert",
+    "perceiver",
+    "clip",
+    "llava",
+    "segformer",
+    "vit_mae",
+    "resnet",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("zoo") / "outcomes.json"
+    run_script(Path(__file__).parent / "scripts" / "zoo.py", path, ",".join(EQUAL + NOT_YET), timeout_s=280)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_trains_as_on_one_device(outcomes, name):
+    assert outcomes[name]["status"] == "equal", outcomes[name]
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+@pytest.mark.xfail(strict=False, reason="refused or wrong until models are split by what their step does")
+def test_will_train_as_on_one_device(outcomes, name):
+    assert outcomes[name]["status"] == "equal", outcomes[name]
+
+
+def test_what_one_rank_says_is_told_although_others_wait(outcomes):
+    failures = outcomes["failures"]
+    assert failures["refuse"] == ["refused", "Do something else."]
+    assert failures["crash"] == ["crashed", "KeyError: 'key'"]
+    assert failures["hang"] == ["too slow", "not done after 2 s"]
+    assert failures["none"] == ["none", "none"]
+
+
+def rank(losses=(2.0, 1.0), held=("a",), moved=("a", "b"), distance=0.0, buffer=0.0, num_held=50):
+    return runner.Rank([*losses], num_held, 100, frozenset(held), frozenset(moved), distance, 1.0, (buffer, "mean"))
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "message"),
+    [
+        (rank(held="b"), "equal", ""),
+        (rank(held="b", buffer=0.1), "differs", "buffer mean"),
+        (rank(held="b", distance=0.1), "differs", "weights"),
+        (rank(held="a"), "differs", "no rank holds b"),
+        (rank(held="b", losses=(2.0, 1.1)), "differs", "ranks have different losses"),
+    ],
+)
+def test_what_differs_is_noticed(second, status, message):
+    outcome = runner.compare(CASES["sequential"], 2, [2.0, 1.0], [rank(), second], nan)
+    assert (outcome.status, outcome.message) == (status, message)
+    assert outcome.held_twice == pytest.approx(0)
+
+
+@pytest.mark.parametrize("losses", [(2.0, 1.0001), (2.0, nan), (2.0,)])
+def test_losses_that_differ_are_noticed(losses):
+    case = CASES["dropout"]
+    ranks = [rank(losses, "a"), rank(losses, "b")]
+    outcome = runner.compare(case, 2, [2.0, 1.0], ranks, nan)
+    # a model that draws random numbers may have other losses, but not NaN, nor fewer
+    assert outcome.status == ("alike" if losses[-1] == 1.0001 else "differs")
+    assert runner.compare(CASES["sequential"], 2, [2.0, 1.0], ranks, nan).status == "differs"
+
+
+def test_cases_are_found_by_name_and_group():
+    assert [case.name for case in matching(["t5*", "sequential"])] == ["sequential", "t5", "t5_gated_untied"]
+    assert {case.group for case in matching(["timm", "torchvision"])} == {"timm", "torchvision"}
