@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,8 +130,8 @@ def build_pipeline(
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
     parts = split.parts()
     remember_split(split, stages)
-    materialise(model, parts, stages, find_shared_parameters(model, parts), device, seed)
-    shared = find_shared_parameters(model, parts)
+    materialise(model, parts, stages, find_shared_parameters(model, parts, split.users), device, seed)
+    shared = find_shared_parameters(model, parts, split.users)
     release_other_parts(parts, stages, shared)
     move_local_tensors(model, device)
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
@@ -192,32 +192,39 @@ def _split(
         return before, []
     is_wanted = before is None and (num_stages > 1 or partition == "profile")
     step = first_step() if first_step is not None and is_wanted else None
+    trace = None
     if before is not None:
-        calls = before.calls
+        units, calls = before.units, before.calls
     else:
-        calls = layer_calls(units, _trace(model, units, partial(step, torch.device("cpu"))) if step else None)
+        if step is not None:
+            units, trace = _trace(model, units, partial(step, torch.device("cpu")))
+        calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
         measure = partial(measure_training_step, model, units, partial(step, device)) if step else None
         times_s = agree_on_layer_times(measure)
     boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
-    return split_units(units, calls, boundaries), times_s
+    split = split_units(units, calls, boundaries, trace)
+    return (split if before is None else replace(split, users=before.users)), times_s
 
 
-def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> Trace | None:
-    """The step on a first microbatch; None if it cannot run yet, so that it says nothing of the model."""
+def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Units, Trace | None]:
+    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet."""
+    split = Split(units, layer_calls(units, None), (), {}, {})
     with Patches() as patches:
         follow_units(units.all, patches)
         trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+        while split.follow_listened(patches):
+            trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training, so layers are taken in the order of the module: %s", trace.failure)
-        return None
+        return units, None
     if not trace.marks:
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. Name "
             f"the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
         )
-    return trace
+    return units, trace
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

@@ -7,7 +7,7 @@ the stages, and those that several stages use (tied), are kept on every rank; th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +25,17 @@ class Part:
     stages: frozenset[int]
 
 
-def find_shared_parameters(root: nn.Module, parts: Sequence[Part]) -> list[nn.Parameter]:
-    """List the parameters every rank keeps, in the order of `root.parameters()`."""
-    users: dict[int, set[int]] = {}
+def find_shared_parameters(
+    root: nn.Module, parts: Sequence[Part], users_beside: Mapping[nn.Parameter, frozenset[int]]
+) -> list[nn.Parameter]:
+    """List the parameters every rank keeps, in the order of `root.parameters()`.
+
+    Args:
+        root: The user's module.
+        parts: What each stage runs.
+        users_beside: Stages that use a parameter beside the parts it belongs to.
+    """
+    users: dict[int, set[int]] = {id(parameter): set(stages) for parameter, stages in users_beside.items()}
     for part in parts:
         for parameter in part.module.parameters():
             users.setdefault(id(parameter), set()).update(part.stages)

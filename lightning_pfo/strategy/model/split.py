@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
@@ -11,9 +11,11 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
+from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
 from lightning_pfo.strategy.model.tracing.trace import Trace
-from lightning_pfo.strategy.model.units import Unit, Units, find_units
+from lightning_pfo.strategy.model.units import Unit, Units, find_units, listened_units, units_of
+from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
 
@@ -84,12 +86,14 @@ class Split:
         calls: The layers, in the order of their calls.
         boundaries: Which calls belong to which stage.
         owners: The stages that have a unit; none for one that is not called.
+        users: The stages that use a parameter beside the units it belongs to.
     """
 
     units: Units
     calls: LayerCalls
     boundaries: Boundaries
-    owners: Mapping[Unit, frozenset[int]]
+    owners: dict[Unit, frozenset[int]]
+    users: Mapping[nn.Parameter, frozenset[int]]
 
     @property
     def num_stages(self) -> int:
@@ -110,9 +114,30 @@ class Split:
         Raises:
             ConfigurationError: If stages cannot run it one after the other.
         """
-        return programs_of(trace, self._cuts(trace))
+        return programs_of(trace, self.cuts(trace))
 
-    def _cuts(self, trace: Trace) -> list[int]:
+    def follow_listened(self, patches: Patches) -> bool:
+        """Follow into units of which somebody hooks into a part by now; tells whether there were any.
+
+        Raises:
+            ConfigurationError: If such a unit runs as a whole, compiled or divided over replicas.
+        """
+        listened = listened_units(self.units)
+        for unit in listened:
+            if unit.replacement is not None:
+                raise ConfigurationError(
+                    f"Something hooks into a part of {unit.name!r}, as output_attentions=True does, but the layer runs "
+                    f"as a whole. Leave out compile=True and fully_shard=True, or the hook."
+                )
+            unit.followed_into = True
+            parts = units_of(unit)
+            self.units.all.extend(parts)
+            self.owners.update((part, self.owners[unit]) for part in parts if unit in self.owners)
+            follow_units(parts, patches)
+        return bool(listened)
+
+    def cuts(self, trace: Trace) -> list[int]:
+        """Where a step is cut."""
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
             cuts = cuts_before(trace, [trace.marks[bound][1] for bound in self.boundaries[1:-1]])
             edges = [0, *cuts, len(trace.events)]
@@ -126,14 +151,23 @@ class Split:
         return cuts_by_owner(trace, self.owners, self.num_stages)
 
 
-def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries) -> Split:
-    """Give the stages their units."""
+def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries, trace: Trace | None = None) -> Split:
+    """Give the stages their units, and the parameters that a step uses beside these."""
     owners: dict[Unit, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         for index in range(start, stop):
             for unit in (calls.layers[index], *calls.others[index]):
                 owners.setdefault(unit, set()).add(stage)
-    return Split(units, calls, boundaries, {unit: frozenset(stages) for unit, stages in owners.items()})
+    split = Split(units, calls, boundaries, {unit: frozenset(stages) for unit, stages in owners.items()}, {})
+    if trace is None:
+        return split
+    edges = [0, *split.cuts(trace), len(trace.events)]
+    users: dict[nn.Parameter, set[int]] = {parameter: set(range(len(boundaries) - 1)) for parameter in trace.everywhere}
+    for stage, (start, stop) in enumerate(pairwise(edges)):
+        for event in trace.events[start:stop]:
+            for parameter in event.parameters:
+                users.setdefault(parameter, set()).add(stage)
+    return replace(split, users={parameter: frozenset(stages) for parameter, stages in users.items()})
 
 
 def remember_split(split: Split, stages: Sequence[int]) -> None:
@@ -164,7 +198,8 @@ def earlier_split(units: Units) -> Split | None:
         tuple(renewed[unit] for unit in split.calls.layers),
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
     )
-    return Split(units, calls, split.boundaries, {renewed[u]: stages for u, stages in split.owners.items() if u in renewed})
+    owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
+    return Split(units, calls, split.boundaries, owners, split.users)
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:

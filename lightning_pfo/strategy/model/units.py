@@ -67,12 +67,12 @@ class Units:
 
     Attributes:
         name: The dotted name of what is split; empty for the user's module itself.
-        all: All units.
+        all: All units; more are added where a unit is followed into.
         layers: Those that count as layers.
     """
 
     name: str
-    all: tuple[Unit, ...] = field(repr=False)
+    all: list[Unit] = field(repr=False)
     layers: tuple[Unit, ...] = field(repr=False)
 
 
@@ -96,7 +96,21 @@ def find_units(root: nn.Module, name: str | None = None, at_least: int = 1) -> U
         )
     units = list(_units_in(root, "", {id(module): path for path, module in layers}))
     counted = tuple(unit for unit in units if unit.is_layer)
-    return Units(_common_path([unit.name for unit in counted]), tuple(units), counted)
+    return Units(_common_path([unit.name for unit in counted]), units, counted)
+
+
+def listened_units(units: Units) -> list[Unit]:
+    """Units of which somebody hooks into a part: those parts are to be followed instead."""
+    return [
+        unit
+        for unit in units.all
+        if not unit.followed_into and any(is_listened(part) for part in unit.module.modules() if part is not unit.module)
+    ]
+
+
+def units_of(unit: Unit) -> list[Unit]:
+    """The parts of a unit as units."""
+    return list(_units_in(unit.module, unit.name, {}))
 
 
 Named = tuple[str, nn.Module]

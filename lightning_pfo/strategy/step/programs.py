@@ -18,6 +18,7 @@ from lightning_pfo.strategy.model.tracing.tracked import current_run
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_flatten
+from lightning_pfo.strategy.parallel.patches import Patches
 
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
@@ -30,12 +31,14 @@ class Programs:
         owner: The user's module.
         split: How it is divided.
         device: Where the stages run.
+        patches: Closing it gives modules back that are followed later than others.
     """
 
-    def __init__(self, owner: nn.Module, split: Split, device: torch.device) -> None:
+    def __init__(self, owner: nn.Module, split: Split, device: torch.device, patches: Patches) -> None:
         self._owner = owner
         self._split = split
         self._device = device
+        self._patches = patches
         self._caches = Caches()
         self._known: OrderedDict[Any, list[StageProgram]] = OrderedDict()
 
@@ -69,7 +72,7 @@ class Programs:
 
     def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> list[StageProgram]:
         found = self._known.pop(key, None)
-        if found is None:
+        if found is None or found[0].draws:  # where the step draws numbers midway, these may decide what it calls
             found = self._split.programs(self._trace(step, seed, train))
         self._known[key] = found
         while len(self._known) > _KEPT:
@@ -78,7 +81,10 @@ class Programs:
 
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
         with torch.set_grad_enabled(train):
-            return trace_untouched(self._owner, step, self._device, self._caches, seed)
+            trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
+            while self._split.follow_listened(self._patches):
+                trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
+            return trace
 
 
 def trace_untouched(

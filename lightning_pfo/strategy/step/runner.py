@@ -67,7 +67,7 @@ class StepRunner:
     ) -> None:
         self.engine = engine
         self.owner = owner
-        self._programs = Programs(owner, split, engine.device)
+        self._programs = Programs(owner, split, engine.device, patches)
         self._metrics = metrics_of(owner)
         self._parameters = parameters
         self._shared = shared

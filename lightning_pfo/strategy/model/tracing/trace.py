@@ -133,7 +133,7 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
         device: Where it runs.
     """
     run = _TraceRun(device)
-    seen = _ParametersSeen(run)
+    seen = _ParametersSeen()
     result = None
     with following(run), functions_followed(run), seen:
         try:
@@ -194,8 +194,9 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         leaves, _ = tree_flatten((args, kwargs))
         position = self._begin(event, leaves)
-        with self._nothing_drawn(), following(_Inside(self, event)):
+        with self._nothing_drawn(), following(_Inside(self, event)), _ParametersSeen() as seen:
             outline = outline_call(unit.module, unit.forward, *plain((args, kwargs)), self._device)
+        event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if _is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
@@ -206,7 +207,8 @@ class _TraceRun:
 
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""
-        self.trace.marks.append((unit, len(self.trace.events)))
+        if unit.is_layer:
+            self.trace.marks.append((unit, len(self.trace.events)))
 
     def note(self, values: Any) -> None:
         """Note that values are wanted at the end, as what is logged."""
@@ -311,9 +313,9 @@ class _Inside:
 
 
 class _ParametersSeen(TorchFunctionMode):
-    """Notes parameters that functions are given without any tracked tensor: every rank computes what follows."""
+    """Notes parameters that functions are given without any tracked tensor."""
 
-    def __init__(self, run: _TraceRun) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.parameters: dict[int, nn.Parameter] = {}
 
