@@ -214,7 +214,7 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Uni
     with Patches() as patches:
         follow_units(units.all, patches)
         trace = trace_untouched(model, step, torch.device("cpu"), Caches())
-        while split.follow_listened(patches):
+        while split.follow_into(trace.listened, patches):
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training, so layers are taken in the order of the module: %s", trace.failure)

@@ -14,7 +14,7 @@ from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
 from lightning_pfo.strategy.model.tracing.trace import Trace
-from lightning_pfo.strategy.model.units import Unit, Units, find_units, listened_units, units_of
+from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
@@ -116,14 +116,13 @@ class Split:
         """
         return programs_of(trace, self.cuts(trace))
 
-    def follow_listened(self, patches: Patches) -> bool:
-        """Follow into units of which somebody hooks into a part by now; tells whether there were any.
+    def follow_into(self, units: Sequence[Unit], patches: Patches) -> bool:
+        """Follow the parts of units instead; tells whether there are any.
 
         Raises:
             ConfigurationError: If such a unit runs as a whole, compiled or divided over replicas.
         """
-        listened = listened_units(self.units)
-        for unit in listened:
+        for unit in units:
             if unit.replacement is not None:
                 raise ConfigurationError(
                     f"Something hooks into a part of {unit.name!r}, as output_attentions=True does, but the layer runs "
@@ -134,7 +133,7 @@ class Split:
             self.units.all.extend(parts)
             self.owners.update((part, self.owners[unit]) for part in parts if unit in self.owners)
             follow_units(parts, patches)
-        return bool(listened)
+        return bool(units)
 
     def cuts(self, trace: Trace) -> list[int]:
         """Where a step is cut."""

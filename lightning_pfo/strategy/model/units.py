@@ -56,6 +56,11 @@ class Unit:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @property
+    def is_listened(self) -> bool:
+        """Whether somebody hooks into a part of it, and would miss what other stages compute."""
+        return not self.followed_into and _is_listened(self.module)
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether its tensors are placeholders for those of another rank."""
         return any(parameter.is_meta for parameter in self.module.parameters())
@@ -97,15 +102,6 @@ def find_units(root: nn.Module, name: str | None = None, at_least: int = 1) -> U
     units = list(_units_in(root, "", {id(module): path for path, module in layers}))
     counted = tuple(unit for unit in units if unit.is_layer)
     return Units(_common_path([unit.name for unit in counted]), units, counted)
-
-
-def listened_units(units: Units) -> list[Unit]:
-    """Units of which somebody hooks into a part: those parts are to be followed instead."""
-    return [
-        unit
-        for unit in units.all
-        if not unit.followed_into and any(is_listened(part) for part in unit.module.modules() if part is not unit.module)
-    ]
 
 
 def units_of(unit: Unit) -> list[Unit]:
@@ -202,7 +198,7 @@ def _units_in(module: nn.Module, path: str, layers: dict[int, str]) -> Iterator[
             name = _join(path, key)
             is_layer = id(child) in layers
             holds_layers = any(id(part) in layers for part in child.modules() if part is not child)
-            listened = any(is_listened(part) for part in child.modules() if part is not child)
+            listened = _is_listened(child)
             if is_layer and not listened:
                 yield Unit(name, child, is_layer=True)
             elif is_layer:
@@ -216,10 +212,14 @@ def _units_in(module: nn.Module, path: str, layers: dict[int, str]) -> Iterator[
     return walk(module, path)
 
 
-def is_listened(module: nn.Module) -> bool:
-    """Whether somebody hooks into the calls of a module, to see what it returns; torch itself does not count."""
-    hooks = module._forward_hooks.values()
-    return any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
+def _is_listened(module: nn.Module) -> bool:
+    """Whether somebody hooks into a part of a module, to see what that returns; torch itself does not count."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("torch.")
+        for part in module.modules()
+        if part is not module
+        for hook in part._forward_hooks.values()
+    )
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -82,7 +82,7 @@ class Programs:
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
         with torch.set_grad_enabled(train):
             trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
-            while self._split.follow_listened(self._patches):
+            while self._split.follow_into(trace.listened, self._patches):
                 trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
             return trace
 

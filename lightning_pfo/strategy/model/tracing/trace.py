@@ -102,6 +102,7 @@ class Trace:
         everywhere: Parameters that are used beside all events.
         draws: Whether the step draws random numbers of its own after the first event.
         failure: The error that ended it early, if one did: what comes after is not known.
+        listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Trace:
     everywhere: list[nn.Parameter] = field(default_factory=list)
     draws: bool = False
     failure: BaseException | None = None
+    listened: list[Any] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:
         """Note that an event takes tracked tensors."""
@@ -190,6 +192,8 @@ class _TraceRun:
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
         event = Event(unit, units=[unit])
+        if unit.is_listened and unit not in self.trace.listened:
+            self.trace.listened.append(unit)
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
         leaves, _ = tree_flatten((args, kwargs))
