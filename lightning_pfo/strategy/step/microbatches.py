@@ -11,7 +11,8 @@ from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
-from lightning_pfo.strategy.step.batches.splitting import batch_size_of, first_samples, split_batch
+from lightning_pfo.strategy.step.batches.splitting import Microbatches, batch_size_of, first_samples
+from lightning_pfo.strategy.step.batches.splitting import split_batch as split_unevenly
 
 __all__ = [
     "batch_size_of",
@@ -26,6 +27,18 @@ __all__ = [
 ]
 
 _PER_RANK = 4
+
+
+def split_batch(batch: Any, num_microbatches: int) -> Microbatches:
+    """Split a batch into equal microbatches, for an engine that runs no others; see `batches.splitting.split_batch`.
+
+    Raises:
+        BatchError: If the batch size is not a multiple of `num_microbatches`, or the batch cannot be split.
+    """
+    parts = split_unevenly(batch, num_microbatches)
+    if len(parts) < num_microbatches or len(set(parts.sizes)) > 1:
+        raise BatchError(not_divisible(f"A batch of {parts.size} samples", parts.size, num_microbatches))
+    return parts
 
 
 def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Callable[[int], PipelineSchedule]) -> int:
