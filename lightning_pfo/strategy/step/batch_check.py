@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pfo.core.errors import BatchError
-from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
 
 
 def checksum(batch: Any) -> float:
@@ -23,6 +23,8 @@ def checksum(batch: Any) -> float:
             total += position * zlib.crc32(leaf.encode(errors="surrogatepass")) / 2**32
         elif isinstance(leaf, (int, float)):
             total += position * float(leaf)
+        elif has_samples(leaf) and hasattr(leaf, "to_dict"):  # TensorDicts, graphs, tables
+            total += position * checksum(leaf.to_dict())
         for tensor in _tensors_of(leaf):
             values = torch.nan_to_num(tensor.detach().to(torch.float64)).flatten()
             # weights that are neither equal nor periodic, so that a permutation changes the sum

@@ -2,6 +2,7 @@ from collections import UserDict
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given
@@ -41,6 +42,7 @@ def test_not_a_number_does_not_hide_differences():
         (torch.arange(3), torch.tensor([0, 2, 1])),
         (np.arange(3), np.array([0, 2, 1])),
         (["a", "b", "c"], ["a", "c", "b"]),
+        (pandas.Series([1, 2, 3]), pandas.Series([1, 3, 2])),
         (torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse()),
     ],
 )

@@ -105,7 +105,11 @@ def node_of(
 def _length_of(value: Any) -> int | None:
     """The length of what may have an item for each sample: lists, and objects that can be sliced."""
     cls = type(value)
-    if isinstance(value, (type, dict, torch.nn.Module)) or hasattr(cls, "keys") or hasattr(value, "_fields"):
+    if (
+        isinstance(value, (str, bytes, type, dict, torch.Size, torch.nn.Module))
+        or hasattr(cls, "keys")
+        or hasattr(value, "_fields")
+    ):
         return None
     if not hasattr(cls, "__len__") or not hasattr(cls, "__getitem__"):
         return None

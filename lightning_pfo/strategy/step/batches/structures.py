@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -90,7 +91,7 @@ def _with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 def _parts_of_mapping(value: Mapping[Any, Any]) -> Parts:
-    keys = list(value)
+    keys = list(value.keys())  # a TensorDict without dimensions cannot be iterated over
     # What such a dict keeps beside its items, as transformers' BatchEncoding its `encodings`, belongs to samples too.
     own: dict[str, Any] = getattr(value, "__dict__", {}) if isinstance(value, (dict, UserDict)) else {}
     extra = [name for name in own if name not in keys and not (isinstance(value, UserDict) and name == "data")]
@@ -159,9 +160,11 @@ def _has_tensor(value: Any, around: frozenset[int]) -> bool:
 def has_samples(value: Any) -> bool:
     """Whether a value is known to hold samples in a row, or is a single number, in the form of a tensor or array.
 
-    Tensors of all kinds, numpy arrays, packed sequences, TensorDicts, batches of PyTorch Geometric.
+    Tensors of all kinds, numpy arrays, packed sequences, TensorDicts, tables, batches of PyTorch Geometric.
     """
-    return isinstance(value, (torch.Tensor, np.ndarray, PackedSequence)) or _is_tensor_dict(value) or _is_graphs(value)
+    if isinstance(value, (torch.Tensor, np.ndarray, PackedSequence)):
+        return True
+    return _is_tensor_dict(value) or _is_graphs(value) or _is_table(value)
 
 
 def num_samples(value: Any, batch_dim: int = 0) -> int | None:
@@ -170,6 +173,8 @@ def num_samples(value: Any, batch_dim: int = 0) -> int | None:
         return int(value.batch_sizes[0])
     if _is_graphs(value):
         return int(value.num_graphs)
+    if _is_table(value):
+        return len(value)
     if isinstance(value, torch.Tensor) and value.is_nested:
         return int(value.size(0))
     shape = value.batch_size if _is_tensor_dict(value) else value.shape
@@ -187,6 +192,8 @@ def take_samples(value: Any, start: int, stop: int, batch_dim: int = 0) -> Any:
             return torch.nested.as_nested_tensor(list(value.unbind()[start:stop]), layout=value.layout)
         if value.layout != torch.strided:
             return _take_from_sparse(value, start, stop, _dim(value.dim(), batch_dim))
+    if _is_table(value):
+        return value.iloc[start:stop]
     ndim = len(value.batch_size) if _is_tensor_dict(value) else value.ndim
     taken = value[(*[slice(None)] * _dim(ndim, batch_dim), slice(start, stop))]
     return _like(taken, value) if isinstance(value, torch.Tensor) else taken
@@ -199,6 +206,10 @@ def join_samples(values: Sequence[Any], batch_dim: int = 0) -> Any:
         return pack_sequence([one for value in values for one in unpack_sequence(value)], enforce_sorted=False)
     if _is_graphs(first):
         return type(first).from_data_list([graph for value in values for graph in value.to_data_list()])
+    if _is_table(first):
+        # a table made of a microbatch counts its rows from 0, as that of a batch does
+        anew = all(list(value.index) == list(range(len(value))) for value in values)
+        return sys.modules["pandas"].concat(list(values), ignore_index=anew)
     if isinstance(first, np.ndarray):
         return np.concatenate(values, axis=_dim(first.ndim, batch_dim))
     if isinstance(first, torch.Tensor) and first.is_nested:
@@ -238,3 +249,8 @@ def _is_tensor_dict(value: Any) -> bool:
 def _is_graphs(value: Any) -> bool:
     """Batches of PyTorch Geometric: one large graph, which they take apart and put together."""
     return hasattr(type(value), "from_data_list") and hasattr(value, "to_data_list") and hasattr(value, "num_graphs")
+
+
+def _is_table(value: Any) -> bool:
+    """Tables and columns of pandas, which is not imported here."""
+    return hasattr(type(value), "iloc")

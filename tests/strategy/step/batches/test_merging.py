@@ -92,6 +92,16 @@ def test_packed_sequences_are_joined():
     assert all(torch.equal(one, other) for one, other in zip(merged, sequences, strict=True))
 
 
+def test_tables_are_split_and_joined_by_rows():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1, 2, 3], "name": list("xyz")}, index=[7, 8, 9])
+    parts = split_batch({"x": torch.zeros(3), "table": table, "column": table["a"]}, 2)
+    assert [list(part["table"].name) for part in parts] == [["x", "y"], ["z"]]
+    assert merge_outputs(parts.parts, parts.sizes)["table"].equals(table)
+    made = [pandas.DataFrame({"a": part["column"].to_list()}) for part in parts]  # rows 0, 1 and 0
+    assert merge_outputs(made, parts.sizes).equals(pandas.DataFrame({"a": [1, 2, 3]}))
+
+
 def test_time_major_tensors_are_joined_along_their_second_dimension():
     x = torch.arange(24).reshape(3, 4, 2)
     parts = split_batch(x, 3, batch_dim=1)

@@ -1,7 +1,7 @@
 """Splitting: every kind of batch, sizes that differ by one at most, and a user's own way."""
 
 import logging
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
@@ -142,7 +142,11 @@ def test_containers_keep_their_type_and_are_left_as_they_were(batch, x_of):
         (["a", "b", "c"], ["a", "b", "c"]),
         (None, None),
         (3, 3),
-        (torch.Size([4, 3]), torch.Size([4, 3])),
+        (torch.Size([4, 3, 2, 1]), torch.Size([4, 3, 2, 1])),
+        (np.str_("text"), np.str_("text")),
+        (b"text", b"text"),
+        (deque("abcd"), ["c", "d"]),
+        (Pair(1, 2), Pair(1, 2)),
     ],
 )
 def test_values_beside_tensors_stay_beside_their_samples(values, second):
