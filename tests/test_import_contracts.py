@@ -79,6 +79,7 @@ MAY_KNOW = {
         "strategy.watch",
     },
     "strategy.step": {"core", "strategy.engine", "strategy.model", "strategy.parallel"},
+    "strategy.step.batches": {"core"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.tower": {

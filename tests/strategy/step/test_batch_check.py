@@ -1,3 +1,9 @@
+from collections import UserDict
+from types import SimpleNamespace
+
+import numpy as np
+import pandas
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,3 +33,19 @@ def test_permuted_samples_are_noticed(order):
 
 def test_not_a_number_does_not_hide_differences():
     assert checksum(torch.tensor([float("nan"), 1.0])) != checksum(torch.tensor([float("nan"), 2.0]))
+
+
+@pytest.mark.parametrize("made", [UserDict, dict, lambda items: SimpleNamespace(**items)])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.arange(3), torch.tensor([0, 2, 1])),
+        (np.arange(3), np.array([0, 2, 1])),
+        (["a", "b", "c"], ["a", "c", "b"]),
+        (pandas.Series([1, 2, 3]), pandas.Series([1, 3, 2])),
+        (torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse()),
+    ],
+)
+def test_all_kinds_of_batches_are_looked_into(made, one, other):
+    first, second = (made({"x": torch.zeros(3), "values": values}) for values in (one, other))
+    assert checksum(first) != checksum(second)

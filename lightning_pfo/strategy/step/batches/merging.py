@@ -1,0 +1,269 @@
+"""Putting together what a step returned for each microbatch: what one device would return for the whole batch.
+
+The rule, for values at the same place of all results:
+
+- Tensors and arrays with a batch dimension are joined along it.
+- Lists of items (texts, numbers, dicts, tensors of different sizes) are joined: they have as many items as the
+  microbatch has samples, or any number. Lists and tuples of tensors of the microbatch's size are structure, as are
+  tuples of numbers or of different kinds (`return accuracy, loss`), columns of the microbatch's size, and lists that
+  are equal in all results.
+- Dicts are merged by key; keys that only some results have are all there. Sets are united.
+- Floating-point numbers, also as 0-dimensional tensors, are averaged with the weights of the microbatches.
+- Integers are taken as they are if all are equal (an index, a setting), unless they are the numbers of samples or come
+  as tensors or from numpy: those are counts, and added, as are integers that differ.
+- Other values are taken as they are if all are equal.
+
+What is left has no merged form: different texts, objects, or tensors of shapes that cannot be joined. It becomes a list
+with one entry for each microbatch, and a warning names it: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.structures import (
+    PLAIN,
+    has_samples,
+    holds_tensors,
+    join_samples,
+    num_samples,
+    parts_of,
+)
+from lightning_pfo.strategy.step.batches.weights import shares_of
+
+_FLOATS = (float, complex, np.inexact)
+
+
+@dataclass(frozen=True)
+class _Merger:
+    """How results are merged: `sizes` and `weights` are those of the microbatches that have a value at this place."""
+
+    sizes: tuple[int, ...] | None
+    weights: tuple[float, ...]
+    batch_dim: int
+
+    def only(self, indices: Sequence[int]) -> _Merger:
+        """The same for some of the microbatches; their weights add up to what those of all do."""
+        sizes = None if self.sizes is None else tuple(self.sizes[index] for index in indices)
+        total = sum(self.weights)
+        weights = shares_of([self.weights[index] for index in indices], (1,) * len(indices))
+        return _Merger(sizes, tuple(weight * total for weight in weights), self.batch_dim)
+
+
+def merge_outputs(
+    outputs: Sequence[Any],
+    sizes: Sequence[int] | None = None,
+    weights: Sequence[float] | None = None,
+    *,
+    batch_dim: int = 0,
+) -> Any:
+    """Merge what a step returned for each microbatch; the module says how.
+
+    Args:
+        outputs: What it returned, at least one.
+        sizes: How many samples each microbatch has; None is not known, and then lists without tensors are joined.
+        weights: What the numbers of each are multiplied with before they are added, see `weights`; None is the share of
+            its samples.
+        batch_dim: The dimension along which tensors have samples.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    known = None if sizes is None else tuple(sizes)
+    if weights is None:
+        weights = shares_of(known or (1,) * len(outputs), (1,) * len(outputs))
+    return _merge(list(outputs), _Merger(known, tuple(weights), batch_dim), "output")
+
+
+def _merge(values: list[Any], how: _Merger, path: str) -> Any:
+    first = values[0]
+    there = [index for index, value in enumerate(values) if value is not None]
+    if len(there) < 2:
+        return values[there[0]] if there else None
+    if len(there) < len(values):  # such as predictions above a threshold, of which some microbatches have none
+        return _merge([values[index] for index in there], how.only(there), path)
+    if any(type(value) is not type(first) for value in values):
+        return _merge_of_different_types(values, how, path)
+    if has_samples(first):
+        return _merge_tensors(values, how, path)
+    if type(first) in PLAIN or isinstance(first, np.generic):
+        return _merge_numbers(values, how, path)
+    if isinstance(first, Mapping):
+        return _merge_mappings(values, how, path)
+    if isinstance(first, Set):
+        return type(first)(item for value in values for item in value)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
+        if _are_items(values, how, path):
+            items = [item for value in values for item in value]
+            return items if type(first) is list else type(first)(items)  # type: ignore[call-arg]
+        if len({len(value) for value in values}) > 1:
+            return _as_they_are(values, path)
+    return _merge_parts(values, how, path)
+
+
+def _merge_parts(values: list[Any], how: _Merger, path: str) -> Any:
+    taken_apart = [parts_of(value, objects=holds_tensors(value)) for value in values]
+    first = taken_apart[0]
+    if first is None or any(parts is None or parts.names != first.names for parts in taken_apart):
+        return _as_they_are(values, path)
+    columns = zip(*(parts.values for parts in taken_apart if parts is not None), strict=True)
+    return first.rebuild(
+        [_merge(list(column), how, path + name) for name, column in zip(first.names, columns, strict=True)]
+    )
+
+
+def _merge_mappings(values: list[Mapping[Any, Any]], how: _Merger, path: str) -> Any:
+    if all(list(value) == list(values[0]) for value in values):
+        return _merge_parts(values, how, path)
+    merged = {}
+    for key in dict.fromkeys(key for value in values for key in value):
+        having = [index for index, value in enumerate(values) if key in value]
+        merged[key] = _merge([values[index][key] for index in having], how.only(having), f"{path}[{key!r}]")
+    if type(values[0]) is dict:
+        return merged
+    try:
+        return type(values[0])(merged)  # type: ignore[call-arg]
+    except Exception:  # the class takes something else
+        return merged
+
+
+def _are_items(values: list[Any], how: _Merger, path: str) -> bool:
+    """Whether lists have one item for each sample, or for each of something that samples have different numbers of."""
+    lengths = tuple(len(value) for value in values)
+    items = [item for value in values for item in value]
+    sizes = how.sizes or (None,) * len(values)
+    if isinstance(values[0], tuple) and items and (all(map(_is_number, items)) or _differ_in_kind(values[0])):
+        return False  # such as `return accuracy, loss`
+    if not any(map(_has_tensors, items)):
+        if lengths == sizes:
+            return isinstance(values[0], list) or not _are_columns(values, sizes)
+        if len(set(lengths)) > 1:
+            return True
+        is_setting = all(value == values[0] for value in values) or all(isinstance(i, torch.Tensor) for i in items)
+        return not is_setting and not _are_columns(values, sizes)
+    if lengths != sizes:
+        return len(set(lengths)) > 1 and not _differ_in_kind(items)
+    if _differ_in_kind(items):
+        return False
+    found = [_sizes_in(value, how.batch_dim) for value in values]
+    if any(one != {size} for one, size in zip(found, sizes, strict=True)):
+        return True
+    if isinstance(values[0], tuple) or all(size == 1 for size in sizes):
+        return False
+    if all(map(has_samples, items)):
+        warn_once(
+            f"{path} has as many tensors as a microbatch has samples, each of this size: they are taken for tensors of "
+            f"all samples, not for one of each."
+        )
+        return False
+    return True
+
+
+def _are_columns(values: list[Any], sizes: Sequence[int | None]) -> bool:
+    """Whether all items hold a list that is as long as the microbatch."""
+    return all(_holds_length(item, size) for value, size in zip(values, sizes, strict=True) for item in value)
+
+
+def _holds_length(value: Any, size: int | None) -> bool:
+    if type(value) in PLAIN:
+        return False
+    if isinstance(value, (list, tuple)) and len(value) == size:
+        return True
+    parts = parts_of(value)
+    return parts is not None and any(_holds_length(part, size) for part in parts.values)
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim == 0
+    return is_scalar or isinstance(value, (int, float, complex, np.generic))
+
+
+def _differ_in_kind(items: Sequence[Any]) -> bool:
+    kinds = {(type(item), getattr(item, "ndim", None), str(getattr(item, "dtype", ""))) for item in items}
+    return len({kind for kind in kinds if kind[0] is not type(None)}) > 1
+
+
+def _has_tensors(value: Any) -> bool:
+    return bool(_sizes_in(value, 0))
+
+
+def _sizes_in(value: Any, batch_dim: int) -> set[int]:
+    if type(value) in PLAIN:
+        return set()
+    if has_samples(value):
+        size = num_samples(value, batch_dim)
+        return set() if size is None else {size}
+    parts = parts_of(value)
+    return set() if parts is None else {size for part in parts.values for size in _sizes_in(part, batch_dim)}
+
+
+# ---- tensors and numbers ----
+
+
+def _merge_tensors(values: list[Any], how: _Merger, path: str) -> Any:
+    dimensionless = [num_samples(value, how.batch_dim) is None for value in values]
+    if all(dimensionless):
+        if isinstance(values[0], torch.Tensor):
+            return _merge_scalar_tensors(values, how, path)
+        return np.asarray(_merge_numbers([value[()] for value in values], how, path))
+    try:
+        return join_samples(values, how.batch_dim)
+    except Exception as error:  # shapes that differ in other dimensions, mostly
+        return _as_they_are(values, path, f"cannot be joined ({error})")
+
+
+def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -> Any:
+    stacked = torch.stack(values)
+    if stacked.dtype == torch.bool:
+        return _as_they_are(values, path)
+    if not (stacked.is_floating_point() or stacked.is_complex()):
+        return stacked.sum().to(stacked.dtype)
+    weights = torch.tensor(how.weights, dtype=torch.float64, device=stacked.device)
+    kept = weights != 0  # such as the loss of a microbatch without labels, which is NaN
+    wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
+    return (wide[kept] * weights[kept]).sum().to(stacked.dtype)
+
+
+def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
+    first = values[0]
+    is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
+    if is_count and how.sizes is not None and tuple(int(value) for value in values) == how.sizes:
+        return type(first)(sum(values))
+    is_sum = isinstance(first, _FLOATS) and not math.isclose(sum(how.weights), 1)
+    if all(value == first for value in values) and not is_sum and not isinstance(first, np.integer):
+        return first
+    if is_count:
+        return type(first)(sum(values))
+    if isinstance(first, _FLOATS):
+        kept = [(value, weight) for value, weight in zip(values, how.weights, strict=True) if weight]
+        return type(first)(sum(value * weight for value, weight in kept))
+    return _as_they_are(values, path)
+
+
+# ---- what has no merged form ----
+
+
+def _merge_of_different_types(values: list[Any], how: _Merger, path: str) -> Any:
+    if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
+        return _merge_numbers([float(value) for value in values], how, path)
+    return _as_they_are(values, path)
+
+
+def _as_they_are(values: list[Any], path: str, why: str = "has no merged form") -> Any:
+    first = values[0]
+    try:
+        if all(value is first or bool(value == first) for value in values):
+            return first
+    except Exception:  # a comparison may be anything
+        pass
+    warn_once(
+        f"{path}, a {type(first).__name__} that differs between microbatches, {why}: it is a list with one for each "
+        f"microbatch. Return tensors, arrays or lists with an item for each sample."
+    )
+    return list(values)

@@ -1,0 +1,252 @@
+"""How many samples a batch has, and which of its lists are lists of samples.
+
+A list may be a list of samples (one image or dict for each) or a structure (inputs and labels, each with all samples).
+Nothing in it says which, so this is the rule:
+
+1. The batch size is the size of all tensors and arrays along the batch dimension, and lists around them are structure:
+   that is what `torch.utils.data.default_collate` makes.
+2. A list as long as the batch is a list of samples if it holds no tensors (texts, ids, numbers), or if its items are
+   of one kind and their tensors are not all of the batch size (images, dicts of boxes and labels). A tuple that is the
+   batch itself is structure.
+3. Where no tensor is outside of lists of samples, these say what the batch size is. Where both readings are possible,
+   the one whose size the DataLoader is known to have is right; otherwise the first, and a warning says so if a mistake
+   is likely. Where neither is possible, or nothing says which, the batch is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pfo.core.errors import BatchError
+from lightning_pfo.core.wording import counted, listed
+from lightning_pfo.strategy.step.batches.nodes import Node, is_alike, node_of
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.structures import num_samples
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a batch is understood.
+
+    Attributes:
+        root: The batch.
+        size: Its number of samples.
+        lists: Paths of lists and the like that hold one item for each sample.
+        is_firm: Whether anything but a single list of tensors, which may be contradictory ones as well, says so.
+    """
+
+    root: Node
+    size: int
+    lists: frozenset[str]
+    is_firm: bool = True
+
+
+def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = ()) -> Reading:
+    """Find out how many samples a batch has, and where.
+
+    Args:
+        batch: The batch.
+        batch_dim: The dimension along which tensors have samples.
+        expected: Sizes that a DataLoader says its batches have; used where a batch can be understood in two ways.
+
+    Raises:
+        BatchError: If sizes contradict each other, or there is none.
+    """
+    if batch_dim < 0:
+        raise BatchError(f"batch_dim counts dimensions from the first, 0, on; got {batch_dim}.")
+    root = node_of(batch, "batch", batch_dim)
+    if not root.has_tensors:  # then an object of another class may be all there is
+        root = node_of(batch, "batch", batch_dim, objects=True)
+    readings = [_read_as(root, size, expected) for size in _candidates(root)]
+    possible = [reading for reading in readings if reading is not None]
+    if not any(reading.is_firm for reading in possible):
+        raise BatchError(_refusal(root, batch_dim))
+    reading = _choose(root, possible, expected)
+    if reading.size < 1:
+        raise BatchError(f"A batch has one sample at least; {_named(root, reading.size)} has none.")
+    return reading
+
+
+def read_object(node: Node, size: int, batch_dim: int) -> Reading | None:
+    """The reading of an object of another class by its attributes; None unless all its tensors have the batch size."""
+    root = node_of(node.value, node.path, batch_dim, objects=True, sliced=False)
+    if {leaf.size for leaf in root.sized()} != {size}:
+        return None
+    return _read_as(root, size) or Reading(root, size, frozenset())
+
+
+# ---- one reading ----
+
+
+def _read_as(root: Node, size: int, expected: Collection[int] = ()) -> Reading | None:
+    """How a batch is understood if it has `size` samples; None if it cannot have so many."""
+    samples: list[Node] = []
+    undecided: list[Node] = []  # structure and samples look the same
+    columns_of_tensors = 0
+    is_firm = size in expected
+
+    def visit(node: Node) -> bool:
+        nonlocal columns_of_tensors, is_firm
+        if node.size is not None:
+            is_firm = True
+            return node.size == size
+        if node.length == size and node.may_be_samples and not _has_columns(node, size):
+            sizes = {leaf.size for leaf in node.sized()}
+            if not sizes or (is_alike(node) and sizes != {size}):
+                samples.append(node)
+                if sizes and _has_tensors_only(node):
+                    columns_of_tensors += 1
+                else:
+                    is_firm = is_firm or is_alike(node)
+                return True
+            if is_alike(node):
+                undecided.append(node)
+        return all(visit(child) for child in node.children)
+
+    if not visit(root):
+        return None
+    lists = {node.path for node in samples}
+    if not root.has_tensors and not _all_lists_fit(root, size, lists):
+        return None
+    if any(node.has_tensors for node in samples):
+        # beside a list of images, dicts that happen to have as many boxes each as there are samples are samples too
+        lists.update(node.path for node in undecided if not _has_tensors_only(node))
+    elif size > 1:
+        for node in undecided:
+            if _has_tensors_only(node) and node.path.endswith("']"):  # a list of [inputs, labels] has no name
+                warn_once(
+                    f"{node.path} has as many tensors as the batch has samples ({size}), each of this size: they are "
+                    f"taken for tensors of all samples, not for one of each."
+                )
+    return Reading(root, size, frozenset(lists), is_firm or columns_of_tensors > 1)
+
+
+def _has_tensors_only(node: Node) -> bool:
+    return all(child.size is not None or child.value is None for child in node.children)
+
+
+def _has_columns(node: Node, size: int) -> bool:
+    """Whether there are lists in it that are as long as the batch, rather than being so itself.
+
+    So it is for tuples of lists, and for what `default_collate` makes of texts in tuples: a list of tuples.
+    """
+    if node.has_tensors or not node.children:
+        return False
+    if isinstance(node.value, tuple):
+        return all(any(inner.length == size for inner in child.all()) for child in node.children)
+    return all(isinstance(child.value, tuple) and child.length == size for child in node.children)
+
+
+def _all_lists_fit(node: Node, size: int, lists: set[str]) -> bool:
+    """Without tensors only lists say what the size is, so all of them have to."""
+    if node.path in lists:
+        return True
+    if node.may_be_samples and not node.children:
+        return node.length == size
+    return all(_all_lists_fit(child, size, lists) for child in node.children)
+
+
+# ---- the right one of several ----
+
+
+def _candidates(root: Node) -> list[int]:
+    """Sizes that the batch may have, in the order in which they are met."""
+    found: dict[int, None] = {}
+    for node in root.all():
+        if node.size is not None:
+            found[node.size] = None
+        if node.length is not None and node.may_be_samples and is_alike(node):
+            found[node.length] = None
+    return list(found)
+
+
+def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> Reading:
+    """The right one of several readings, of which one at least is firm."""
+    firm = [reading for reading in readings if reading.is_firm]
+    known = [reading for reading in firm if reading.size in expected]
+    if len(known) == 1:
+        return known[0]
+    tensor_sizes = {leaf.size for leaf in root.sized()}
+    by_tensors = next((reading for reading in firm if {reading.size} == tensor_sizes), None)
+    if by_tensors is None:
+        if len(firm) == 1:
+            return firm[0]
+        sizes = [reading.size for reading in firm]
+        raise BatchError(
+            f"A batch has one size, but {listed([f'{_named(root, size)} has {size}' for size in sizes])}: either may "
+            f"be the number of samples. {_OWN_WAY}"
+        )
+    by_lists = {path: reading for reading in readings if reading is not by_tensors for path in reading.lists}
+    lists = [node for node in root.all() if node.path in by_lists and node.has_tensors]
+    # default_collate leaves no number or text beside tensors, so these are of one sample
+    if len({node.length for node in lists}) == 1 and all(_has_plain_values(node) for node in lists):
+        return by_lists[lists[0].path]
+    for node in lists[:1]:
+        if not _has_tensors_only(node) or _look_like_images(node):
+            warn_once(
+                f"{node.path} is taken for {counted(len(node.children), 'part')} of a batch of {by_tensors.size} "
+                f"samples, as its tensors have this size, not for a list of {node.length} samples. If it is one: "
+                f"{_OWN_WAY}"
+            )
+    return by_tensors
+
+
+def _has_plain_values(node: Node) -> bool:
+    return all(
+        any(isinstance(part.value, (int, float, str)) for part in child.children)
+        for child in node.children
+        if child.value is not None
+    )
+
+
+def _look_like_images(node: Node) -> bool:
+    shapes = [child.value.shape for child in node.children if isinstance(child.value, (torch.Tensor, np.ndarray))]
+    return len(shapes) > 1 and all(len(shape) == 3 and shape[0] in (3, 4) for shape in shapes)
+
+
+# ---- wording ----
+
+_OWN_WAY = (
+    "Say how batches are divided: split_batch=function, which takes a batch and a number of microbatches and returns "
+    "them as a list."
+)
+
+
+def _named(root: Node, size: int) -> str:
+    return next(node.path for node in root.all() if size in (node.size, node.length))
+
+
+def _refusal(root: Node, batch_dim: int) -> str:
+    dimension = f"dimension {batch_dim}" if batch_dim else "the first dimension"
+    by_size: dict[int, str] = {}
+    for node in root.all():
+        size = node.size
+        if not root.has_tensors and node.may_be_samples:
+            size = node.length
+        if size is not None:
+            by_size.setdefault(size, node.path)
+    if not by_size:
+        return (
+            "A batch holds a tensor or array with samples, or a list with an item for each sample; got no tensor, "
+            f"array or list in a {type(root.value).__name__}. {_OWN_WAY} With num_microbatches=1 nothing is divided."
+        )
+    found = listed([f"{path} has {size}" for size, path in by_size.items()])
+    return (
+        f"A batch is split along {dimension} of its tensors and arrays, which must be the same for all, got {found}. "
+        f"{_other_dimension(root, batch_dim)}What has no samples may be 0-dimensional, a number, or an attribute of "
+        f"the module. {_OWN_WAY} With num_microbatches=1 nothing is divided."
+    )
+
+
+def _other_dimension(root: Node, batch_dim: int) -> str:
+    other = 0 if batch_dim else 1
+    tensors = [node.value for node in root.sized() if isinstance(node.value, (torch.Tensor, np.ndarray))]
+    sizes = {num_samples(tensor, other) for tensor in tensors}
+    if len(sizes) != 1 or all(tensor.ndim <= other for tensor in tensors):
+        return ""
+    return f"With batch_dim={other}, all have {sizes.pop()}: use it if these are the samples. "

@@ -1,0 +1,136 @@
+"""How much each microbatch counts in the loss of its batch: `loss of the batch = sum of weight x loss`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import BatchError, ConfigurationError
+from lightning_pfo.core.wording import listed, shortened
+from lightning_pfo.strategy.step.batches.structures import leaves_of
+
+MicrobatchWeight = str | Callable[[Any], Any]
+"""`samples`, `tokens`, `sum`, or a function of a microbatch."""
+
+IGNORED_LABEL = -100
+"""Positions with this label have no part in a loss: the `ignore_index` of torch's cross entropy."""
+WEIGHTS = ("samples", "tokens", "sum")
+
+
+def check_microbatch_weight(how: MicrobatchWeight) -> None:
+    """Check the setting `microbatch_weight`.
+
+    Raises:
+        ConfigurationError: If it is neither a function nor one of `WEIGHTS`.
+    """
+    if how not in WEIGHTS and not callable(how):
+        raise ConfigurationError(
+            f"microbatch_weight is one of {', '.join(map(repr, WEIGHTS))}, or a function that takes a microbatch and "
+            f"returns how much it counts, such as the number of its labels; got {shortened(how)}."
+        )
+
+
+def weights_of(
+    parts: Sequence[Any], sizes: Sequence[int], how: MicrobatchWeight = "samples", *, shifted_labels: bool = False
+) -> tuple[float, ...]:
+    """The weight of each microbatch's loss in the loss of the batch.
+
+    They add up to 1, except for `sum`, where each is 1. A microbatch without labels has weight 0, and its loss is NaN
+    if it is a mean over labels: leave it out, since 0 x NaN is NaN.
+
+    Args:
+        parts: The microbatches.
+        sizes: How many samples each has.
+        how: `samples`: the loss is a mean over samples. `tokens`: it is a mean over labels that are not -100. `sum`: it
+            is a sum over samples. A function: the loss is a mean over something that it counts in a microbatch.
+        shifted_labels: Whether the first label of each sequence has no part in the loss, see `shifts_labels`.
+
+    Raises:
+        ConfigurationError: If `how` is none of these.
+        BatchError: If there are no labels, or the function does not return numbers from 0 on.
+    """
+    check_microbatch_weight(how)
+    if how == "sum":
+        return (1.0,) * len(parts)
+    return shares_of(counts_of(parts, sizes, how, shifted_labels=shifted_labels), sizes)
+
+
+def shares_of(counts: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
+    """Counts divided by their sum.
+
+    Where there is nothing to count in the whole batch, shares are those of samples: the loss of the batch is then what
+    the user's step makes of nothing (NaN for torch's mean, 0 in many steps), as on one device.
+    """
+    total = math.fsum(counts)
+    if total == 0:
+        counts, total = sizes, sum(sizes)
+    return tuple(count / total for count in counts)
+
+
+def counts_of(
+    parts: Sequence[Any], sizes: Sequence[int], how: MicrobatchWeight = "samples", *, shifted_labels: bool = False
+) -> tuple[float, ...]:
+    """What the loss is a mean over, counted in each microbatch; batches and replicas add theirs up.
+
+    Arguments and errors as for `weights_of`; `sum` counts samples.
+    """
+    if how == "tokens":
+        return _count_labels(parts, shifted_labels)
+    if callable(how):
+        return tuple(_count_by(how, part, index) for index, part in enumerate(parts))
+    return tuple(float(size) for size in sizes)
+
+
+def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:
+    counts: list[torch.Tensor] = []
+    for part in parts:
+        named = [(path, leaf) for path, leaf in leaves_of(part) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+        labels = [leaf for path, leaf in named if path.endswith(("['labels']", ".labels"))]
+        if not labels:
+            raise BatchError(
+                f"microbatch_weight='tokens' counts the labels that are not {IGNORED_LABEL}, in the tensor called "
+                f"'labels'; the batch has {listed([path for path, _ in named]) or 'no tensors'}. Use a "
+                f"function, such as microbatch_weight=lambda microbatch: (microbatch[1] != {IGNORED_LABEL}).sum()."
+            )
+        tensors = [torch.as_tensor(label) for label in labels]
+        counted = [label[..., 1:] if shifted and label.dim() > 1 else label for label in tensors]
+        counts.append(sum((label != IGNORED_LABEL).sum() for label in counted))  # type: ignore[arg-type]
+    return tuple(float(count) for count in torch.stack(counts).tolist())  # one transfer from the GPU
+
+
+def _count_by(how: Callable[[Any], Any], part: Any, index: int) -> float:
+    name = f"microbatch_weight={getattr(how, '__qualname__', how)}"
+    try:
+        count = how(part)
+        number = float(count)
+    except Exception as error:
+        raise BatchError(
+            f"{name} takes a microbatch and returns a number; for microbatch {index}, a {type(part).__name__}, it "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    if not 0 <= number < math.inf:
+        raise BatchError(
+            f"{name} returns how much a microbatch counts, 0 or more; got {number} for microbatch {index}."
+        )
+    return number
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss leaves out the first label of each sequence: transformers' causal language models do so.
+
+    Decided by the names of their classes, which transformers keeps to: `...ForCausalLM`, `...LMHeadModel`, and
+    `...ForConditionalGeneration` without an encoder-decoder. In a step that shifts labels itself, count them by a
+    function.
+    """
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith(("ForCausalLM", "LMHeadModel")):
+            return True
+        if name.endswith("ForConditionalGeneration"):
+            return not getattr(getattr(module, "config", None), "is_encoder_decoder", True)
+    return False
