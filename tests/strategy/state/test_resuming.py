@@ -1,8 +1,10 @@
 """Checkpoints: saved and resumed in any number of stages, as a file or a folder, with nothing lost when killed."""
 
+import inspect
 import json
 from pathlib import Path
 
+import lightning
 import pytest
 
 from tests.launch import run_script
@@ -68,6 +70,8 @@ def test_top_k_and_last_are_kept_and_resumed(seen, sharded):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_only_is_honoured(seen, sharded):
+    if "weights_only" not in inspect.signature(lightning.Trainer.fit).parameters:
+        pytest.skip("Lightning 2.5 does not ask how a checkpoint is loaded")
     assert seen["weights_only"][f"{sharded} False"] == "loaded"
     for choice in (None, True):
         assert "weights_only" in seen["weights_only"][f"{sharded} {choice}"]
