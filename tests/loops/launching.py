@@ -1,11 +1,11 @@
 """Starting scripts as Accelerate's users do."""
 
-from tests.launch import run_script
+from tests.launch import TORCHRUN, run_script
 
 
 def run_with_torchrun(script, *arguments, num_processes=2, **options):
     """`torchrun --nproc_per_node NUM_PROCESSES SCRIPT ARGUMENTS`."""
-    return run_script("-m", *torchrun(num_processes), script, *arguments, fresh=True, **options)
+    return run_script(TORCHRUN, *torchrun(num_processes)[1:], script, *arguments, **options)
 
 
 def torchrun(num_processes):
