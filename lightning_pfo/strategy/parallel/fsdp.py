@@ -5,11 +5,8 @@ Layers are changed in place and keep their names, so optimizers and checkpoints 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -34,26 +31,8 @@ def shard_over_replicas(layers: Iterable[nn.Module], mesh: DeviceMesh, kept_whol
     ignored = set(kept_whole)
     for layer in dict.fromkeys(layers):
         if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
-            options = _leaving_out(ignored.intersection(layer.parameters()))
-            fully_shard(layer, mesh=mesh, reshard_after_forward=False, **options)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
             layer.__dict__[_SHARDED] = True
-
-
-def _leaving_out(parameters: set[nn.Parameter]) -> dict[str, Any]:
-    """The option of `fully_shard` that leaves parameters whole.
-
-    Raises:
-        ConfigurationError: If torch has none, as 2.6.
-    """
-    if not parameters:
-        return {}
-    if "ignored_params" not in inspect.signature(fully_shard).parameters:
-        raise ConfigurationError(
-            f"With fully_shard=True, parameters that several stages share stay whole, which takes torch 2.7 or newer; "
-            f"got torch {torch.__version__} and {len(parameters)} such parameters in one layer. Use a newer torch, or "
-            f"fully_shard=False."
-        )
-    return {"ignored_params": parameters}
 
 
 def accumulate_only(layers: Iterable[nn.Module]) -> None:

@@ -155,10 +155,7 @@ print(why_not_clone())
 
 def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
     torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    nodes = [
-        start_script(TORCHRUN, *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path)
-        for rank in (0, 1)
-    ]
+    nodes = [start_script(TORCHRUN, *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path) for rank in (0, 1)]
     try:
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:
