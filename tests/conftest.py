@@ -2,12 +2,38 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes says how busy the machine is
 settings.load_profile("untimed")
+
+
+LONGEST = [
+    "strategy/trainer/test_launching.py",
+    "strategy/state/test_resuming.py",
+    "strategy/model/test_huggingface.py",
+    "listeners/emulated/test_oracle.py",
+    "loops/test_launching.py",
+    "callbacks/test_clock_safety.py",
+    "test_registration.py",
+    "strategy/parallel/test_three_dimensions.py",
+    "strategy/trainer/test_options.py",
+    "experiment/test_reproducibility.py",
+    "experiment/test_run_integration.py",
+    "strategy/engine/test_in_flight.py",
+    "strategy/engine/test_all_schedules.py",
+    "strategy/trainer/test_pipeline_training.py",
+    "strategy/model/test_huggingface_options.py",
+]
+"""Files of more than ten seconds, the longest first: begun last, one would keep a single process busy."""
+
+
+def pytest_collection_modifyitems(items):
+    rank = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(LONGEST)))  # stable: others stay as they are
 
 
 @pytest.fixture(autouse=True)

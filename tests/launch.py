@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+TORCHRUN = Path(__file__).with_name("torchrun.py")
+"""Torch's command for scripts that may be forked."""
 FOR_SCRIPTS = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     "OMP_NUM_THREADS": "1",

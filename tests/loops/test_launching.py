@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import ROOT, run_script
+from tests.launch import ROOT, TORCHRUN, run_script
 from tests.loops.launching import run_with_accelerate, run_with_torchrun, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -60,7 +60,7 @@ def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message
 
 def test_the_accelerate_example_profiles_plans_and_trains(tmp_path):
     # the way that accelerate launch works on CPUs, as our message says
-    command = ("--cpu", "--num_processes", 1, "--no_python", sys.executable, "-m", *torchrun(2))
+    command = ("--cpu", "--num_processes", 1, "--no_python", sys.executable, TORCHRUN, *torchrun(2))
     output = run_with_accelerate(*command, SCRIPTS / "run_example.py", tmp_path).stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert re.search(r"under the plan: .* J per iteration on NVIDIA .* \(emulated, virtual time\)", output)

@@ -67,6 +67,9 @@ PRIVATE = {
         "Gradients of a schedule whose last backward is one of weights only would never be averaged over replicas. "
         "torch's pipeline stages do the same."
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group": (
+        "The same with older torch, which has one group per layer at most."
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": (
         "Gathered parameters would not be let go of at the end of an iteration."
     ),
@@ -82,6 +85,8 @@ PRIVATE = {
     ),
 }
 """Private names, and what they are needed for."""
+OLDER_LACK = {"torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"}
+"""Names that the newest versions have, and the oldest do not; they are looked for where they are used."""
 
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 """Module and name of the function that a pickled layout of a tensor calls."""
@@ -131,8 +136,10 @@ def finish_backward(layer: FSDPModule) -> None:
     from torch.distributed.fsdp import fully_shard  # here, for those who divide nothing
 
     state = fully_shard.state(layer)  # type: ignore[attr-defined]
-    for group in state._fsdp_param_groups:
-        group.post_backward()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        if group is not None:
+            group.post_backward()
     state._root_post_backward_final_callback()
 
 

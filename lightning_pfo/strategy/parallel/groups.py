@@ -24,7 +24,7 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
     """
     if device.type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
 
 

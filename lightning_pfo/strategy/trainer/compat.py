@@ -91,6 +91,8 @@ PRIVATE = {
     ),
 }
 """Private names, and what they are needed for."""
+OLDER_LACK = {"lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor"}
+"""Names that the newest versions have, and the oldest do not, which need none."""
 
 
 class StrategyBase(ParallelStrategy):

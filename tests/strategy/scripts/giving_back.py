@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import lightning as L
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning
 from plain_module import PlainModule, make_loaders
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -40,6 +41,8 @@ def look():
     )
 
 
+# new in Lightning 2.6
+AVERAGES = [callbacks.EMAWeightAveraging()] if hasattr(callbacks, "EMAWeightAveraging") else []
 module = PlainModule()
 module.example_input_array = example = make_loaders()[0].dataset.tensors[0]
 callback = Look()
@@ -48,7 +51,7 @@ trainer = L.Trainer(
     devices=1,
     strategy=PfoPipelineStrategy(num_microbatches=2, activation_checkpointing=True),
     max_steps=2,
-    callbacks=[callback, Unfreeze(), EMAWeightAveraging()],
+    callbacks=[callback, Unfreeze(), *AVERAGES],
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,

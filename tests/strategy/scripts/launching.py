@@ -1,9 +1,10 @@
 """Trains in processes that are started in many ways, and die in many ways; usage: launching.py PART FOLDER.
 
-Parts: `forks` (SLURM, deaths, all forked from this process; and spawned ones), `killed` (START_METHOD), `clones`,
-`clones_of_threads`, `node` (under torchrun).
+Parts: `forks` (SLURM, deaths, all forked from this process; and spawned ones), `clones`, `clones_of_threads`, `node`
+(under torchrun).
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -201,10 +202,28 @@ def watching():
         "the hub may leave first": [finish_and_leave, finish, finish],
         "a rank that has left is missed later": [begin_again, begin_again, finish_and_leave],
     }
-    for name, parts in scripts.items():
-        print(f"== {name}", flush=True)
-        pipe = os.pipe()
-        print(wait_for([fork(watched, rank, pipe, part) for rank, part in enumerate(parts)], 30), flush=True)
+    for name, parts in scripts.items():  # one beside the other: most of it is waiting
+        with output_to(FOLDER / f"{name}.txt"):
+            pipe = os.pipe()
+            scripts[name] = [fork(watched, rank, pipe, part) for rank, part in enumerate(parts)]
+    for name, ranks in scripts.items():
+        codes = wait_for(ranks, 30)
+        print(f"== {name}", (FOLDER / f"{name}.txt").read_text(), codes, sep="\n", flush=True)
+
+
+@contextlib.contextmanager
+def output_to(path):
+    """What this process and its forks write goes to a file."""
+    ours, file = [os.dup(1), os.dup(2)], os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    try:
+        yield
+    finally:
+        for stream, own in enumerate(ours, start=1):
+            os.dup2(own, stream)
+            os.close(own)
 
 
 # ---- other ways to start ----
@@ -220,12 +239,8 @@ def spawn():
     (FOLDER / "spawn.json").write_text(json.dumps(seen))
 
 
-def killed():
-    make_trainer(2, sys.argv[3]).fit(Module(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), *loaders())
-
-
 def clones():
-    """Several runs, as scripts have them; the second one starts no more processes."""
+    """Several runs, as scripts have them; the later ones start no more processes. In the last a child is killed."""
     print("before the fit", end=" ")  # is in a buffer then
     losses, parts = [], loaders()
     for _ in range(2):
@@ -241,6 +256,7 @@ def clones():
         "processes": [os.getppid(), os.getpid()],
     }
     (FOLDER / f"{sys.argv[1]}_{trainer.global_rank}.json").write_text(json.dumps(seen))
+    make_trainer(2, "clone").fit(Module(1, lambda: os.kill(os.getpid(), signal.SIGKILL)), parts[0])
 
 
 def clones_of_threads():

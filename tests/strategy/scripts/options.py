@@ -11,7 +11,8 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from plain_module import PlainModule, make_loaders
 from torch.distributed.tensor import DTensor, Replicate
@@ -136,7 +137,7 @@ def precision(name):
 
 
 def ema():
-    return {"callbacks": [EMAWeightAveraging(decay=0.5)], "max_epochs": 2}
+    return {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)], "max_epochs": 2}
 
 
 def swa():
@@ -188,6 +189,7 @@ def fit(name, where):
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
+            limit_val_batches=1,
             strategy=strategy,
             devices=1 if where == "single" else 2,
             **defaults | trainer_options(),

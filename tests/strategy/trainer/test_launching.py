@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
-from tests.launch import kill_session, run_script, session_is_empty, start_script
+from tests.launch import TORCHRUN, kill_session, run_script, session_is_empty, start_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "launching.py"
 
@@ -86,27 +86,34 @@ def test_spawned_processes_give_the_whole_model_back(forked):
     assert seen["validated"][0]["val_loss"] == pytest.approx(seen["loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("start_method", ["popen", "clone"])
-def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(tmp_path, start_method):
-    process = start_script(SCRIPT, "killed", tmp_path, start_method)
+@pytest.fixture(scope="module", params=["clones", "clones_of_threads"])
+def cloned(request, tmp_path_factory):
+    """The part, its folder, its output and exit code, and whether no process was left."""
+    folder = tmp_path_factory.mktemp(request.param)
+    process = start_script(SCRIPT, request.param, folder)
     try:
         output, _ = process.communicate(timeout=180)
         deadline = time.monotonic() + 20
-        while not session_is_empty(process) and time.monotonic() < deadline:
+        while not (empty := session_is_empty(process)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert session_is_empty(process)
     finally:
         kill_session(process)
-    assert process.returncode == 1, output
+    return request.param, folder, output, process.returncode, empty
+
+
+def test_a_killed_child_of_a_script_ends_it_and_leaves_no_process(cloned):
+    """A clone, and, where there are threads, a child that runs the script anew."""
+    *_, output, status, empty = cloned
+    assert empty
+    assert status == 1, output
     assert re.search(r"RankDiedError: rank 1 \(pid \d+ on .*\) died", output), output
 
 
-@pytest.mark.parametrize(("part", "times"), [("clones", 1), ("clones_of_threads", 2)])
-def test_clones_go_on_with_the_script_unless_forks_would_lack_threads(forked, tmp_path, part, times):
-    output = run_script(SCRIPT, part, tmp_path).stdout
-    assert output.count("before the fit") == times
-    assert output.count("have no `val_dataloader`") == 2  # in each run, by the first rank
-    seen = [read(tmp_path, f"{part}_{rank}") for rank in (0, 1)]
+def test_clones_go_on_with_the_script_unless_forks_would_lack_threads(forked, cloned):
+    part, folder, output, *_ = cloned
+    assert output.count("before the fit") == {"clones": 1, "clones_of_threads": 2}[part]
+    assert output.count("have no `val_dataloader`") == 3  # in each run, by the first rank
+    seen = [read(folder, f"{part}_{rank}") for rank in (0, 1)]
     assert [of_rank["ranks"] for of_rank in seen] == [[0, 0, 2], [1, 1, 2]]
     assert seen[1]["processes"][0] == seen[0]["processes"][1]
     assert seen[0]["validated"] == seen[1]["validated"]
@@ -148,12 +155,7 @@ print(why_not_clone())
 
 def test_two_torchrun_nodes_train_evaluate_and_notice_a_death(forked, tmp_path):
     torchrun = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    nodes = [
-        start_script(
-            "-m", "torch.distributed.run", *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path, fresh=True
-        )
-        for rank in (0, 1)
-    ]
+    nodes = [start_script(TORCHRUN, *torchrun, f"--node-rank={rank}", SCRIPT, "node", tmp_path) for rank in (0, 1)]
     try:
         outputs = [node.communicate(timeout=240)[0] for node in nodes]
     finally:

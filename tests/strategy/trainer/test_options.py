@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from lightning.pytorch import callbacks
 
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import read_profile
@@ -31,6 +32,8 @@ TOLERANCE = {
     "ema": 2e-5,
     "swa": 2e-5,
 }
+if not hasattr(callbacks, "EMAWeightAveraging"):  # new in Lightning 2.6
+    del TOLERANCE["ema"]
 HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
@@ -82,7 +85,7 @@ def test_compiled_stages_train_like_one_device(folder):
     check(folder, "compiled", 2e-5)
 
 
-@pytest.mark.parametrize("name", ["ema", "swa"])
+@pytest.mark.parametrize("name", [name for name in ("ema", "swa") if name in TOLERANCE])
 def test_checkpoints_with_averages_are_those_of_one_device(folder, name):
     """The pipeline's is also the one its second run went on from."""
 
