@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
@@ -18,7 +17,6 @@ from lightning_pfo.planner import check_selection
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.split import check_split
-from lightning_pfo.strategy.step.microbatches import check_batch_sizes, training_batch_sizes
 from lightning_pfo.strategy.trainer.precision import check_precision
 
 
@@ -28,7 +26,7 @@ def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_dat
     Args:
         config: The experiment.
         make_module: Makes the LightningModule, to see whether it can be split.
-        make_data: Makes the LightningDataModule, to see whether its batches can.
+        make_data: Makes the LightningDataModule, to see whether it can be made.
 
     Raises:
         PfoError: If something cannot work.
@@ -47,7 +45,6 @@ def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_dat
     data = make_data()
     data.prepare_data()
     data.setup("fit")
-    check_batch_sizes(training_batch_sizes(data.train_dataloader(), math.inf), config.schedule.num_microbatches)
 
 
 def check_settings(config: ExperimentConfig) -> None:

@@ -38,6 +38,8 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.accelerator import adapt
 from lightning_pfo.loops.compat import is_prepared, knows_loader, knows_model, mark_prepared
 from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.strategy.step.batches.splitting import SplitBatch
+from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _PRECISIONS = ("no", "bf16", "fp16")
@@ -76,6 +78,9 @@ def prepare_pipeline(
     max_in_flight: int | None = None,
     data_parallel_size: int = 1,
     pipeline_module: str | None = None,
+    batch_dim: int = 0,
+    split_batch: SplitBatch | None = None,
+    microbatch_weight: MicrobatchWeight = "samples",
     check_loss: bool = True,
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
@@ -98,7 +103,10 @@ def prepare_pipeline(
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
             do, and gradients are averaged.
-        pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them.
+        batch_dim: The dimension along which the tensors of a batch have samples.
+        split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.
+        microbatch_weight: How much each microbatch counts in the loss of its batch; see `PipelinedModel`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PipelinedModel`.
 
@@ -123,6 +131,9 @@ def prepare_pipeline(
         stages_per_rank=stages_per_rank,
         max_in_flight=max_in_flight,
         data_parallel_size=data_parallel_size,
+        batch_dim=batch_dim,
+        split_batch=split_batch,
+        microbatch_weight=microbatch_weight,
         check_loss=check_loss,
         device=accelerator.device,
     )

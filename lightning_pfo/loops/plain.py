@@ -26,11 +26,10 @@ from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.step.batch_check import check_same_batch
-from lightning_pfo.strategy.step.microbatches import (
-    batch_size_of,
-    default_num_microbatches,
-    evaluation_num_microbatches,
-)
+from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.splitting import SplitBatch
+from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.microbatches import default_num_microbatches
 
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -70,6 +69,11 @@ class PipelinedModel(ModuleWithPlaceholders):
         data_parallel_size: Number of replicas of the pipeline; each reads its own batches, and gradients are averaged.
         scaler: Scales the loss of fp16 autocast, as on one device: `scaler.scale(loss).backward()` (or `step`),
             `scaler.step(optimizer)`, `scaler.update()`. Where one rank finds an overflow, all skip the step.
+        batch_dim: The dimension along which the tensors of a batch have samples.
+        split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
+            dimension, where a batch is the pair of arguments and named arguments of the call.
+        microbatch_weight: How much each microbatch counts in the loss of its batch: `samples`, `tokens`, `sum`, or a
+            function of a microbatch; see `PfoPipelineStrategy`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
@@ -106,6 +110,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         max_in_flight: int | None = None,
         data_parallel_size: int = 1,
         scaler: GradScaler | None = None,
+        batch_dim: int = 0,
+        split_batch: SplitBatch | None = None,
+        microbatch_weight: MicrobatchWeight = "samples",
         check_loss: bool = True,
         device: torch.device | None = None,
     ) -> None:
@@ -150,6 +157,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
+            batching=Batching(batch_dim, split_batch, microbatch_weight),
             check_loss=check_loss,
             seed=random_state.synchronise(),
         )
@@ -222,7 +230,7 @@ class PipelinedModel(ModuleWithPlaceholders):
                 average_over=self._mesh.replica_group,
             )
         else:
-            microbatches = self._evaluation_microbatches(batch)
+            microbatches = self._evaluation_microbatches()
             with torch.no_grad():
                 output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
         return LossOutput(output) if isinstance(output, dict) else output
@@ -252,7 +260,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         batch = (args, kwargs)
         with torch.no_grad():
             merged = self._pipeline.runner.predict(
-                self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
+                self._output, self._evaluation_microbatches(), self._step_seed(2), batch, ()
             )
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
 
@@ -278,12 +286,12 @@ class PipelinedModel(ModuleWithPlaceholders):
     def _training_microbatches(self, batch: Any) -> int:
         if self._num_microbatches is None:
             self._num_microbatches = default_num_microbatches(
-                batch_size_of(batch), self._mesh.num_ranks, self._make_schedule
+                self._pipeline.runner.batching.size_of(batch), self._mesh.num_ranks, self._make_schedule
             )
         return self._num_microbatches
 
-    def _evaluation_microbatches(self, batch: Any) -> int:
-        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self._mesh.num_ranks)
+    def _evaluation_microbatches(self) -> int:
+        return self._num_microbatches or 4 * self._mesh.num_ranks
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     compile_layers,
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
-from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.ownership import (
     find_shared_parameters,
     local_parameters,
@@ -40,11 +40,12 @@ from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_r
 from lightning_pfo.strategy.parallel.groups import copy_from_first
 from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
 from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
-
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ def build_pipeline(
     shard_over: DeviceMesh | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
+    batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
     seed: int = 0,
 ) -> Pipeline:
@@ -111,6 +113,7 @@ def build_pipeline(
         shard_over: The replicas that parameters are divided over; None keeps them whole.
         activation_checkpointing: Whether layers keep only their inputs and run again in backward.
         compile: Whether layers are compiled.
+        batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
 
@@ -168,12 +171,11 @@ def build_pipeline(
         shared,
         patches,
         replica_group,
+        batching=replace(batching, shifted_labels=shifts_labels(model)),
         check_loss=check_loss,
         compiled=compile,
     )
-    description = describe_partition(
-        split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s
-    )
+    description = describe_partition(split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s)
     return Pipeline(engine, runner, shared, held, description)
 
 
@@ -217,12 +219,12 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Uni
         while split.follow_into(trace.listened, patches):
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if trace.failure is not None and not trace.marks:
-        _log.info("The step does not run before training, so layers are taken in the order of the module: %s", trace.failure)
+        _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
         return units, None
     if not trace.marks:
         raise ConfigurationError(
-            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. Name "
-            f"the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
+            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
+            f"Name the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
         )
     return units, trace
 

@@ -281,6 +281,19 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> PipelineSch
     return PipelineSchedule("forward only", len(placement), num_microbatches, tuple(map(tuple, rows)))
 
 
+def all_forwards_first(placement: Sequence[int], num_microbatches: int) -> PipelineSchedule:
+    """Forwards stage by stage, then backwards: a training iteration that any number of microbatches can run.
+
+    Args:
+        placement: Rank of every stage.
+        num_microbatches: Number of microbatches.
+    """
+    rows = [list(order) for order in forward_only(placement, num_microbatches).orders]
+    for stage, rank in reversed(list(enumerate(placement))):
+        rows[rank] += [Instruction(stage, _B, index) for index in range(num_microbatches)]
+    return PipelineSchedule("all forwards first", len(placement), num_microbatches, tuple(map(tuple, rows)))
+
+
 def _some(instructions: Collection[Instruction], limit: int = 8) -> str:
     """The first few, as text."""
     shown = sorted(map(str, instructions))[:limit]

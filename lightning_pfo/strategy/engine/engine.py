@@ -1,7 +1,7 @@
 """The pipeline engine of one rank: runs microbatches through its stages and emits instruction events.
 
-It knows nothing of Lightning. A caller provides the user's step, what each stage does of it, and on the rank of the last
-stage a function that turns what the step returns into a loss.
+It knows nothing of Lightning. A caller provides the user's step, what each stage does of it, and on the rank of the
+last stage a function that turns what the step returns into a loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.events import EventEmitter, InstructionListener
-from lightning_pfo.core.schedules.schedule import PipelineSchedule, forward_only
+from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
 from lightning_pfo.strategy.engine.executor import Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
@@ -128,6 +128,7 @@ class PipelineEngine:
         """
         if self.schedule is None or self.schedule.num_microbatches != num_microbatches:
             self.schedule = self._make_schedule(num_microbatches)
+            self._executors.clear()
 
     def iteration_begin(self) -> None:
         """Tell listeners that a training iteration begins."""
@@ -212,18 +213,21 @@ class PipelineEngine:
                 raise PfoError(f"Stage {index} failed on its first microbatch. {message[0]}")
 
     def _executor(self, num_microbatches: int, train: bool) -> Executor:
-        schedule = self.schedule if train else forward_only(self._placement, num_microbatches)
-        assert schedule is not None
+        assert self.schedule is not None or not train
+        is_ordinary = train and self.schedule is not None and self.schedule.num_microbatches == num_microbatches
         if (train, num_microbatches) not in self._executors:
-            stages = {stage: self._make_stage(stage, train) for stage in self.stages}
+            schedule = self.schedule if is_ordinary else None
+            if schedule is None:  # of a batch with few samples, or evaluation
+                schedule = (all_forwards_first if train else forward_only)(self._placement, num_microbatches)
+            stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
             self._executors[train, num_microbatches] = Executor(schedule, stages, self.group)
         return self._executors[train, num_microbatches]
 
-    def _make_stage(self, stage: int, train: bool) -> Stage:
+    def _make_stage(self, stage: int, train: bool, *, tell: bool = False) -> Stage:
         return Stage(
             stage,
             self.device,
-            emitter=self._emitter if train else None,
+            emitter=self._emitter if tell else None,
             compute_loss=self._compute_loss if stage == self.num_stages - 1 else None,
             train=train,
         )

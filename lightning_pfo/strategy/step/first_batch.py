@@ -16,6 +16,7 @@ from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.loss_check import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
@@ -25,7 +26,6 @@ from lightning_pfo.strategy.step.loss_check import (
     is_no_weighted_mean,
     tolerance_of,
 )
-from lightning_pfo.strategy.step.microbatches import batch_size_of, first_samples, split_batch
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class LossComparison:
         self._dtypes: set[torch.dtype] = set()
 
     def check(
-        self, step: Callable[..., Any], num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+        self, step: Callable[..., Any], parts: Microbatches, step_seed: tuple[int, ...], batch: Any, rest: Any
     ) -> None:
         """Compare them for one batch; a collective call of all processes.
 
@@ -63,14 +63,14 @@ class LossComparison:
         """
         engine = self._engine
         verdict: tuple[bool, str] | None = None
-        if num_microbatches > 1:
+        if len(parts) > 1:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(random_state.isolated(engine.device))
                 if self._compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
-                verdict = self._compare(step, num_microbatches, step_seed, batch, rest)
+                verdict = self._compare(step, parts, step_seed, batch, rest)
         verdicts = [found for found in engine.all_gather(verdict, everywhere=True) if found is not None]
         for is_error, message in sorted(verdicts, reverse=True):
             if is_error:
@@ -79,10 +79,10 @@ class LossComparison:
             _log.warning(verdicts[0][1])
 
     def _compare(
-        self, step: Callable[..., Any], num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+        self, step: Callable[..., Any], parts: Microbatches, step_seed: tuple[int, ...], batch: Any, rest: Any
     ) -> tuple[bool, str] | None:
         """Whether it is an error, and what to say; None if there is nothing to say, or on all ranks but the last."""
-        parts = split_batch(batch, num_microbatches)
+        batching, num_microbatches = self._runner.batching, len(parts)
 
         def losses_of(parts: Sequence[Any], draw: int) -> tuple[float, ...] | None:
             return self._losses(lambda index: step(parts[index], *rest), parts, (*step_seed, draw))
@@ -92,24 +92,24 @@ class LossComparison:
         if not most:
             return None
         for number in sorted({min(most, num_microbatches), 2}, reverse=True):  # two may fit where all do not
-            size = batch_size_of(batch) // num_microbatches * number
-            joined = [batch if number == num_microbatches else first_samples(batch, size)]
+            joined = [batch if number == num_microbatches else batching.first_parts(batch, parts, number)]
             of_all = losses_of(joined, 0)
             if all(self._tell(bool(of_all))):
                 break
         else:
             return None
+        weights = batching.weights(parts.parts[:number], parts.sizes[:number])
         parts = parts[:number]
         tolerance = self._tolerance()
         draws: list[Losses] = []
         if of_parts and of_all:
-            draws.append(Losses(of_parts[:number], of_all[0]))
+            draws.append(Losses(of_parts[:number], of_all[0], weights))
         if not any(self._tell(bool(draws) and differ(draws, tolerance))):
             return None
         for draw in range(1, 1 + EXTRA_DRAWS):
             of_parts, of_all = losses_of(parts, draw), losses_of(joined, draw)
             if of_parts and of_all:
-                draws.append(Losses(of_parts, of_all[0]))
+                draws.append(Losses(of_parts, of_all[0], weights))
         if len(draws) <= EXTRA_DRAWS or not differ(draws, tolerance):
             return None
         return is_no_weighted_mean(draws, tolerance), describe(draws, num_microbatches, tolerance)

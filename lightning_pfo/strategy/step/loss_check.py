@@ -35,15 +35,20 @@ class Losses:
     Attributes:
         of_microbatches: The loss of each microbatch.
         of_all: The loss of all their samples as one batch.
+        weights: How much each microbatch counts; empty: all the same.
     """
 
     of_microbatches: tuple[float, ...]
     of_all: float
+    weights: tuple[float, ...] = ()
 
     @property
     def mean(self) -> float:
         """What the pipeline trains on."""
-        return fmean(self.of_microbatches)
+        if not self.weights:
+            return fmean(self.of_microbatches)
+        pairs = zip(self.of_microbatches, self.weights, strict=True)
+        return sum(loss * weight for loss, weight in pairs if weight)
 
 
 def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
@@ -92,8 +97,7 @@ def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
     if _is_sum(first):
         cause = (
-            f"It is {number} times as large, so the loss is a sum. Use reduction='mean', or divide it by the number of "
-            f"samples in the step."
+            f"It is {number} times as large, so the loss is a sum. Use microbatch_weight='sum', or reduction='mean'."
         )
     elif is_no_weighted_mean(draws, tolerance):
         cause = "" if any(first.of_microbatches) else "It is 0 on every microbatch. "
@@ -105,13 +109,13 @@ def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -
     else:
         cause = (
             "Microbatches have different weights in it, as with class weights, or with labels of which some are -100; "
-            "gradients accumulated over batches differ likewise. For equal weights divide the sum by the number of "
-            "samples in the step."
+            "gradients accumulated over batches differ likewise. Use microbatch_weight='tokens', which counts labels "
+            "that are not -100, or a function of a microbatch that counts what the loss is a mean over."
         )
     return (
         f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on the mean of its "
         f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
-        f"If the first dimension of the batch is time, the batch is cut along it: use batch_first=True. If all this is "
+        f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
     )
 

@@ -20,6 +20,9 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import host_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
+from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
@@ -28,7 +31,6 @@ from lightning_pfo.strategy.step.gradients import (
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
-from lightning_pfo.strategy.step.microbatches import batch_size_of, merge_outputs, split_batch
 from lightning_pfo.strategy.step.programs import Programs, logging_to
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
@@ -48,6 +50,7 @@ class StepRunner:
         shared: Parameters every rank holds.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
+        batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         compiled: Whether layers are compiled.
     """
@@ -62,9 +65,11 @@ class StepRunner:
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
         *,
+        batching: Batching = DEFAULT_BATCHING,
         check_loss: bool = True,
         compiled: bool = False,
     ) -> None:
+        self.batching = batching
         self.engine = engine
         self.owner = owner
         self._programs = Programs(owner, split, engine.device, patches)
@@ -94,7 +99,8 @@ class StepRunner:
 
         Args:
             step: The user's step.
-            num_microbatches: Number of microbatches.
+            num_microbatches: Number of microbatches of an ordinary batch; one of fewer samples has fewer. Listeners
+                hear of iterations with that number only.
             step_seed: Makes the random numbers of this step differ from those of others.
             batch: What the step takes first.
             rest: Its other arguments.
@@ -104,7 +110,8 @@ class StepRunner:
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
 
         Returns:
-            The mean loss of the microbatches, in the form the step returned it. Its `backward` hands out the gradients.
+            The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it. Its
+            `backward` hands out the gradients.
 
         Raises:
             ConfigurationError: On every rank, if the step does not return a loss, or returns on the first batch one
@@ -112,17 +119,21 @@ class StepRunner:
         """
         engine = self.engine
         engine.set_num_microbatches(num_microbatches)
+        microbatches = self.batching.split(batch, num_microbatches)
         is_first, self._is_first_batch = self._is_first_batch, False
         if is_first and self._comparison is not None:
-            self._comparison.check(step, num_microbatches, step_seed, batch, rest)
+            self._comparison.check(step, microbatches, step_seed, batch, rest)
             self._comparison = None
-        engine.iteration_begin()
+        is_ordinary = len(microbatches) == num_microbatches
+        if is_ordinary:
+            engine.iteration_begin()
         earlier = take_gradients(self._parameters)
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, losses = self._run("train", step, num_microbatches, step_seed, batch, rest, loss_scale)
-            engine.iteration_end()
+            values, losses = self._run("train", step, microbatches, step_seed, rest, loss_scale)
+            if is_ordinary:
+                engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
             average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
@@ -130,7 +141,7 @@ class StepRunner:
             put_gradients(self._parameters, earlier)
         if is_first:
             refuse_nan(engine, self.owner, batch, values.numbers[0], losses)
-        self._log(values, batch_size_of(batch))
+        self._log(values, microbatches.size)
         loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
         return {"loss": loss} if values.structure[0] == "dict" else loss
 
@@ -138,8 +149,9 @@ class StepRunner:
         self, kind: str, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
     ) -> Any:
         """Run a validation or test step; returns its scalar result, or None if it has none."""
-        values, _ = self._run(kind, step, num_microbatches, step_seed, batch, rest)
-        self._log(values, batch_size_of(batch))
+        microbatches = self.batching.split(batch, num_microbatches)
+        values, _ = self._run(kind, step, microbatches, step_seed, rest)
+        self._log(values, microbatches.size)
         result_kind = values.structure[0]
         if result_kind is None:
             return None
@@ -148,26 +160,28 @@ class StepRunner:
     def predict(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
         """Run a predict step; every rank gets the merged outputs, on the CPU."""
         engine = self.engine
-        values, results = self._run("predict", step, num_microbatches, step_seed, batch, rest)
-        self._log(values, batch_size_of(batch))
+        microbatches = self.batching.split(batch, num_microbatches)
+        values, results = self._run("predict", step, microbatches, step_seed, rest)
+        self._log(values, microbatches.size)
         merged = None
         if engine.is_last:
-            merged = tree_map_only(torch.Tensor, torch.Tensor.cpu, merge_outputs(results))
+            weights = self.batching.weights(microbatches.parts, microbatches.sizes)
+            outputs = merge_outputs(results, microbatches.sizes, weights, batch_dim=self.batching.batch_dim)
+            merged = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
         return engine.all_gather(merged)[engine.last_rank]
 
     def _run(
         self,
         kind: str,
         step: Step,
-        num_microbatches: int,
+        microbatches: Microbatches,
         step_seed: tuple[int, ...],
-        batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
     ) -> tuple[StepValues, list[Any]]:
         engine = self.engine
-        microbatches = split_batch(batch, num_microbatches)
-        recorder = LogRecorder(self.owner)
+        weights = self.batching.weights(microbatches.parts, microbatches.sizes) if engine.is_last else ()
+        recorder = LogRecorder(self.owner, weights)
         results: list[Any] = []
         error: BaseException | None = None
 
@@ -182,7 +196,9 @@ class StepRunner:
                 loss = loss_of(result)
                 # nothing else is kept: what a step returns besides may be large
                 results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
-                loss = loss / num_microbatches
+                if not weights[index]:  # its loss may be NaN, as a mean over no labels
+                    return torch.zeros(())
+                loss = loss * weights[index]
                 return loss if loss_scale is None else loss * loss_scale
             except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
                 error = error or exception
@@ -229,6 +245,7 @@ class StepRunner:
         def run_step(stage: int, index: int) -> Any:
             is_last = stage == engine.num_stages - 1
             with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
+                recorder.index = index
                 try:
                     return step(index)
                 except Exception as error:

@@ -20,13 +20,7 @@ from lightning_pfo.strategy.build import Pipeline
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batch_check import check_same_batch
-from lightning_pfo.strategy.step.microbatches import (
-    batch_size_of,
-    check_batch_sizes,
-    default_num_microbatches,
-    evaluation_num_microbatches,
-    training_batch_sizes,
-)
+from lightning_pfo.strategy.step.microbatches import default_num_microbatches, training_batch_sizes
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.precision import scaler_of
 
@@ -76,8 +70,6 @@ class StepStrategy(CheckpointStrategy):
             return
         if self._num_microbatches is None:
             self._choose_num_microbatches(sizes[0])
-        assert self._num_microbatches is not None
-        check_batch_sizes(sizes, self._num_microbatches)
 
     def _choose_num_microbatches(self, batch_size: int) -> None:
         self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
@@ -91,7 +83,7 @@ class StepStrategy(CheckpointStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = args
         if self._num_microbatches is None:
-            self._choose_num_microbatches(batch_size_of(batch))
+            self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch))
         assert self._num_microbatches is not None
         self._check_batch(batch)
         with self.precision_plugin.train_step_context():
@@ -117,7 +109,7 @@ class StepStrategy(CheckpointStrategy):
         step = getattr(self._module(), f"{kind}_step")
         precision = self.precision_plugin
         with precision.val_step_context() if kind == "validation" else precision.test_step_context():
-            num_microbatches = self._evaluation_microbatches(batch)
+            num_microbatches = self._evaluation_microbatches()
             return self._get_pipeline().runner.evaluate(kind, step, num_microbatches, self._step_seed(1), batch, rest)
 
     @override
@@ -125,11 +117,11 @@ class StepStrategy(CheckpointStrategy):
         batch, *rest = args
         with self.precision_plugin.predict_step_context():
             return self._get_pipeline().runner.predict(
-                self._module().predict_step, self._evaluation_microbatches(batch), self._step_seed(2), batch, rest
+                self._module().predict_step, self._evaluation_microbatches(), self._step_seed(2), batch, rest
             )
 
-    def _evaluation_microbatches(self, batch: Any) -> int:
-        return evaluation_num_microbatches(batch_size_of(batch), self._num_microbatches or 4 * self.mesh.num_ranks)
+    def _evaluation_microbatches(self) -> int:
+        return self._num_microbatches or 4 * self.mesh.num_ranks
 
     def _step_seed(self, kind: int) -> tuple[int, ...]:
         trainer = self._module().trainer

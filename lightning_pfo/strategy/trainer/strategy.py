@@ -25,12 +25,10 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
-from lightning_pfo.strategy.step.microbatches import (
-    batch_size_of,
-    can_be_read_again,
-    default_num_microbatches,
-    split_batch,
-)
+from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.splitting import SplitBatch
+from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
@@ -69,6 +67,12 @@ class PfoPipelineStrategy(StepStrategy):
             them whole on each.
         activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
         compile: Compile the layers of each stage with torch.compile.
+        batch_dim: The dimension along which the tensors of a batch have samples.
+        split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
+            dimension; it may return fewer for a smaller batch.
+        microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
+            samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
+            that counts what the loss is a mean over.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
@@ -90,7 +94,7 @@ class PfoPipelineStrategy(StepStrategy):
             candidates to split, fewer layers than stages, an impossible partition, manual optimization, a precision
             that replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
             On the first batch: a loss that is NaN, or does not suit microbatches.
-        BatchError: Before training, if batches cannot be divided into microbatches.
+        BatchError: On a batch that cannot be divided into microbatches.
 
     Example::
 
@@ -116,6 +120,9 @@ class PfoPipelineStrategy(StepStrategy):
         activation_checkpointing: bool = False,
         compile: bool = False,
         save_distributed_checkpoint: bool = False,
+        batch_dim: int = 0,
+        split_batch: SplitBatch | None = None,
+        microbatch_weight: MicrobatchWeight = "samples",
         check_loss: bool = True,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -156,6 +163,7 @@ class PfoPipelineStrategy(StepStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._batching = Batching(batch_dim, split_batch, microbatch_weight)
         self._check_loss = check_loss
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
@@ -215,6 +223,7 @@ class PfoPipelineStrategy(StepStrategy):
             shard_over=self.mesh.device_mesh["data_parallel"] if self._fully_shard else None,
             activation_checkpointing=self._activation_checkpointing,
             compile=self._compile,
+            batching=self._batching,
             check_loss=self._check_loss,
             seed=self._seed,
         )
@@ -231,8 +240,9 @@ class PfoPipelineStrategy(StepStrategy):
         with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
             batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
         number = self._num_microbatches
-        number = number or default_num_microbatches(batch_size_of(batch), self.mesh.num_ranks, self._make_schedule)
-        microbatch = split_batch(batch, number)[0]
+        size = self._batching.size_of(batch)
+        number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
+        microbatch = self._batching.split(batch, number)[0]
 
         def step(device: torch.device) -> Any:
             with self.precision_plugin.train_step_context():

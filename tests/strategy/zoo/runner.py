@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.microbatches import split_batch
+from lightning_pfo.strategy.step.batches.splitting import split_batch
 from tests.strategy.zoo.case import Case
 from tests.strategy.zoo.processes import Failure, run_together
 

@@ -16,7 +16,9 @@ _METHODS = (
     "is_contiguous get_device is_pinned is_inference is_conj is_neg __len__ __hash__ _is_view is_shared "
     "dim_order has_names is_same_size __dir__ __reduce_ex__ is_distributed"
 ).split()
-_FUNCTIONS = "is_floating_point is_complex numel is_conj is_neg is_inference is_same_size result_type get_device".split()
+_FUNCTIONS = (
+    "is_floating_point is_complex numel is_conj is_neg is_inference is_same_size result_type get_device".split()
+)
 
 
 def _metadata() -> frozenset[Any]:

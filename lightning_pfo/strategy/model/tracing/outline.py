@@ -55,7 +55,7 @@ class _Bare(nn.Module):
 
 
 def outline_call(
-    module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    module: nn.Module, forward: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
 ) -> Outline:
     """Find what a call returns, with tensors that have no values; parameters may be anywhere, or nowhere.
 
@@ -65,13 +65,12 @@ def outline_call(
     Args:
         module: The module.
         forward: Its `forward`.
-        args: Arguments; ordinary tensors.
-        kwargs: Named arguments.
+        arguments: Its arguments and named arguments; ordinary tensors.
         device: Where the module runs.
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten(arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [mode.from_tensor(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
     versions = [leaf._version if _is_tensor(leaf) else 0 for leaf in inputs]

@@ -143,8 +143,10 @@ class StageRun:
                     f"stage boundary with partition='custom:...'."
                 )
             with torch._C.DisableTorchFunctionSubclass():
-                if tensor.shape != form.shape or tensor.dtype != form.dtype or (
-                    torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad
+                if (
+                    tensor.shape != form.shape
+                    or tensor.dtype != form.dtype
+                    or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
                 ):
                     raise _differs(tensor, form)
                 tensor = tensor.contiguous()
@@ -241,13 +243,14 @@ class StageRun:
             now.is_absent = True
         else:
             now.held = received
-            self._kept.update()
 
 
 @contextmanager
 def _ordinary(values: Any) -> Iterator[None]:
     """Let tracked tensors be ordinary ones for a while."""
-    flipped = [leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent]
+    flipped = [
+        leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent
+    ]
     for tensor in flipped:
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
     try:

@@ -199,7 +199,7 @@ class _TraceRun:
         leaves, _ = tree_flatten((args, kwargs))
         position = self._begin(event, leaves)
         with self._nothing_drawn(), following(_Inside(self, event)), _ParametersSeen() as seen:
-            outline = outline_call(unit.module, unit.forward, *plain((args, kwargs)), self._device)
+            outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
         event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if _is_value(leaves[index]):
@@ -259,7 +259,7 @@ class _TraceRun:
                 event.results.append(leaf)
                 returned.append(leaf)
         for index in changed:
-            if not isinstance(leaves[index], nn.Parameter) and leaves[index].is_leaf is False or type(
+            if (not isinstance(leaves[index], nn.Parameter) and leaves[index].is_leaf is False) or type(
                 leaves[index]
             ) is torch.Tensor:
                 adopted = tracked(leaves[index])
@@ -301,10 +301,14 @@ class _Inside:
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if unit not in self._event.units:
             self._event.units.append(unit)
-        outline = outline_call(unit.module, unit.forward, *plain((args, kwargs)), self._run._device)
+        outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._run._device)
         leaves, _ = tree_flatten((args, kwargs))
         found = [
-            leaves[leaf.argument] if isinstance(leaf, Same) else _zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            leaves[leaf.argument]
+            if isinstance(leaf, Same)
+            else _zeros(leaf)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for leaf in outline.leaves
         ]
         return tree_unflatten(found, outline.structure)
@@ -338,7 +342,9 @@ class _ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-cal
         super().__init__()
         self.found = False
         # where a mask selects, its values decide, not those of what is selected from
-        deciding = leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
+        deciding = (
+            leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
+        )
         self._may_decide = any(
             _is_value(leaf) and (deciding is leaves or leaf.dtype in (torch.bool, torch.uint8)) for leaf in deciding
         )
@@ -415,7 +421,10 @@ def _zeros(form: torch.Tensor) -> torch.Tensor:
 
 
 def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name]) for name in a)
+    return all(
+        str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name])
+        for name in a
+    )
 
 
 _ = tensors_in

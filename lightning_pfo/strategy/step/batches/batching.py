@@ -1,0 +1,73 @@
+"""How the batches of a training are divided, and how much each microbatch counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.step.batches.splitting import (
+    Microbatches,
+    SplitBatch,
+    batch_size_of,
+    first_samples,
+    split_batch,
+)
+from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight, check_microbatch_weight, weights_of
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How batches are divided into microbatches.
+
+    Attributes:
+        batch_dim: The dimension along which tensors have samples.
+        split_batch: The user's own way of splitting.
+        microbatch_weight: How much a microbatch counts in the loss of its batch; see `weights_of`.
+        shifted_labels: Whether the first label of each sequence has no part in the loss.
+
+    Raises:
+        ConfigurationError: If a setting has another form.
+    """
+
+    batch_dim: int = 0
+    split_batch: SplitBatch | None = None
+    microbatch_weight: MicrobatchWeight = "samples"
+    shifted_labels: bool = False
+
+    def __post_init__(self) -> None:
+        check_microbatch_weight(self.microbatch_weight)
+        if not isinstance(self.batch_dim, int) or self.batch_dim < 0:
+            raise ConfigurationError(
+                f"batch_dim is the dimension along which tensors have samples, 0 or more; got {self.batch_dim!r}. Use "
+                f"batch_dim=1 for batches of shape (time, samples, ...)."
+            )
+        if self.split_batch is not None and not callable(self.split_batch):
+            raise ConfigurationError(
+                f"split_batch is a function that takes a batch and a number of microbatches, and returns them; got "
+                f"{self.split_batch!r}."
+            )
+
+    def split(self, batch: Any, num_microbatches: int) -> Microbatches:
+        """Divide a batch into microbatches; fewer, if it has fewer samples."""
+        return split_batch(batch, num_microbatches, batch_dim=self.batch_dim, split=self.split_batch)
+
+    def size_of(self, batch: Any) -> int:
+        """Number of samples of a batch."""
+        if self.split_batch is not None:
+            return split_batch(batch, 1, batch_dim=self.batch_dim).size
+        return batch_size_of(batch, self.batch_dim)
+
+    def first_parts(self, batch: Any, microbatches: Microbatches, number: int) -> Any:
+        """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""
+        if self.split_batch is not None:
+            return microbatches[0]
+        return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim)
+
+    def weights(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
+        """How much each microbatch counts."""
+        return weights_of(microbatches, sizes, self.microbatch_weight, shifted_labels=self.shifted_labels)
+
+
+DEFAULT_BATCHING = Batching()
