@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.func import functional_call
 from lightning_pfo.strategy.parallel.compat import FakeTensorMode, tensors_of, tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
+
+_Attempt = Callable[[], "Outline"]
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,11 @@ class _Bare(nn.Module):
 def outline_call(
     module: nn.Module, forward: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
 ) -> Outline:
-    """Find what a call returns, with tensors that have no values; parameters may be anywhere, or nowhere.
+    """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
-    Where the form of the result depends on values, it is taken to be that of the first tensor among the arguments, as
-    it is for most layers.
+    First with tensors that have no values. If what the module computes depends on values, as where experts are chosen,
+    it is run on zeros, and if that fails too, as for layers that are divided over processes, the result is taken to have
+    the form of the first tensor among the arguments, as it has for most layers.
 
     Args:
         module: The module.
@@ -70,42 +75,62 @@ def outline_call(
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
-    leaves, structure = tree_flatten(arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [mode.from_tensor(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
+    attempts: list[_Attempt] = [
+        lambda: _call(module, forward, arguments, device, mode, mode.from_tensor),
+        lambda: _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor),
+        lambda: _form_of_first(module, arguments),
+    ]
+    failures: list[Exception] = []
+    for attempt in attempts:
+        try:
+            return attempt()
+        except Exception as error:
+            _log.debug("%s does not run without values: %s", type(module).__name__, error)
+            failures.append(error)
+    raise failures[0]
+
+
+def _call(
+    module: nn.Module,
+    forward: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+    mode: AbstractContextManager[Any],
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> Outline:
+    leaves, structure = tree_flatten(arguments)
+    inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
     versions = [leaf._version if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = _Bare(module, forward)
-    try:
-        with mode:
-            # each module once: torch would not put back the tensors of a module that is held in two places
-            tensors = {
-                f"{path}.{name}": torch.empty(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
-                    tensor.requires_grad
-                )
-                for path, part in bare.named_modules()
-                for name, tensor in (item for named in tensors_of(part) for item in named.items())
-                if tensor is not None
-            }
-            args, kwargs = tree_unflatten(inputs, structure)
-            result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
-    except Exception as error:
-        _log.debug("%s does not run without values: %s", type(module).__name__, error, exc_info=True)
-        result = next((leaf for leaf in inputs if _is_tensor(leaf) and leaf.is_floating_point()), None)
-        if result is None:
-            raise
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-            result = result.detach().requires_grad_()
-        else:
-            result = result.detach()
+    with mode:
+        # each module once: torch would not put back the tensors of a module that is held in two places
+        tensors = {
+            f"{path}.{name}": torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
+                tensor.requires_grad
+            )
+            for path, part in bare.named_modules()
+            for name, tensor in (item for named in tensors_of(part) for item in named.items())
+            if tensor is not None
+        }
+        args, kwargs = tree_unflatten(inputs, structure)
+        result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
     found, structure = tree_flatten(result)
-    found = [Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found]
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
         if _is_tensor(leaf) and leaf._version != version
     ]
-    return Outline(found, structure, changed)
+    return Outline([Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found], structure, changed)
+
+
+def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:
+    form = next(leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and leaf.is_floating_point()).detach()
+    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+        form.requires_grad_()
+    found, structure = tree_flatten(form)
+    return Outline(found, structure, [])
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
