@@ -175,7 +175,15 @@ def build_pipeline(
         check_loss=check_loss,
         compiled=compile,
     )
-    description = describe_partition(split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s)
+    description = describe_partition(
+        split.units.name,
+        split.boundaries,
+        split.calls.num_parameters,
+        placement,
+        times_s,
+        split.saved_bytes,
+        sum(parameter.numel() for parameter in shared) if len(set(placement)) > 1 else 0,
+    )
     return Pipeline(engine, runner, shared, held, description)
 
 

@@ -87,6 +87,7 @@ class Split:
         boundaries: Which calls belong to which stage.
         owners: The stages that have a unit; none for one that is not called.
         users: The stages that use a parameter beside the units it belongs to.
+        saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
     """
 
     units: Units
@@ -94,6 +95,7 @@ class Split:
     boundaries: Boundaries
     owners: dict[Unit, frozenset[int]]
     users: Mapping[nn.Parameter, frozenset[int]]
+    saved_bytes: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -166,7 +168,11 @@ def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries, trace: 
         for event in trace.events[start:stop]:
             for parameter in event.parameters:
                 users.setdefault(parameter, set()).add(stage)
-    return replace(split, users={parameter: frozenset(stages) for parameter, stages in users.items()})
+    return replace(
+        split,
+        users={parameter: frozenset(stages) for parameter, stages in users.items()},
+        saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
+    )
 
 
 def remember_split(split: Split, stages: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +39,13 @@ class Outline:
         leaves: Of what it returns, flattened: forms of tensors (without values), `Same`, or anything else.
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
+        saved_bytes: What autograd keeps for its backward, beside parameters.
     """
 
     leaves: list[Any]
     structure: Any
     changed: list[int]
+    saved_bytes: int = 0
 
 
 class _Bare(nn.Module):
@@ -115,14 +117,31 @@ def _call(
             if tensor is not None
         }
         args, kwargs = tree_unflatten(inputs, structure)
-        result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
+        saved = _Saved(tensors.values())
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+            result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
     found, structure = tree_flatten(result)
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
         if _is_tensor(leaf) and leaf._version != version
     ]
-    return Outline([Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found], structure, changed)
+    return Outline([Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found], structure, changed, saved.num_bytes)
+
+
+class _Saved:
+    """Adds up the memory that autograd keeps, each piece once."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self.num_bytes = 0
+        # the tensors are held, so that no other memory gets the place of theirs
+        self._known = {tensor.untyped_storage()._cdata: tensor for tensor in known}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that is kept."""
+        if self._known.setdefault(tensor.untyped_storage()._cdata, tensor) is tensor:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor
 
 
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:

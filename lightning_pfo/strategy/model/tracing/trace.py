@@ -79,6 +79,7 @@ class Event:
         parameters: Parameters that it is given.
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads.
+        saved_bytes: Of units, what autograd keeps for the backward.
     """
 
     what: Any
@@ -89,6 +90,7 @@ class Event:
     parameters: list[nn.Parameter] = field(default_factory=list)
     reads: bool = False
     line: str = ""
+    saved_bytes: int = 0
 
 
 @dataclass
@@ -200,6 +202,7 @@ class _TraceRun:
         position = self._begin(event, leaves)
         with self._nothing_drawn(), following(_Inside(self, event)), _ParametersSeen() as seen:
             outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
+        event.saved_bytes = outline.saved_bytes
         event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if _is_value(leaves[index]):
