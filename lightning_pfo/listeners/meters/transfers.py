@@ -91,6 +91,7 @@ def transfer_times(schedule: PipelineSchedule, by_rank: Sequence[RankMoments]) -
         by_rank: When, by rank.
     """
     seen: dict[Kind, list[_Seen]] = defaultdict(list)
+    way_back: dict[Kind, Kind] = {}
     is_comparable: dict[Kind, bool] = {}
     kind_on: dict[tuple[int, int], Kind] = {}  # by the stages that are left and reached
     for transfer, times in _seen(schedule, by_rank):
@@ -98,12 +99,13 @@ def transfer_times(schedule: PipelineSchedule, by_rank: Sequence[RankMoments]) -
         seen[kind].extend(times)
         is_comparable[kind] = by_rank[transfer.source].scope == by_rank[transfer.destination].scope
         kind_on[transfer.producer.stage, transfer.consumer.stage] = kind
-    way_back = {kind: kind_on.get((reached, left)) for (left, reached), kind in kind_on.items()}
+    for (left, reached), kind in kind_on.items():
+        if (reached, left) in kind_on:
+            way_back[kind] = kind_on[reached, left]
     ways = {kind: _one_way_s(seen[kind], is_comparable[kind]) for kind in seen}
     found = {}
     for kind, one_way_s in ways.items():
-        back = way_back[kind]
-        back_s = ways[back] if back is not None else None
+        back_s = ways[way_back[kind]] if kind in way_back else None
         if not is_comparable[kind]:
             one_way_s = (one_way_s + back_s) / 2 if one_way_s is not None and back_s is not None else None
         elif one_way_s is None:
