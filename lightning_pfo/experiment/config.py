@@ -30,7 +30,7 @@ class ScheduleConfig:
     name: str = "1f1b"
     """Order of forwards and backwards."""
     num_microbatches: int = 8
-    """Microbatches per iteration; the batch size must be a multiple of it, and it must be at least trainer.devices."""
+    """Microbatches per iteration; it must be at least trainer.devices, and the batch size is best a multiple of it."""
     partition: str = "uniform"
     """Layers per stage: uniform, parameters, or the bounds themselves, such as custom:0,3,6,9,12."""
 

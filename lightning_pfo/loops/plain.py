@@ -56,12 +56,12 @@ class PipelinedModel(ModuleWithPlaceholders):
 
     Args:
         module: A module whose call computes the loss (a one-element tensor, or a dict with it under `loss`), or the
-            output for `loss_fn`. It is a module that can be split (an `nn.Sequential`, a Hugging Face model), or calls
-            one exactly once; see `find_pipelined_module`. Changed in place.
+            output for `loss_fn`. Changed in place.
         loss_fn: `loss_fn(output, target)`; the call then takes the inputs of `module`, and the target last. A mean
             over samples, since the loss of a batch is the mean of its microbatches' losses.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
-        pipeline_module: Dotted name of the module to split; None finds it when it is unambiguous.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`. Layers
+            are taken to be called in the order in which the module holds them.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.

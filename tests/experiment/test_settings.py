@@ -89,7 +89,6 @@ def test_every_section_is_checked(section, settings, message):
             "0 to 12 .* got '0,1,2,3,5'.*'custom:0,3,6,9,12'",
         ),
         ("schedule", {"partition": "type:Blokc"}, "'Blokc' matches 0 of the layers, whose classes are .*'Block'"),
-        ("schedule", {"num_microbatches": 5}, "batch of 32 samples cannot be divided into num_microbatches=5"),
         ("trainer", {"precision": "31"}, "Trainer refuses the settings of trainer: Precision '31' is invalid"),
         ("trainer", {"options": {"gradient_clip_val": "x"}}, "refuses the settings .* should be an int or a float"),
         ("trainer", {"options": {"devices": 2}}, "trainer.options.devices follows trainer.devices"),
@@ -107,7 +106,7 @@ def test_model_data_trainer_and_gpu_are_checked_too(section, settings, message):
 
 def test_more_stages_than_layers_are_refused_before_processes_start():
     gpt = load_example("gpt")
-    many = config("emulated", num_microbatches=16, devices=16)
+    many = config("emulated", num_microbatches=64, devices=64)
     with pytest.raises(PfoError, match=r"has 12 layers for 16 stages\. Use devices=12 or fewer"):
         check_experiment(many, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
 

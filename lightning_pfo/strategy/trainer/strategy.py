@@ -44,9 +44,9 @@ _SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
 class PfoPipelineStrategy(StepStrategy):
     """Splits a LightningModule into pipeline stages, one or more per device, and trains it with a pipeline schedule.
 
-    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its steps call
-    exactly once an `nn.Sequential`, or a module that calls the layers of an `nn.ModuleList` one after the other, as
-    Hugging Face models do. Listeners follow every instruction through `instruction_source`.
+    The module stays as it is: `training_step`, `self.log`, optimizers and callbacks need no change. Its step is traced
+    on a first batch, and the layers that it calls are divided into stages. Listeners follow every instruction through
+    `instruction_source`.
 
     Args:
         pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
