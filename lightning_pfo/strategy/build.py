@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     compile_layers,
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
-from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.ownership import (
     find_shared_parameters,
     local_parameters,
@@ -44,7 +44,6 @@ from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measur
 from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
-
 
 _log = logging.getLogger(__name__)
 
@@ -171,9 +170,7 @@ def build_pipeline(
         check_loss=check_loss,
         compiled=compile,
     )
-    description = describe_partition(
-        split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s
-    )
+    description = describe_partition(split.units.name, split.boundaries, split.calls.num_parameters, placement, times_s)
     return Pipeline(engine, runner, shared, held, description)
 
 
@@ -217,12 +214,14 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Uni
         while split.follow_into(trace.listened, patches):
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if trace.failure is not None and not trace.marks:
-        _log.info("The step does not run before training, so layers are taken in the order of the module: %s", trace.failure)
+        _log.info(
+            "The step does not run before training, so layers are taken in the order of the module: %s", trace.failure
+        )
         return units, None
     if not trace.marks:
         raise ConfigurationError(
-            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. Name "
-            f"the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
+            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
+            f"Name the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
         )
     return units, trace
 

@@ -1,7 +1,7 @@
 """The pipeline engine of one rank: runs microbatches through its stages and emits instruction events.
 
-It knows nothing of Lightning. A caller provides the user's step, what each stage does of it, and on the rank of the last
-stage a function that turns what the step returns into a loss.
+It knows nothing of Lightning. A caller provides the user's step, what each stage does of it, and on the rank of the
+last stage a function that turns what the step returns into a loss.
 """
 
 from __future__ import annotations

@@ -179,9 +179,9 @@ def remember_split(split: Split, stages: Sequence[int]) -> None:
     before, stages_before = attributes.setdefault(_SPLIT, (split, tuple(stages)))
     if before.boundaries != split.boundaries or stages_before != tuple(stages):
         raise ConfigurationError(
-            f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of stages "
-            f"{list(stages_before)}; now {list(split.boundaries)} (stages {list(stages)}) is asked for. Build the model "
-            f"anew, or keep the partition, the schedule and the number of devices."
+            f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of "
+            f"stages {list(stages_before)}; now {list(split.boundaries)} (stages {list(stages)}) is asked for. Build the "
+            f"model anew, or keep the partition, the schedule and the number of devices."
         )
 
 

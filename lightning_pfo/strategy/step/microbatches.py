@@ -155,7 +155,7 @@ def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:
 
 
 def can_be_read_again(loaders: Any) -> bool:
-    """Whether a batch can be taken from loaders without anything missing in training: datasets are looked up by index."""
+    """Whether a batch can be taken from loaders with nothing missing in training: datasets are looked up by index."""
     leaves = tree_leaves(loaders, is_leaf=lambda node: isinstance(node, DataLoader))
     return bool(leaves) and all(
         isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) for loader in leaves

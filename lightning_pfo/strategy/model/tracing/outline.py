@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_pfo.strategy.parallel.compat import FakeTensorMode, tensors_of, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import (
+    FakeTensorMode,
+    tensors_of,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +80,7 @@ def outline_call(
     leaves, structure = tree_flatten((args, kwargs))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = [mode.from_tensor(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
-    versions = [leaf._version if _is_tensor(leaf) else 0 for leaf in inputs]
+    versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = _Bare(module, forward)
     try:
@@ -104,14 +110,9 @@ def outline_call(
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
-        if _is_tensor(leaf) and leaf._version != version
+        if _is_tensor(leaf) and version_of(leaf) != version
     ]
     return Outline(found, structure, changed)
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure."""
-    return [leaf for leaf in tree_leaves(values) if _is_tensor(leaf)]
 
 
 def _is_tensor(value: Any) -> bool:

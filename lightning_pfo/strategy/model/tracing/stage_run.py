@@ -14,14 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing import tracked as module
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.trace import Event, New, functions_followed, users_line
+from lightning_pfo.strategy.model.tracing.trace import Event, New
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
+    follow_no_more,
     following,
     natively,
     plain,
@@ -29,7 +30,12 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
     value_of,
 )
-from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import (
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -78,8 +84,8 @@ def run_stage(
         run.close()
     if program.stop is not None:
         raise ConfigurationError(
-            f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the trace: "
-            f"what it runs depends on something that changes from batch to batch."
+            f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the "
+            f"trace: what it runs depends on something that changes from batch to batch."
         )
     return plain(result)
 
@@ -142,9 +148,11 @@ class StageRun:
                     f"{tensor.placements}. Give the layer's plan use_local_output=True in configure_model, or move the "
                     f"stage boundary with partition='custom:...'."
                 )
-            with torch._C.DisableTorchFunctionSubclass():
-                if tensor.shape != form.shape or tensor.dtype != form.dtype or (
-                    torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad
+            with DisableTorchFunctionSubclass():
+                if (
+                    tensor.shape != form.shape
+                    or tensor.dtype != form.dtype
+                    or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
                 ):
                     raise _differs(tensor, form)
                 tensor = tensor.contiguous()
@@ -224,7 +232,7 @@ class StageRun:
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext:
-            module._current = None
+            follow_no_more()
         else:
             with following(None), self._around():
                 return compute(*plain(args), **plain(kwargs))
@@ -241,13 +249,14 @@ class StageRun:
             now.is_absent = True
         else:
             now.held = received
-            self._kept.update()
 
 
 @contextmanager
 def _ordinary(values: Any) -> Iterator[None]:
     """Let tracked tensors be ordinary ones for a while."""
-    flipped = [leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent]
+    flipped = [
+        leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent
+    ]
     for tensor in flipped:
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
     try:
