@@ -6,10 +6,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from lightning_pfo.core.events import InstructionWork
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
+from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, flop_registry, tree_leaves
 
 # Whether autograd takes a gradient over or copies it depends on who still holds it, such as a thread that sends it: it
 # is no work of the instruction, and another amount in every run.

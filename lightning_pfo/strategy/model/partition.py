@@ -177,7 +177,9 @@ def describe_partition(
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
         time = f", {times[stage] * 1e3:,.1f} ms" if times else ""
         saved = f", keeps {_bytes(saved_bytes[stage])} of a microbatch" if any(saved_bytes) else ""
-        lines.append(f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]:,} parameters{time}{saved}")
+        lines.append(
+            f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]:,} parameters{time}{saved}"
+        )
     imbalances = [f"{_imbalance(parameters)} by parameters"]
     imbalances += [f"{_imbalance(times)} by measured time"] if times else []
     lines.append(f"  imbalance (heaviest / lightest stage): {', '.join(imbalances)}")

@@ -186,8 +186,8 @@ def remember_split(split: Split, stages: Sequence[int]) -> None:
     if before.boundaries != split.boundaries or stages_before != tuple(stages):
         raise ConfigurationError(
             f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of "
-            f"stages {list(stages_before)}; now {list(split.boundaries)} (stages {list(stages)}) is asked for. Build the "
-            f"model anew, or keep the partition, the schedule and the number of devices."
+            f"stages {list(stages_before)}; now {list(split.boundaries)} (stages {list(stages)}) is asked for. Build "
+            f"the model anew, or keep the partition, the schedule and the number of devices."
         )
 
 

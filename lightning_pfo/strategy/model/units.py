@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import children_of
+from lightning_pfo.strategy.parallel.compat import children_of, forward_hooks_of
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _LEAST_SHARE = 0.05
@@ -218,7 +218,7 @@ def _is_listened(module: nn.Module) -> bool:
         not str(getattr(hook, "__module__", "")).startswith("torch.")
         for part in module.modules()
         if part is not module
-        for hook in part._forward_hooks.values()
+        for hook in forward_hooks_of(part)
     )
 
 

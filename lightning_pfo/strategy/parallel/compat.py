@@ -6,11 +6,12 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
@@ -19,6 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import flop_registry
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "DisableTorchFunctionSubclass",
     "FakeTensorMode",
     "IncompatibleKeys",
     "TorchDispatchMode",
     "abort_process_group",
+    "flop_registry",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -45,6 +49,29 @@ PRIVATE = {
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": (
         "The bytes of an instruction could not be counted. The documentation names it, under this path."
+    ),
+    "torch.utils.flop_counter.flop_registry": (
+        "The operations of an instruction could not be counted; `FlopCounterMode`, which is public, hooks into modules."
+    ),
+    "torch._subclasses.fake_tensor.FakeTensorMode": (
+        "What a module returns could only be found by computing it, with the memory that this takes."
+    ),
+    "torch._C.DisableTorchFunctionSubclass": (
+        "The values of tensors that are followed could not be computed with: each function would be followed again. "
+        "The documentation names it, under this path."
+    ),
+    "torch.Tensor._make_wrapper_subclass": (
+        "What another stage computes could not stand in a step as a tensor of its shape, dtype and device that has no "
+        "memory. torch's own documentation of subclasses uses it."
+    ),
+    "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
+    "torch.UntypedStorage._cdata": (
+        "Two values that share memory, one of which is changed later, would be sent without a word; `data_ptr` is the "
+        "same for all that is empty."
+    ),
+    "torch.nn.Module._forward_hooks": (
+        "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "
+        "attentions; no public name tells of hooks."
     ),
     "torch.nn.Module._parameters": (
         "Placeholders could not take the places of other ranks' parameters without the side effects of "
@@ -92,6 +119,9 @@ LAYOUT_READER = ("torch.serialization", "_get_layout")
 """Module and name of the function that a pickled layout of a tensor calls."""
 
 
+TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
+
 class Tensors(NamedTuple):
     """What a module itself holds, by name; changing them changes the module."""
 
@@ -107,6 +137,34 @@ def tensors_of(module: nn.Module) -> Tensors:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules that a module itself holds, by name; one may have several. Changing it changes the module."""
     return module._modules
+
+
+def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
+    """What is called after each forward of a module itself."""
+    return module._forward_hooks.values()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, has been changed in place."""
+    return tensor._version
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share that share memory."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def without_memory(cls: type[TensorT], form: torch.Tensor) -> TensorT:
+    """A tensor of a subclass in the form of another, without memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        cls,
+        form.shape,
+        strides=form.stride(),
+        dtype=form.dtype,
+        device=form.device,
+        requires_grad=form.requires_grad,
+    )
 
 
 def map_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
+from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.loss_check import (
     EXTRA_DRAWS,
@@ -28,10 +30,26 @@ from lightning_pfo.strategy.step.loss_check import (
 )
 from lightning_pfo.strategy.step.recording import LogRecorder
 
-if TYPE_CHECKING:
-    from lightning_pfo.strategy.step.runner import StepRunner
-
 _log = logging.getLogger(__name__)
+
+
+class RunsSteps(Protocol):
+    """Runs a user's steps on the pipeline; see `StepRunner`."""
+
+    engine: PipelineEngine
+    owner: nn.Module
+    batching: Batching
+
+    def run(
+        self,
+        kind: str,
+        step: Callable[[int], Any],
+        microbatches: Sequence[Any],
+        step_seed: tuple[int, ...],
+        recorder: LogRecorder,
+        take: Callable[[Any, int], torch.Tensor],
+    ) -> list[list[StageProgram]]:
+        """Run a step on microbatches."""
 
 
 class LossComparison:
@@ -45,7 +63,7 @@ class LossComparison:
         compiled: Whether layers are compiled; here they are not, since a second batch size would compile them anew.
     """
 
-    def __init__(self, runner: StepRunner, *, compiled: bool) -> None:
+    def __init__(self, runner: RunsSteps, *, compiled: bool) -> None:
         self._runner = runner
         self._engine, self._owner = runner.engine, runner.owner
         self._compiled = compiled

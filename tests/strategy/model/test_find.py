@@ -1,11 +1,11 @@
 import pytest
 import torch
+from lightning_pfo.strategy.model.find import find_pipelined_module
+from lightning_pfo.strategy.model.sequential import StageModule
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.find import find_pipelined_module
 from lightning_pfo.strategy.model.ownership import find_shared_parameters, release_other_parts, remember_split
-from lightning_pfo.strategy.model.sequential import StageModule
 from lightning_pfo.strategy.model.split import find_split
 
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
+from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.capture import LogRecorder, StepRedirection
 
 
 class Owner(nn.Module):

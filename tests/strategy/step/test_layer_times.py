@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning_pfo.strategy.model.find import find_pipelined_module
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.find import find_pipelined_module
 from lightning_pfo.strategy.step import layer_times
 from lightning_pfo.strategy.step.layer_times import measure_layer_times, measure_training_step
 

@@ -7,18 +7,28 @@ from typing import Any
 import torch
 
 _PROPERTIES = (
-    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_mps is_xpu is_nested is_mkldnn itemsize nbytes names output_nr _version _base name is_sparse_csr retains_grad "
-    "_backward_hooks _post_accumulate_grad_hooks"
-).split()
-_METHODS = (
-    "size dim ndimension numel nelement stride storage_offset element_size is_floating_point is_complex is_signed "
-    "is_contiguous get_device is_pinned is_inference is_conj is_neg __len__ __hash__ _is_view is_shared "
-    "dim_order has_names is_same_size __dir__ __reduce_ex__ is_distributed"
-).split()
-_FUNCTIONS = (
-    "is_floating_point is_complex numel is_conj is_neg is_inference is_same_size result_type get_device".split()
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu"),
+    *("is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "itemsize"),
+    *("nbytes", "names", "output_nr", "_version", "_base", "name", "is_sparse_csr", "retains_grad"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
 )
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size"),
+    *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "get_device", "is_pinned"),
+    *("is_inference", "is_conj", "is_neg", "__len__", "__hash__", "_is_view", "is_shared", "dim_order"),
+    *("has_names", "is_same_size", "__dir__", "__reduce_ex__", "is_distributed"),
+)
+_FUNCTIONS = [
+    "is_floating_point",
+    "is_complex",
+    "numel",
+    "is_conj",
+    "is_neg",
+    "is_inference",
+    "is_same_size",
+    "result_type",
+    "get_device",
+]
 
 
 def _metadata() -> frozenset[Any]:

@@ -13,7 +13,15 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_pfo.strategy.parallel.compat import FakeTensorMode, tensors_of, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import (
+    FakeTensorMode,
+    memory_of,
+    tensors_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +74,8 @@ def outline_call(
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
     First with tensors that have no values. If what the module computes depends on values, as where experts are chosen,
-    it is run on zeros, and if that fails too, as for layers that are divided over processes, the result is taken to have
-    the form of the first tensor among the arguments, as it has for most layers.
+    it is run on zeros, and if that fails too, as for layers that are divided over processes, the result is taken to
+    have the form of the first tensor among the arguments, as it has for most layers.
 
     Args:
         module: The module.
@@ -103,7 +111,7 @@ def _call(
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
-    versions = [leaf._version if _is_tensor(leaf) else 0 for leaf in inputs]
+    versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = _Bare(module, forward)
     with mode:
@@ -124,9 +132,14 @@ def _call(
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
-        if _is_tensor(leaf) and leaf._version != version
+        if _is_tensor(leaf) and version_of(leaf) != version
     ]
-    return Outline([Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found], structure, changed, saved.num_bytes)
+    return Outline(
+        [Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
+        structure,
+        changed,
+        saved.num_bytes,
+    )
 
 
 class _Saved:
@@ -135,11 +148,11 @@ class _Saved:
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self.num_bytes = 0
         # the tensors are held, so that no other memory gets the place of theirs
-        self._known = {tensor.untyped_storage()._cdata: tensor for tensor in known}
+        self._known = {memory_of(tensor): tensor for tensor in known}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note a tensor that is kept."""
-        if self._known.setdefault(tensor.untyped_storage()._cdata, tensor) is tensor:
+        if self._known.setdefault(memory_of(tensor), tensor) is tensor:
             self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor
 
@@ -150,11 +163,6 @@ def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str
         form.requires_grad_()
     found, structure = tree_flatten(form)
     return Outline(found, structure, [])
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure."""
-    return [leaf for leaf in tree_leaves(values) if _is_tensor(leaf)]
 
 
 def _is_tensor(value: Any) -> bool:

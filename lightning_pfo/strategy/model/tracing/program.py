@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.trace import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.units import Unit
@@ -66,7 +67,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 live[stage + 1] if stop is not None else (),
                 frozenset(label for label in live[stage] if trace.values[label].changed_at >= (start or 0)),
                 forms,
-                any(type(event.what).__name__ == "AppliedFunction" for event in trace.events),
+                any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
             )
         )
@@ -134,9 +135,9 @@ def cuts_by_owner(trace: Trace, owners: Mapping[Unit, frozenset[int]], num_stage
             if not later:
                 assert previous is not None
                 raise ConfigurationError(
-                    f"Stages run one after the other, but {unit.name!r}, which stage {max(stages)} has, is called after "
-                    f"{previous.name!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
-                    f"boundaries with partition='custom:...' so that one stage has both."
+                    f"Stages run one after the other, but {unit.name!r}, which stage {max(stages)} has, is called "
+                    f"after {previous.name!r}, which stage {len(cuts)} has. Call the model's parts in one order, or "
+                    f"move the boundaries with partition='custom:...' so that one stage has both."
                 )
             cuts += [position] * (min(later) - len(cuts))
             previous = unit

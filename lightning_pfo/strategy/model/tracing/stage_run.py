@@ -14,14 +14,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing import tracked as module
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.trace import Event, New, functions_followed, users_line
+from lightning_pfo.strategy.model.tracing.trace import Event, New
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
+    follow_no_more,
     following,
     natively,
     plain,
@@ -29,7 +30,11 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
     value_of,
 )
-from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import (
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -78,8 +83,8 @@ def run_stage(
         run.close()
     if program.stop is not None:
         raise ConfigurationError(
-            f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the trace: "
-            f"what it runs depends on something that changes from batch to batch."
+            f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the "
+            f"trace: what it runs depends on something that changes from batch to batch."
         )
     return plain(result)
 
@@ -142,7 +147,7 @@ class StageRun:
                     f"{tensor.placements}. Give the layer's plan use_local_output=True in configure_model, or move the "
                     f"stage boundary with partition='custom:...'."
                 )
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 if (
                     tensor.shape != form.shape
                     or tensor.dtype != form.dtype
@@ -200,12 +205,15 @@ class StageRun:
         return tree_unflatten(found, event.structure)
 
     def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with following(None), self._around(), _ordinary((args, kwargs)):
-            result = natively(compute, args, kwargs)
-        found, structure = tree_flatten(result)
-        leaves: list[Any] = []
-        if event.adopted or _has_same(event):
-            leaves, _ = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
+        ours = [leaf for leaf in leaves if type(leaf) is Tracked]
+        if any(leaf.held is not None or leaf.is_absent for leaf in ours):
+            args, kwargs = tree_unflatten(
+                [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure
+            )
+        with following(None), self._around(), _ordinary(ours):
+            result = compute(*args, **kwargs)
+        found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
             raise _deviates()
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
@@ -221,12 +229,12 @@ class StageRun:
         for index, label in event.adopted:
             self._adopted.append(tracked(leaves[index]))
             self._keep(label, leaves[index])
-        return tree_unflatten(found, structure)
+        return found[0] if form is None else tree_unflatten(found, form)
 
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext:
-            module._current = None
+            follow_no_more()
         else:
             with following(None), self._around():
                 return compute(*plain(args), **plain(kwargs))
@@ -246,11 +254,9 @@ class StageRun:
 
 
 @contextmanager
-def _ordinary(values: Any) -> Iterator[None]:
+def _ordinary(tensors: list[Tracked]) -> Iterator[None]:
     """Let tracked tensors be ordinary ones for a while."""
-    flipped = [
-        leaf for leaf in tree_leaves(values) if type(leaf) is Tracked and leaf.held is None and not leaf.is_absent
-    ]
+    flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
     for tensor in flipped:
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
     try:

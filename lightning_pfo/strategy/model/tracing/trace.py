@@ -1,30 +1,34 @@
 """The trace of a user's step: what it calls, in order, and which values flow between the calls.
 
-The step runs once without computing: each module that is followed as a whole (a unit) is asked only for the form of what
-it returns, and the operations between units run on zeros in that form. What follows from the batch alone is computed as
-it is; every rank has the batch.
+The step runs once without computing: each module that is followed as a whole (a unit) is asked only for the form of
+what it returns, and the operations between units run on zeros in that form. What follows from the batch alone is
+computed as it is; every rank has the batch.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS, is_metadata
-from lightning_pfo.strategy.model.tracing.outline import Same, outline_call, tensors_in
-from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, following, natively, plain, tracked, untracked
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.noticing import (
+    ParametersSeen,
+    ShapesFromValues,
+    functions_followed,
+    is_value,
+    users_line,
+)
+from lightning_pfo.strategy.model.tracing.outline import Same, outline_call
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively, plain, tracked, untracked
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import memory_of, tree_flatten, tree_leaves, tree_unflatten, version_of
 
 FOREVER = math.inf
 
@@ -137,7 +141,7 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
         device: Where it runs.
     """
     run = _TraceRun(device)
-    seen = _ParametersSeen()
+    seen = ParametersSeen()
     result = None
     with following(run), functions_followed(run), seen:
         try:
@@ -156,13 +160,10 @@ class _TraceRun:
     """Follows a step and notes what it does."""
 
     def __init__(self, device: torch.device) -> None:
-        import weakref
-
         self.trace = Trace()
         self.alive: list[Any] = []
         self.inside = False
         self._device = device
-        self._reference = weakref.ref
         self._adopted: list[torch.Tensor] = []
         self._glue_state: Any = None
 
@@ -173,20 +174,20 @@ class _TraceRun:
                 return natively(function, args, kwargs)
         event = Event(function)
         leaves, _ = tree_flatten((args, kwargs))
-        versions = [leaf._version if _is_ordinary(leaf) else 0 for leaf in leaves]
+        versions = [version_of(leaf) if _is_ordinary(leaf) else 0 for leaf in leaves]
         position = self._begin(event, leaves)
-        depends = _ShapesFromValues(leaves, function)
+        depends = ShapesFromValues(leaves, function)
         with self._nothing_drawn(), following(_Inside(self, event)), depends:
             result = natively(function, args, kwargs)
         changed = [
             index
             for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
-            if _is_ordinary(leaf) and leaf._version != version
+            if _is_ordinary(leaf) and version_of(leaf) != version
         ]
         dynamic = users_line() if depends.found else ""
-        dynamic = dynamic or next((self.trace.values[leaf.label].line for leaf in leaves if _is_value(leaf)), "")
+        dynamic = dynamic or next((self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf)), "")
         for leaf in leaves:
-            if _is_value(leaf) and leaf._version != self._versions.get(leaf.label, leaf._version):
+            if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
         found, structure = tree_flatten(result)
         return self._end(event, leaves, found, structure, changed, dynamic)
@@ -200,16 +201,16 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         leaves, _ = tree_flatten((args, kwargs))
         position = self._begin(event, leaves)
-        with self._nothing_drawn(), following(_Inside(self, event)), _ParametersSeen() as seen:
+        with self._nothing_drawn(), following(_Inside(self, event)), ParametersSeen() as seen:
             outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
         event.saved_bytes = outline.saved_bytes
         event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
-            if _is_value(leaves[index]):
+            if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
         found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        line = next((self.trace.values[leaf.label].line for leaf in leaves if _is_value(leaf)), "")
+        line = next((self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf)), "")
         return self._end(event, leaves, found, outline.structure, changed, line)
 
     def enter(self, unit: Any) -> None:
@@ -240,7 +241,7 @@ class _TraceRun:
         self.trace.events.append(event)
         event.parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self.trace.use(leaves, position)
-        self._versions = {leaf.label: leaf._version for leaf in leaves if _is_value(leaf)}
+        self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
         return position
 
     def _end(
@@ -268,20 +269,20 @@ class _TraceRun:
                 adopted = tracked(leaves[index])
                 self._adopted.append(adopted)
                 event.adopted.append((index, self._new(adopted, line)))
-        if not any(isinstance(leaf, torch.Tensor) for leaf in found) and not event.adopted and not event.units:
-            if event.what not in HOOKS and not _returns_nothing(found):
-                event.reads = True
-                event.line = users_line()
-                self.trace.use(leaves, FOREVER)
+        returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
+        if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or _returns_nothing(found)):
+            event.reads = True
+            event.line = users_line()
+            self.trace.use(leaves, FOREVER)
         return tree_unflatten(returned, structure)
 
     def _new(self, value: Tracked, line: str) -> int:
         value.label = len(self.trace.values)
         position = len(self.trace.events) - 1
         with following(None):
-            memory = 0 if value.held is not None else value.untyped_storage()._cdata
+            memory = 0 if value.held is not None else memory_of(value)
             self.trace.values.append(Value(Tracked.absent(value), position, memory=memory or -value.label, line=line))
-        self.alive.append(self._reference(value))
+        self.alive.append(weakref.ref(value))
         return value.label
 
     @contextmanager
@@ -323,90 +324,6 @@ class _Inside:
         self._run.note(values)
 
 
-class _ParametersSeen(TorchFunctionMode):
-    """Notes parameters that functions are given without any tracked tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parameters: dict[int, nn.Parameter] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_metadata(func):
-            leaves = tree_leaves((args, kwargs))
-            if not any(isinstance(leaf, Tracked) for leaf in leaves):
-                self.parameters |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
-        return func(*args, **(kwargs or {}))
-
-
-class _ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Notices operators whose result has a shape that depends on values of tracked tensors."""
-
-    def __init__(self, leaves: list[Any], function: Any) -> None:
-        super().__init__()
-        self.found = False
-        # where a mask selects, its values decide, not those of what is selected from
-        deciding = (
-            leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
-        )
-        self._may_decide = any(
-            _is_value(leaf) and (deciding is leaves or leaf.dtype in (torch.bool, torch.uint8)) for leaf in deciding
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._may_decide and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            indices = args[1] if "index" in str(func) and len(args) > 1 else ()
-            is_plain_index = "index" in str(func) and not any(
-                isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices or ()
-            )
-            self.found = self.found or not is_plain_index
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def functions_followed(run: Run) -> Iterator[None]:
-    """Let a run follow `torch.autograd.Function`s of the user, which are no functions of torch."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from lightning_pfo.strategy.model.tracing import tracked as module
-
-        current = module.current_run()
-        call = AppliedFunction(cls, original)
-        if current is None or not any(isinstance(leaf, Tracked) for leaf in tree_leaves((args, kwargs))):
-            return call(*args, **kwargs)
-        return current.operation(call, args, kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
-
-
-@dataclass(frozen=True)
-class AppliedFunction:
-    """An `autograd.Function` of the user as a function of torch."""
-
-    cls: Any
-    original: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.original.__get__(None, self.cls)(*args, **kwargs)
-
-
-def users_line() -> str:
-    """The innermost line of the stack that is neither torch's nor this package's."""
-    own, torchs = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent)
-    for frame in reversed(traceback.extract_stack(sys._getframe())):
-        if not frame.filename.startswith((own, torchs, "<")) and "contextlib" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return "an unknown line"
-
-
-def _is_value(leaf: Any) -> bool:
-    return isinstance(leaf, Tracked) and leaf.label >= 0
-
-
 def _is_ordinary(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked)
 
@@ -428,6 +345,3 @@ def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
         str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name])
         for name in a
     )
-
-
-_ = tensors_in

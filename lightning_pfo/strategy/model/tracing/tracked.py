@@ -1,8 +1,8 @@
 """Tensors that are followed while a user's step runs, and the run that follows them.
 
 What a module of the model returns is `Tracked`, and so is whatever is computed from it between the modules. Every
-function of torch that is given a tracked tensor asks the current run what to do: to note it (`trace`), to compute it, or
-to leave it out because another stage computes it (`stage_run`). Inside modules tensors are ordinary ones.
+function of torch that is given a tracked tensor asks the current run what to do: to note it (`trace`), to compute it,
+or to leave it out because another stage computes it (`stage_run`). Inside modules tensors are ordinary ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import METADATA, is_metadata
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tree_map_only, without_memory
 
 __all__ = ["METADATA", "Run", "Tracked", "current_run", "following", "plain", "untracked"]
 
@@ -54,6 +54,12 @@ def following(run: Run | None) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+def follow_no_more() -> None:
+    """Let tracked tensors be ordinary ones for the rest of the run."""
+    global _current
+    _current = None
 
 
 class AbsentValueError(ConfigurationError):
@@ -95,20 +101,15 @@ class Tracked(torch.Tensor):
         return _current.operation(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         # code that does not ask `__torch_function__`, such as TorchScript and extensions
         return func(*plain(args), **plain(kwargs or {}))
 
 
 def _like(form: torch.Tensor) -> Tracked:
-    stand_in: Tracked = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        Tracked,
-        form.shape,
-        strides=form.stride(),
-        dtype=form.dtype,
-        device=form.device,
-        requires_grad=form.requires_grad,
-    )
+    stand_in = without_memory(Tracked, form)
     stand_in.held = None
     stand_in.is_absent = False
     stand_in.label = -1
@@ -163,5 +164,5 @@ def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Call a function of torch with the values of tracked tensors; only forms may be asked of absent ones."""
     if not is_metadata(func):
         args, kwargs = plain(args), plain(kwargs)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

@@ -1,0 +1,777 @@
+"""Steps of small modules that a trace has to get right, or refuse; each on a batch `x, y` of random numbers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+CASES = {}
+
+DEPENDS = r"whose shape depends on the values of tensors"
+SHARES = "share memory cross the boundary"
+OTHERWISE = "runs otherwise than in the trace"
+NOT_SENT = "was not sent"
+LEAF = "a view of a leaf Variable"
+
+VIEWS = (
+    "silently wrong: an ordinary tensor is followed from when it is changed in place, its views and its base are not"
+)
+THIRD = "silently wrong: a change through a view is not noted for the values that share its memory"
+FORMS = "refused: the last stage cannot make zeros in the form of a value that it has not received"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x).tanh()
+
+
+class InPlace(nn.Module):
+    """Begins by changing its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.mul_(0.5).relu_())
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, pair):
+        x, mask = pair
+        return self.linear(x) * mask, mask
+
+
+class Mapping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values):
+        x = self.linear(values["x"])
+        return {"x": x, "sum": values["sum"] + x, "name": "layer", "none": None}
+
+
+@dataclass
+class Output:
+    x: torch.Tensor
+    aux: torch.Tensor
+
+
+class WithAux(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        return x, x.square().mean()
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+
+class Net(nn.Module):
+    """Runs a function as its `forward`."""
+
+    def __init__(self, function, layer=Block, num_layers=6):
+        super().__init__()
+        self.function = function
+        self.embed = nn.Embedding(11, WIDTH, padding_idx=0)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.rand(num_layers))
+
+    def forward(self, x, y):
+        return self.function(self, x, y)
+
+    def loss(self, x, y):
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+@dataclass
+class Case:
+    """Attributes:
+    function: The `forward`.
+    refused: What stages that cannot be run say; None: all are equal.
+    options: Of `Net`.
+    wrong: The reason why some cuts are not as they should be.
+    wrong_stages: Numbers of stages with equally many layers with which it is not as it should be either.
+    """
+
+    function: object
+    refused: str | None
+    options: dict
+    wrong: str
+    wrong_stages: tuple
+
+    def make(self):
+        """The module, and its step."""
+        torch.manual_seed(3)
+        net = Net(self.function, **self.options)
+        generator = torch.Generator().manual_seed(5)
+        x = torch.randn(8, WIDTH, generator=generator)
+        y = torch.randint(0, 3, (8,), generator=generator)
+        return net, lambda owner: owner(x.clone(), y.clone())
+
+
+def case(refused=None, wrong="", wrong_stages=(), **options):
+    def register(function):
+        CASES[function.__name__] = Case(function, refused, options, wrong, wrong_stages)
+        return function
+
+    return register
+
+
+@case()
+def chain(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def residual_loop(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = x + layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def parameters_between_layers(net, x, y):
+    x = net.stem(x)
+    for factor, layer in zip(net.scale, net.layers, strict=True):
+        x = x + factor * layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def long_skips(net, x, y):
+    down, x = [], net.stem(x)
+    for layer in net.layers[:3]:
+        x = layer(x)
+        down.append(x)
+    for layer in net.layers[3:]:
+        x = layer(x + down.pop())
+    return net.loss(x, y)
+
+
+@case()
+def hidden_states_used_at_the_end(net, x, y):
+    states = [net.stem(x)]
+    for layer in net.layers:
+        states.append(layer(states[-1]))
+    return net.loss(torch.stack(states).mean(0), y)
+
+
+@case()
+def boolean_mask_crosses(net, x, y):
+    x = net.stem(x)
+    keep = x > 0
+    for layer in net.layers:
+        x = torch.where(keep, layer(x), x)
+    return net.loss(x, y)
+
+
+@case()
+def padding_mask_from_embeddings(net, x, y):
+    embedded = net.embed((x * 3).long().clamp(0, 10))
+    padding = embedded.abs().sum(-1) == 0
+    x = embedded.mean(1)
+    for layer in net.layers:
+        x = layer(x)
+    weights = padding.float().mean(1, keepdim=True)
+    return net.loss(x * (1 - weights), y)
+
+
+@case()
+def early_argmax_used_later(net, x, y):
+    x = net.stem(x)
+    chosen = x.argmax(-1)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + x.gather(1, chosen[:, None]).mean()
+
+
+@case()
+def integer_index_of_a_stage(net, x, y):
+    x = net.stem(x)
+    order = x.sum(-1).argsort()
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x[order], y)
+
+
+@case(layer=InPlace)
+def layers_change_their_argument(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case(layer=InPlace)
+def a_skip_around_a_layer_that_changes_its_argument(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        before = x
+        x = layer(x * 1.0) + before
+    return net.loss(x, y)
+
+
+@case()
+def changed_in_place_between_layers(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x) * 1.0
+        x += 1.0
+        x.mul_(0.9)
+    return net.loss(x, y)
+
+
+@case(refused=f"{SHARES}|{LEAF}")
+def views_of_what_is_changed_later(net, x, y):
+    x = net.stem(x) * 1.0
+    half = x[:, :3]
+    for layer in net.layers:
+        x = layer(x + 0.0) * 1.0
+    half.zero_()
+    return net.loss(x, y) + half.sum()
+
+
+@case(refused=f"{SHARES}|{LEAF}")
+def a_view_changes_its_base(net, x, y):
+    x = net.stem(x) * 1.0
+    half = x[:, :3]
+    z = x + 0.0
+    for layer in net.layers:
+        z = layer(z)
+    half.mul_(2.0)
+    return net.loss(z + x, y)
+
+
+@case(refused=SHARES)
+def a_base_changes_its_view(net, x, y):
+    x = net.stem(x) * 1.0
+    half = x[:, 1:4]
+    z = x + 0.0
+    for layer in net.layers:
+        z = layer(z)
+    x.add_(1.0)
+    return net.loss(z, y) + half.exp().sum() + x.sum()
+
+
+@case(refused=SHARES)
+def a_view_is_changed_before_and_the_base_used_after(net, x, y):
+    x = net.stem(x) * 1.0
+    x[:, 0].mul_(3.0)
+    x[:, 1] = x[:, 2]
+    z = x + 0.0
+    for layer in net.layers:
+        z = layer(z)
+    return net.loss(z + x, y)
+
+
+@case()
+def written_into_a_buffer(net, x, y):
+    buf = torch.zeros(8, len(net.layers), WIDTH)
+    x = net.stem(x)
+    for index, layer in enumerate(net.layers):
+        x = layer(x)
+        buf[:, index] = x
+    return net.loss(buf.mean(1) + x, y)
+
+
+@case(refused=SHARES, wrong=VIEWS, wrong_stages=(2, 3, 4))
+def written_into_a_buffer_with_copy(net, x, y):
+    buf = torch.zeros(len(net.layers), 8, WIDTH)
+    x = net.stem(x)
+    for index, layer in enumerate(net.layers):
+        x = layer(x)
+        buf[index].copy_(x)
+    return net.loss(buf.mean(0), y)
+
+
+@case()
+def added_to_an_untracked_sum(net, x, y):
+    total = torch.zeros(8, WIDTH)
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+        total += x
+    return net.loss(total, y)
+
+
+@case()
+def written_with_out(net, x, y):
+    x = net.stem(x)
+    seen = torch.zeros(8, WIDTH)
+    for layer in net.layers:
+        torch.mul(x.detach(), 2.0, out=seen)
+        x = layer(x) + seen
+    return net.loss(x, y)
+
+
+@case()
+def layers_called_repeatedly(net, x, y):
+    x = net.stem(x)
+    for _ in range(2):
+        for layer in net.layers:
+            x = x + layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def one_layer_many_times(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = net.layers[0](layer(x))
+    return net.loss(x, y)
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor * 1.5, None
+
+
+@case()
+def functions_of_the_user(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = Doubles.apply(layer(x), 2.0)
+    return net.loss(x, y)
+
+
+@case()
+def checkpointed_layers(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return net.loss(x, y)
+
+
+@case(refused=f"{NOT_SENT}|can only be called inside")
+def checkpointed_groups(net, x, y):
+    def group(x, layers):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    x = net.stem(x)
+    for start in range(0, 6, 2):
+        x = checkpoint(group, x, net.layers[start : start + 2], use_reentrant=False)
+    return net.loss(x, y)
+
+
+@case()
+def checkpointed_with_reentrance(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = checkpoint(layer, x, use_reentrant=True)
+    return net.loss(x, y)
+
+
+@case()
+def numbers_drawn_midway(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x + 0.1 * torch.randn(8, WIDTH))
+        x = x * torch.rand(8, 1)
+    return net.loss(x, y)
+
+
+@case()
+def layers_dropped_at_random(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        drawn = float(torch.rand(()))
+        x = layer(x) if drawn < 0.7 else x * drawn
+    return net.loss(x, y)
+
+
+@case()
+def a_number_read_midway(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x) / (1 + abs(x.sum().item()))
+    return net.loss(x, y)
+
+
+@case(refused=f"{OTHERWISE}.*cases.py|{NOT_SENT}")
+def control_flow_of_values(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+        if x.sum() > 0:
+            x = x * 2.0
+    return net.loss(x, y)
+
+
+@case(refused=f"{OTHERWISE}.*cases.py|{NOT_SENT}")
+def number_of_layers_by_values(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        if x.abs().mean() > 0.3:
+            break
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def selected_by_the_batch(net, x, y):
+    mask = x[:, 0] > 0
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x[mask], y[mask]) + x[y != 1].mean()
+
+
+@case()
+def selected_midway_by_the_batch(net, x, y):
+    mask = y != 1
+    x = net.stem(x)[mask]
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y[mask])
+
+
+@case(refused=rf"{DEPENDS}.*cases.py")
+def selected_by_a_stage(net, x, y):
+    x = net.stem(x)
+    mask = x[:, 0] > 0
+    x, y = x[mask], y[mask]
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case(refused=rf"{DEPENDS}.*cases.py|so its form depends on values")
+def nonzero_of_a_stage(net, x, y):
+    x = net.stem(x)
+    rows = (x[:, 0] > 0).nonzero()
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + x[rows[:, 0]].sum()
+
+
+@case(layer=Pair)
+def tuples(net, x, y):
+    value = (net.stem(x), (x[:, :1] > 0).long())
+    for layer in net.layers:
+        value = layer(value)
+    return net.loss(value[0], y)
+
+
+@case(layer=Mapping)
+def dicts(net, x, y):
+    value = {"x": net.stem(x), "sum": 0.0}
+    for layer in net.layers:
+        value = layer(value)
+    return {"loss": net.loss(value["sum"], y), "name": value["name"], "logits": value["x"]}
+
+
+@case(layer=WithAux)
+def auxiliary_losses(net, x, y):
+    x, aux = net.stem(x), 0.0
+    for layer in net.layers:
+        x, each = layer(x)
+        aux = aux + each
+    return net.loss(x, y) + 0.1 * aux
+
+
+@case()
+def dataclasses_between_layers(net, x, y):
+    value = Output(net.stem(x), x)
+    for layer in net.layers:
+        value = Output(layer(value.x), value.x + value.aux)
+    return net.loss(value.x + value.aux, y)
+
+
+@case()
+def detached_parts(net, x, y):
+    x = net.stem(x)
+    target = x.detach()
+    for layer in net.layers:
+        x = layer(x) + 0.5 * x.detach()
+    return net.loss(x, y) + (x - target).square().mean()
+
+
+@case()
+def parts_without_gradients(net, x, y):
+    x = net.stem(x)
+    with torch.no_grad():
+        teacher = x
+        for layer in net.layers[:3]:
+            teacher = layer(teacher)
+    for layer in net.layers[3:]:
+        x = layer(x)
+    return net.loss(x, y) + (x - teacher).square().mean()
+
+
+@case()
+def frozen_layers(net, x, y):
+    net.layers[:3].requires_grad_(False)
+    net.stem.requires_grad_(False)
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case()
+def used_by_the_last_stage_only(net, x, y):
+    first = net.stem(x)
+    x = first
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + (first * net.scale.sum()).mean()
+
+
+@case()
+def mixed_precision(net, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = net.stem(x)
+        for layer in net.layers:
+            x = x + layer(x)
+        return net.loss(x.float(), y)
+
+
+@case(layer=TwoParts)
+def hooks_on_parts(net, x, y):
+    seen = []
+    handles = [layer.a.register_forward_hook(lambda module, args, output: seen.append(output)) for layer in net.layers]
+    try:
+        x = net.stem(x)
+        for layer in net.layers:
+            x = layer(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return net.loss(x, y) + 0.1 * sum(state.square().mean() for state in seen)
+
+
+@case()
+def gradient_hooks(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+        x.register_hook(lambda gradient: gradient * 1.5)
+    return net.loss(x, y)
+
+
+@case(wrong=FORMS)
+def numbers_that_are_no_tensors(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x.view(x.shape[0], -1)) * len(x) / x.numel() + torch.zeros_like(x) + x.new_ones(WIDTH)
+    return net.loss(x, y)
+
+
+@case()
+def einsum_lists_and_splits(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        a, b = x.chunk(2, dim=-1)
+        x = layer(torch.cat([b, a], dim=-1)) + torch.einsum("bi,bj->bi", x, x)
+    return net.loss(sum(torch.unbind(torch.stack([x, x * 2]))), y)
+
+
+@case()
+def top_k_and_several_results(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        values, indices = x.topk(3, dim=-1)
+        x = layer(x).scatter_add(1, indices, values)
+    return net.loss(x, y)
+
+
+@case()
+def results_of_a_buffer_of_the_module(net, x, y):
+    state = x.new_zeros(8, WIDTH)
+    x = net.stem(x)
+    for layer in net.layers:
+        state = state.detach()
+        state.add_(x.detach())
+        x = layer(x) + 0.1 * state
+    return net.loss(x, y)
+
+
+@case()
+def values_kept_on_the_module(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        net.kept = x
+        x = layer(x) + net.kept
+    loss = net.loss(x, y)
+    del net.kept
+    return loss
+
+
+@case(refused=SHARES, wrong=VIEWS, wrong_stages=(2, 3, 4))
+def written_into_rows_of_a_buffer(net, x, y):
+    buf = torch.zeros(len(net.layers), 8, WIDTH)
+    rows = buf.unbind(0)
+    x = net.stem(x)
+    for row, layer in zip(rows, net.layers, strict=True):
+        x = layer(x)
+        row.add_(x.detach())
+    return net.loss(buf.mean(0) + x, y)
+
+
+@case(refused=SHARES, wrong=VIEWS, wrong_stages=(2, 3, 4))
+def a_view_from_before_a_buffer_is_written(net, x, y):
+    buf = torch.zeros(8, WIDTH)
+    transposed = buf.t()
+    x = net.stem(x)
+    buf += x.detach()
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + (transposed.t() * x).sum()
+
+
+@case()
+def written_into_the_batch(net, x, y):
+    given = x
+    x = net.stem(x * 1.0)
+    for layer in net.layers:
+        x = layer(x)
+        given.copy_(x.detach())
+    return net.loss(x + given, y)
+
+
+@case()
+def model_called_twice(net, x, y):
+    def forward(x):
+        x = net.stem(x)
+        for layer in net.layers:
+            x = x + layer(x)
+        return net.head(x)
+
+    return nn.functional.cross_entropy(forward(x), y) + forward(x * 2).square().mean()
+
+
+@case()
+def weights_of_a_layer_used_elsewhere(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    penalty = sum(layer.linear.weight.square().sum() for layer in net.layers)
+    return net.loss(x, y) + 0.1 * penalty + x.mm(net.layers[0].linear.weight).mean()
+
+
+@case()
+def through_numpy(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x) + torch.from_numpy(x.detach().numpy().copy()).mean()
+    return net.loss(x, y)
+
+
+@case(refused="appears to not have been used in the graph")
+def gradients_inside_the_step(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    (gradient,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+    return net.loss(x, y) + gradient.square().mean()
+
+
+@case(refused=SHARES, wrong=THIRD)
+def a_third_view_is_changed(net, x, y):
+    x = net.stem(x).detach() * 1.0
+    half, z = x[:, :3], x + 0.0
+    for layer in net.layers:
+        z = layer(z)
+    x[:, 1].zero_()
+    return net.loss(z, y) + (half * z[:, :3]).sum() + (x * z).mean()
+
+
+@case(refused=SHARES)
+def a_view_of_a_written_buffer(net, x, y):
+    buf = torch.zeros(8, WIDTH)
+    x = net.stem(x)
+    buf += x.detach()
+    transposed = buf.t()
+    for layer in net.layers:
+        x = layer(x)
+        buf.mul_(0.5)
+    return net.loss(x, y) + (transposed.t() * x).sum() + buf.sum()
+
+
+@case()
+def changed_by_a_function_of_the_user(net, x, y):
+    @torch.no_grad()
+    def average(old, new):
+        old.lerp_(new, 0.5)
+
+    x = net.stem(x)
+    kept = x.detach().clone()
+    for layer in net.layers:
+        x = layer(x)
+        average(kept, x)
+    return net.loss(x + kept, y)
+
+
+@case()
+def data_is_replaced(net, x, y):
+    x = net.stem(x)
+    other = x.detach() + 0.0
+    for layer in net.layers:
+        x = layer(x)
+        other.data = other.data * 0.5 + x.detach()
+    return net.loss(x + other, y)
+
+
+@case(wrong=FORMS, wrong_stages=(2, 3, 4))
+def form_of_an_early_value(net, x, y):
+    x = first = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x + torch.ones_like(first), y)
+
+
+@case()
+def form_of_an_early_value_in_the_middle(net, x, y):
+    x = first = net.stem(x)
+    for layer in net.layers[:3]:
+        x = layer(x)
+    x = x + torch.ones_like(first)
+    for layer in net.layers[3:]:
+        x = layer(x)
+    return net.loss(x, y)
+
+
+@case(refused=SHARES, wrong=THIRD, wrong_stages=(2, 3, 4))
+def values_that_share_memory_are_changed_by_another_view(net, x, y):
+    x = net.stem(x)
+    state = x.detach() * 1.0
+    rows, columns = state[:4], state[:, :3]
+    for layer in net.layers:
+        x = layer(x)
+    state[0].zero_()
+    return net.loss(x, y) + (columns * x[:, :3]).sum() + (rows * x[:4]).sum()

@@ -1,0 +1,70 @@
+"""However a step is cut, its stages together compute what it computes, or one of them says why not."""
+
+import random
+import re
+
+import pytest
+
+from lightning_pfo.core.errors import ConfigurationError
+from tests.strategy.model.stages import Followed, Stages, assert_equal, run_cut, run_plainly
+from tests.strategy.model.tracing.cases import CASES
+
+TOLERANCES = {"mixed_precision": 2e-2}
+
+
+def expected_to_fail(reason):
+    return [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+
+
+def check(run, name, expected):
+    """Returns whether it is equal; otherwise it is refused as the case says."""
+    try:
+        found = run()
+    except (ConfigurationError, RuntimeError) as error:  # some of which torch refuses itself
+        message = CASES[name].refused
+        assert message, error
+        assert re.search(message, str(error)), error
+        return False
+    assert_equal(found, expected, TOLERANCES.get(name, 1e-5))
+    return True
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=expected_to_fail(c.wrong)) for n, c in CASES.items()])
+def test_every_cut_is_equal_or_refused(name):
+    owner, step = CASES[name].make()
+    expected = run_plainly(owner, step)
+    followed = Followed(owner, step, 2)
+    try:
+        trace = followed.trace()
+        assert trace.failure is None
+        places = range(1, len(trace.events))
+        rng = random.Random(0)
+        cuts = [[place] for place in places] + [sorted(rng.choices(places, k=rng.choice((2, 3)))) for _ in range(30)]
+        equal = [check(lambda at=at: run_cut(owner, followed.step, trace, at), name, expected) for at in cuts]
+    finally:
+        followed.close()
+    assert any(equal)
+    assert all(equal) == (CASES[name].refused is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [
+        pytest.param(name, num_stages, marks=expected_to_fail(case.wrong if num_stages in case.wrong_stages else ""))
+        for name, case in CASES.items()
+        for num_stages in (2, 3, 4)
+    ],
+)
+def test_stages_of_equal_numbers_of_layers(name, num_stages):
+    """With what other stages hold released, and the cuts that a strategy would make."""
+    owner, step = CASES[name].make()
+    expected = run_plainly(owner, step)
+
+    def run():
+        stages = Stages(owner, step, num_stages=num_stages)
+        try:
+            return stages.run(), stages.gradients()
+        finally:
+            stages.close()
+
+    check(run, name, expected)
