@@ -290,7 +290,7 @@ def refusals():
         "fails_in_the_loss": lambda: fit(FailsInTheLoss()),
         "fails_in_a_layer": lambda: fit(FailsInALayer()),
         "logs_an_object": lambda: fit(LogsAnObject()),
-        "few_layers": lambda: fit(PlainModule(num_layers=2)),
+        "few_layers": lambda: fit(FewLayers()),
         "ambiguous": lambda: fit(two_towers()),
         "indivisible": lambda: fit(PlainModule(), loader(50, 10)),
         "last_batch": lambda: fit(PlainModule(), loader(30, 12), max_steps=-1, max_epochs=1),
