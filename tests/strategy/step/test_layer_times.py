@@ -70,8 +70,8 @@ def test_times_add_up_to_the_step_also_where_layers_are_frozen(monkeypatch):
     monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     loss = lambda: owner.model(torch.randn(3, 2)).sum()  # noqa: E731
     times = measure_layer_times(find_units(owner), loss, torch.device("cpu"), repeats=1)
-    # stamps: begin, layers 1, 2, 3, loss forward; loss, layer 3 and the end backward: one tick apart
-    assert times == [1.0, 1.0, 2.0, 2.0]
+    # stamps: begin, layers 0, 1, 2, 3, loss forward; loss, layer 3 and the end backward: one tick apart
+    assert times == [2.0, 1.0, 2.0, 2.0]
 
 
 def test_what_has_no_values_cannot_be_measured():

@@ -15,7 +15,9 @@ OTHERWISE = "runs otherwise than in the trace"
 NOT_SENT = "was not sent"
 LEAF = "a view of a leaf Variable"
 
-VIEWS = "silently wrong: an ordinary tensor is followed from when it is changed in place, its views and its base are not"
+VIEWS = (
+    "silently wrong: an ordinary tensor is followed from when it is changed in place, its views and its base are not"
+)
 THIRD = "silently wrong: a change through a view is not noted for the values that share its memory"
 FORMS = "refused: the last stage cannot make zeros in the form of a value that it has not received"
 
@@ -562,9 +564,7 @@ def mixed_precision(net, x, y):
 @case(layer=TwoParts)
 def hooks_on_parts(net, x, y):
     seen = []
-    handles = [
-        layer.a.register_forward_hook(lambda module, args, output: seen.append(output)) for layer in net.layers
-    ]
+    handles = [layer.a.register_forward_hook(lambda module, args, output: seen.append(output)) for layer in net.layers]
     try:
         x = net.stem(x)
         for layer in net.layers:
