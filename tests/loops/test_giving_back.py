@@ -25,7 +25,7 @@ def test_release_gives_all_back(tmp_path):
     ]
     assert seen["training"] == [
         *(f"accelerator.{name}" for name in methods),
-        "layers.forward",
+        "layer.forward",
         "scaler._unscale_grads_",
         "load_state_dict",
         "state_dict",

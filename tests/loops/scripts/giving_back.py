@@ -21,7 +21,9 @@ earlier.split_batches = False
 
 
 def look():
-    objects = own_functions(accelerator=accelerator, net=net, layers=net.layers, scaler=accelerator.scaler)
+    objects = own_functions(
+        accelerator=accelerator, net=net, layers=net.layers, layer=net.layers[0], scaler=accelerator.scaler
+    )
     objects["accelerator"] |= {"hooks": hooks() or None, "scheduler": earlier.split_batches}
     return objects
 

@@ -27,7 +27,7 @@ CACHES = Caches()
 class Holder(nn.Module):
     """Modules under names, as a user's module holds them."""
 
-    def __init__(self, model=None, **children):
+    def __init__(self, model=None, /, **children):
         super().__init__()
         for name, child in (({"model": model} if model is not None else {}) | children).items():
             self.add_module(name, child)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.split import find_split
+from lightning_pfo.strategy.model.units import find_units
 from tests.launch import run_script
 from tests.strategy.model.stages import Holder, Stages
 
@@ -21,34 +20,38 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "huggingface.py"
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_split_model_computes_what_the_whole_one_does(family, padded):
     model = families.make(family)
-    num_layers = len(find_split(Holder(model)).pipelined.layers)
+    num_layers = len(find_units(Holder(model)).layers)
     boundaries = (0, 1, 2, num_layers) if padded else (0, num_layers // 2, num_layers)
     kwargs = families.inputs(family, padded=padded)
     expected = model(**kwargs)
-    stages = Stages(model, boundaries)
-    output = stages.run(**kwargs)
-    assert type(output) is type(expected)
     key = "last_hidden_state" if family == "t5_decoder" else "logits"
+
+    def step(owner):
+        output = owner.model(**kwargs)
+        return output if "loss" in output else {"loss": output[key].square().mean(), key: output[key]}
+
+    stages = Stages(Holder(model), step, boundaries)
+    output = stages.run()
+    assert type(output) is (type(expected) if "loss" in expected else dict)
     torch.testing.assert_close(output[key], expected[key], rtol=0, atol=1e-6)
-    for result in (output, expected):
-        (result[key].square().mean() if family == "t5_decoder" else result["loss"]).backward()
+    (expected[key].square().mean() if family == "t5_decoder" else expected["loss"]).backward()
     if family != "t5_decoder":
         torch.testing.assert_close(output["loss"], expected["loss"], rtol=0, atol=1e-6)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = stages.gradients()
+    found = {name.removeprefix("model."): gradient for name, gradient in stages.gradients().items()}
     assert set(found) == set(gradients)
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_outputs_of_all_layers_are_refused():
-    stages = Stages(families.make("gpt2"), (0, 2, 4))
-    with pytest.raises(ConfigurationError, match=r"output_hidden_states=True asks GPT2LMHeadModel 'model'.*=False"):
-        stages.run(**families.inputs("gpt2"), output_hidden_states=True)
-    for root in stages.roots:
-        root.model.config.output_hidden_states = True
-    with pytest.raises(ConfigurationError, match="output_hidden_states=True"):
-        stages.run(**families.inputs("gpt2"))
+def test_outputs_of_all_layers_are_those_of_the_whole_model():
+    model, kwargs = families.make("gpt2"), families.inputs("gpt2")
+    options = {**kwargs, "output_hidden_states": True}
+    stages = Stages(Holder(model), lambda owner: owner.model(**options), (0, 2, 4))
+    output, expected = stages.run(train=False), model(**options)
+    assert len(output.hidden_states) == len(expected.hidden_states) == 5
+    for state, wanted in zip(output.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(state, wanted, rtol=0, atol=1e-6)
 
 
 DEVICES = 3

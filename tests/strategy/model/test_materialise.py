@@ -5,15 +5,18 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.materialise import materialise
 from lightning_pfo.strategy.model.ownership import find_shared_parameters
-from lightning_pfo.strategy.model.split import find_split
+from lightning_pfo.strategy.model.split import layer_calls, split_units
+from lightning_pfo.strategy.model.units import find_units
 from tests.strategy.model.stages import Holder
 
 CPU = torch.device("cpu")
 
 
 def make_part(root, boundaries, stages, seed=7):
-    parts = find_split(root).parts(boundaries)
-    materialise(root, parts, stages, find_shared_parameters(root, parts), CPU, seed)
+    units = find_units(root)
+    split = split_units(units, layer_calls(units, None), boundaries)
+    shared = find_shared_parameters(root, split.parts(), split.users)
+    materialise(root, split.parts(), stages, shared, CPU, seed)
     return root
 
 

@@ -1,4 +1,4 @@
-"""What running layers on the meta device must not leave behind."""
+"""What tracing a step must not leave behind."""
 
 import functools
 import gc
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.untouched import untouched
-from tests.strategy.model.stages import Stages
+from tests.strategy.model.stages import Holder, Stages
 
 
 @functools.lru_cache(maxsize=4)
@@ -47,7 +47,6 @@ class Tower(nn.Module):
         super().__init__()
         self.embed = Layer()
         self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.dummy_inputs = {"x": torch.zeros(1, 6)}
 
     def forward(self, x):
         x = self.embed(x)
@@ -59,10 +58,10 @@ class Tower(nn.Module):
 def test_caches_and_attributes_hold_nothing_of_a_run_on_meta():
     torch.manual_seed(0)
     model, x = Tower(), torch.randn(4, 6)
-    stages = Stages(model, (0, 1, 3))
-    output = stages.run(x)
+    stages = Stages(Holder(model), lambda owner: owner.model(x), (0, 1, 3))
+    output = stages.run(train=False)
     torch.testing.assert_close(output, model(x), rtol=0, atol=1e-6)
-    layer = stages.roots[1].model.layers[0]  # an earlier stage has it: here it ran on meta only
+    layer = stages.roots[1].model.layers[0]  # an earlier stage has it: here it was traced only
     assert layer.lazily_made is None
     assert layer.by_length == {}
 
@@ -79,9 +78,9 @@ def test_beit_with_relative_positions_computes_what_the_whole_model_does():
     for name, parameter in model.named_parameters():
         if "relative_position_bias_table" in name:  # zeros at first
             nn.init.normal_(parameter)
-    stages = Stages(model, (0, 2, 4))
     images = torch.randn(2, 3, 16, 16)
-    output = stages.run(pixel_values=images).logits
+    stages = Stages(Holder(model), lambda owner: owner.model(pixel_values=images), (0, 2, 4))
+    output = stages.run(train=False).logits
     for cache in gc.get_objects():
         if type(cache) is type(positions) and "beit" in str(cache.__module__):
             cache.cache_clear()  # which the whole model would share

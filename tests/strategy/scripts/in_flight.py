@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
-from lightning_pfo.strategy.engine import shapes
+from lightning_pfo.strategy.engine.stage import Stage
 from tests.core.schedules.original_envpipe import hanging_orders, unclamped
 from tests.ranks import run_ranks
 
@@ -68,12 +68,13 @@ def measure(schedule, num_microbatches):
     batch = make_batch(num_microbatches)
     model.step(*batch)  # shapes are known from here on
     activations, received = Alive(), Alive()
-    make_buffer = shapes.TensorSpec.make_buffer
+    make_buffers = Stage.make_buffers
 
-    def counted_buffer(spec, device):
-        buffer = make_buffer(spec, device)
-        received.add(buffer)
-        return buffer
+    def counted_buffers(stage, instruction):
+        buffers = make_buffers(stage, instruction)
+        for buffer in buffers:
+            received.add(buffer)
+        return buffers
 
     def pack(tensor):
         saved = Saved(tensor.detach())  # what autograd saves does not hold on to its graph
@@ -81,12 +82,12 @@ def measure(schedule, num_microbatches):
             activations.add(saved)
         return saved
 
-    shapes.TensorSpec.make_buffer = counted_buffer
+    Stage.make_buffers = counted_buffers
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             model.step(*batch)
     finally:
-        shapes.TensorSpec.make_buffer = make_buffer
+        Stage.make_buffers = make_buffers
     return {"activations": activations.peak, "received": received.peak, "left": activations.now + received.now}
 
 

@@ -175,13 +175,14 @@ class TupleModule(PlainModule):
         return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
 
 
-def tuples_and_dicts():
+def compared(name, make):
+    """Three losses of a module on the pipeline and on one device."""
     L.seed_everything(3)
-    module = TupleModule()
+    module = make()
     fit(module, max_steps=3)
-    results["tuple_losses"] = module.history["train"]
+    results[f"{name}_losses"] = module.history["train"]
     L.seed_everything(3)
-    single = TupleModule()
+    single = make()
     L.seed_everything(3)  # as `fit` does, for the order of batches
     train, _ = make_loaders(num_samples=48, batch_size=12)
     optimizer, _ = single.configure_optimizers()
@@ -193,7 +194,7 @@ def tuples_and_dicts():
         loss.backward()
         optimizer[0].step()
         expected.append(float(loss))
-    results["tuple_expected"] = expected
+    results[f"{name}_expected"] = expected
 
 
 class Manual(PlainModule):
@@ -203,9 +204,34 @@ class Manual(PlainModule):
 
 
 class CallsTwice(PlainModule):
+    """Calls a part three times, on different stages."""
+
     def loss(self, batch):
-        self.model(self.stem(batch[0]))
-        return super().loss(batch)
+        with torch.no_grad():
+            target = self.stem(batch[0])
+        loss, accuracy = super().loss(batch)
+        return loss + (self.stem(batch[0]) - target.tanh()).square().mean(), accuracy
+
+
+class TwoTowers(PlainModule):
+    """Two lists of layers, one after the other."""
+
+    def __init__(self):
+        super().__init__(num_layers=2)
+        self.other = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.stem = nn.Sequential(self.stem, nn.Tanh())
+
+    def loss(self, batch):
+        x, y = batch
+        logits = self.head(self.other(self.model(self.stem(x))))
+        self.logits = logits.detach()
+        return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
+
+
+class FewLayers(PlainModule):
+    def __init__(self):
+        super().__init__(num_layers=2)
+        self.model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
 
 class NeverCalls(PlainModule):
@@ -273,25 +299,17 @@ def loader(num_samples, batch_size, **options):
     return DataLoader(data, batch_size=batch_size, **options)
 
 
-def two_towers():
-    module = PlainModule()
-    module.other = nn.Sequential(nn.Linear(1, 1))
-    return module
-
-
 def refusals():
     used = PlainModule()
     fit(used)
     cases = {
         "manual": lambda: fit(Manual()),
-        "calls_twice": lambda: fit(CallsTwice()),
         "never_calls": lambda: fit(NeverCalls()),
         "returns_nothing": lambda: fit(ReturnsNothing()),
         "fails_in_the_loss": lambda: fit(FailsInTheLoss()),
         "fails_in_a_layer": lambda: fit(FailsInALayer()),
         "logs_an_object": lambda: fit(LogsAnObject()),
-        "few_layers": lambda: fit(PlainModule(num_layers=2)),
-        "ambiguous": lambda: fit(two_towers()),
+        "few_layers": lambda: fit(FewLayers()),
         "indivisible": lambda: fit(PlainModule(), loader(50, 10)),
         "last_batch": lambda: fit(PlainModule(), loader(30, 12), max_steps=-1, max_epochs=1),
         "other_batches": lambda: fit(PlainModule(), loader_of_rank()),
@@ -324,7 +342,9 @@ def main(output):
     randomness()
     workers()
     batch_norm()
-    tuples_and_dicts()
+    compared("tuple", TupleModule)
+    compared("towers", TwoTowers)
+    compared("stem_twice", CallsTwice)
     refusals()
     Path(output, f"rank_{trainer_rank()}.json").write_text(json.dumps(results))
 

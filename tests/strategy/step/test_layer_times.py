@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning_pfo.strategy.model.find import find_pipelined_module
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.step import layer_times
 from lightning_pfo.strategy.step.layer_times import measure_layer_times, measure_training_step
 
@@ -50,7 +50,7 @@ def test_each_layer_gets_its_forward_and_backward_and_the_last_one_the_loss():
     owner = Owner()
     state = torch.get_rng_state()
     statistics = owner.norm.running_mean.clone()
-    found = find_pipelined_module(owner)
+    found = find_units(owner)
     times = measure_training_step(owner, found, owner.training_step, torch.device("cpu"))
     assert times[0] >= 0.06
     assert times[2] >= 0.12
@@ -69,13 +69,13 @@ def test_times_add_up_to_the_step_also_where_layers_are_frozen(monkeypatch):
     # the module's own clock: other threads of the process may read the real one
     monkeypatch.setattr(layer_times, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     loss = lambda: owner.model(torch.randn(3, 2)).sum()  # noqa: E731
-    times = measure_layer_times(find_pipelined_module(owner), loss, torch.device("cpu"), repeats=1)
-    # stamps: begin, layers 1, 2, 3, loss forward; loss, layer 3 and the end backward: one tick apart
-    assert times == [1.0, 1.0, 2.0, 2.0]
+    times = measure_layer_times(find_units(owner), loss, torch.device("cpu"), repeats=1)
+    # stamps: begin, layers 0, 1, 2, 3, loss forward; loss, layer 3 and the end backward: one tick apart
+    assert times == [2.0, 1.0, 2.0, 2.0]
 
 
 def test_what_has_no_values_cannot_be_measured():
     with torch.device("meta"):
         owner = Owner()
     with pytest.raises(ConfigurationError, match=r"built on the meta device.*partition='parameters'"):
-        measure_training_step(owner, find_pipelined_module(owner), owner.training_step, torch.device("cpu"))
+        measure_training_step(owner, find_units(owner), owner.training_step, torch.device("cpu"))

@@ -701,7 +701,7 @@ def gradients_inside_the_step(net, x, y):
     return net.loss(x, y) + gradient.square().mean()
 
 
-@case(refused=SHARES, wrong=THIRD)
+@case(refused=SHARES, wrong=THIRD, wrong_stages=(2, 3, 4))
 def a_third_view_is_changed(net, x, y):
     x = net.stem(x).detach() * 1.0
     half, z = x[:, :3], x + 0.0
@@ -755,7 +755,7 @@ def form_of_an_early_value(net, x, y):
     return net.loss(x + torch.ones_like(first), y)
 
 
-@case()
+@case(wrong=FORMS)
 def form_of_an_early_value_in_the_middle(net, x, y):
     x = first = net.stem(x)
     for layer in net.layers[:3]:

@@ -1,0 +1,163 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.ownership import find_shared_parameters, release_other_parts
+from lightning_pfo.strategy.model.split import layer_calls, remember_split, split_units
+from lightning_pfo.strategy.model.units import find_units
+from tests.strategy.model.stages import Holder
+
+
+def chain(n=3, width=2):
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(n)])
+
+
+def names(units):
+    return [unit.name for unit in units]
+
+
+def layers_of(root, *args, **kwargs):
+    return names(find_units(root, *args, **kwargs).layers)
+
+
+def split_at(root, boundaries):
+    units = find_units(root)
+    return split_units(units, layer_calls(units, None), boundaries)
+
+
+def test_the_items_of_a_list_are_layers_and_all_else_are_units():
+    root = Holder(stem=nn.Linear(2, 2), model=chain(), head=nn.Linear(2, 2))
+    units = find_units(root)
+    assert units.name == "model"
+    assert names(units.layers) == ["model.0", "model.1", "model.2"]
+    assert names(units.all) == ["stem", "model.0", "model.1", "model.2", "head"]
+    assert [unit.module for unit in units.layers] == list(root.model)
+
+
+def test_a_root_that_is_a_list_itself_is_divided():
+    assert layers_of(chain()) == ["0", "1", "2"]
+    assert find_units(chain()).name == ""
+
+
+def test_outermost_lists_count_and_lists_of_lists_are_flat():
+    root = Holder(net=Holder(blocks=nn.Sequential(*[chain(2) for _ in range(3)]), norm=nn.LayerNorm(2)))
+    assert layers_of(root) == ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
+    grid = Holder(grid=nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]))
+    assert layers_of(grid) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1"]
+
+
+def test_several_lists_are_divided_together():
+    root = Holder(encoder=Holder(layers=chain(2)), decoder=Holder(layers=nn.ModuleList([*chain(3)])))
+    units = find_units(root)
+    assert units.name == ""
+    assert names(units.layers) == [
+        *(f"encoder.layers.{n}" for n in range(2)),
+        *(f"decoder.layers.{n}" for n in range(3)),
+    ]
+
+
+def test_a_small_list_beside_a_large_one_is_a_unit_of_its_own():
+    root = Holder(model=chain(4, width=20), head=nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    units = find_units(root)
+    assert names(units.layers) == ["model.0", "model.1", "model.2", "model.3"]
+    assert names(units.all)[-1] == "head"
+
+
+def test_layers_much_heavier_than_others_are_divided_by_their_lists():
+    heavy = Holder(inner=chain(4, width=10))
+    root = Holder(model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), heavy, nn.Linear(3, 3)))
+    assert layers_of(root) == ["model.0", "model.1", *(f"model.2.inner.{n}" for n in range(4)), "model.3"]
+
+
+def test_too_few_layers_are_divided_as_far_as_they_can_be():
+    root = Holder(model=nn.Sequential(chain(3), chain(3)))
+    assert layers_of(root, at_least=2) == ["model.0", "model.1"]
+    assert len(layers_of(root, at_least=4)) >= 4
+    assert layers_of(Holder(model=chain(2)), at_least=4) == ["model.0", "model.1"]
+
+
+def test_what_computes_by_itself_beside_lists_is_a_layer_if_it_is_heavy():
+    root = Holder(embed=nn.Embedding(500, 8), lstm=nn.LSTM(8, 30, num_layers=2), layers=chain(3, width=6))
+    assert layers_of(root) == ["lstm", "layers.0", "layers.1", "layers.2"]
+
+
+def test_without_lists_the_parts_of_a_module_are_layers():
+    root = Holder(net=Holder(a=nn.Linear(2, 2), act=nn.ReLU(), b=nn.Linear(2, 2), c=nn.Linear(2, 2)))
+    units = find_units(root)
+    assert names(units.layers) == ["net.a", "net.b", "net.c"]
+    assert "net.act" in names(units.all)
+
+
+def test_a_layer_that_is_held_twice_is_one_unit():
+    root = Holder(model=chain(3))
+    root.model[2] = root.model[0]
+    assert layers_of(root) == ["model.0", "model.1"]
+
+
+def test_a_named_module_or_list_is_taken():
+    root = Holder(a=chain(), b=Holder(c=chain(5)))
+    assert layers_of(root, "b.c") == [f"b.c.{n}" for n in range(5)]
+    assert layers_of(root, "b") == [f"b.c.{n}" for n in range(5)]
+    assert layers_of(Holder(net=Holder(a=nn.Linear(2, 2), b=nn.Linear(2, 2))), "net") == ["net.a", "net.b"]
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "message"),
+    [
+        (Holder(a=nn.ReLU()), None, "Holder has no module with parameters to split into stages.*nn.ModuleList"),
+        (Holder(a=chain()), "model", "'model' is nothing. Leave it out to divide all, or name one of: 'a'"),
+        (Holder(a=chain(), b=nn.Linear(1, 1)), "b", "'b' is a Linear without layers.*one of: 'a'"),
+        (Holder(a=Holder(b=nn.ModuleList()), c=nn.Linear(1, 1)), "a.b", "'a.b' is a ModuleList.*nothing has layers"),
+    ],
+)
+def test_what_cannot_be_found_is_refused_with_the_candidates(root, name, message):
+    with pytest.raises(ConfigurationError, match=message):
+        find_units(root, name)
+
+
+def test_parts_of_a_unit_that_somebody_hooks_into_are_units():
+    root = Holder(model=nn.Sequential(chain(2), chain(2)))
+    assert names(find_units(root).all) == ["model.0", "model.1"]
+    handle = root.model[1][0].register_forward_hook(lambda module, args, output: None)
+    units = find_units(root)
+    assert names(units.all) == ["model.0", "model.1", "model.1.0", "model.1.1"]
+    assert [unit.followed_into for unit in units.layers] == [False, True]
+    handle.remove()
+    assert names(find_units(root).all) == ["model.0", "model.1"]
+
+
+def test_other_layers_become_placeholders_and_shared_parameters_stay():
+    root = Holder(
+        stem=nn.Linear(2, 2), model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    )
+    root.model[2].weight = root.model[0].weight
+    root.scale = nn.Parameter(torch.ones(1))
+    split = split_at(root, (0, 1, 3))
+    shared = find_shared_parameters(root, split.parts(), split.users)
+    assert [id(p) for p in shared] == [id(p) for p in (root.scale, root.model[0].weight)]
+    named = [name for name, _ in root.named_parameters()]
+    remember_split(split, [0])
+    release_other_parts(split.parts(), [0], shared)
+    assert [name for name, _ in root.named_parameters()] == named
+    elsewhere = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert {name for name, value in root.state_dict().items() if value.is_meta} == {f"model.1.{n}" for n in elsewhere}
+    assert root.model[2].weight is root.model[0].weight
+    placeholder = root.model[1].weight
+    remember_split(split_at(root, (0, 1, 3)), [0])
+    release_other_parts(split.parts(), [0], shared)
+    assert root.model[1].weight is placeholder
+    with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 3\].*now \[0, 2, 3\]"):
+        remember_split(split_at(root, (0, 2, 3)), [0])
+
+
+def test_what_is_tied_within_another_stage_stays_tied():
+    root = Holder(model=chain(4))
+    root.model[3].weight = root.model[2].weight
+    named = [name for name, _ in root.named_parameters()]
+    split = split_at(root, (0, 2, 4))
+    assert find_shared_parameters(root, split.parts(), split.users) == []
+    release_other_parts(split.parts(), [0], [])
+    assert root.model[3].weight.is_meta
+    assert root.model[3].weight is root.model[2].weight
+    assert [name for name, _ in root.named_parameters()] == named
