@@ -155,6 +155,16 @@ def memory_of(tensor: torch.Tensor) -> int:
     return number
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own or shares that of others; sparse ones and wrappers have none."""
+    return tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is a view of; None if it is none."""
+    return tensor._base
+
+
 def without_memory(cls: type[TensorT], form: torch.Tensor) -> TensorT:
     """A tensor of a subclass in the form of another, without memory."""
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]

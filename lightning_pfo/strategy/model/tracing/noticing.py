@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +21,17 @@ from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leave
 class ParametersSeen(TorchFunctionMode):
     """Notes parameters that functions are given without any tracked tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[[list[Any]], None] | None = None) -> None:
         super().__init__()
         self.parameters: dict[int, nn.Parameter] = {}
+        self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not is_metadata(func):
             leaves = tree_leaves((args, kwargs))
             if not any(isinstance(leaf, Tracked) for leaf in leaves):
+                if self._see is not None:
+                    self._see(leaves)
                 self.parameters |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
         return func(*args, **(kwargs or {}))
 

@@ -55,6 +55,13 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     live = [tuple(trace.live(cut)) if stage else () for stage, cut in enumerate(positions)]
     for cut, labels in zip(positions[1:], live[1:], strict=True):
         _check(trace, cut, labels)
+    for event, line in trace.stale:
+        if any(cut > event for cut in cuts):
+            raise ConfigurationError(
+                f"A tensor that the step has made itself is changed in place by what one stage computes, and used "
+                f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
+                f"made of stages' values instead (x = x.clone()), or use what was changed itself."
+            )
     forms = [value.form for value in trace.values]
     programs = []
     for stage, (start, stop) in enumerate(pairwise([*positions, None])):
@@ -76,6 +83,9 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
 
 def _check(trace: Trace, cut: int, labels: Sequence[int]) -> None:
     by_memory: dict[int, int] = {}
+    changed_at: dict[int, int] = {}
+    for value in trace.values:
+        changed_at[value.memory] = max(changed_at.get(value.memory, -1), value.changed_at)
     for label in labels:
         value = trace.values[label]
         if value.line:
@@ -85,7 +95,7 @@ def _check(trace: Trace, cut: int, labels: Sequence[int]) -> None:
                 f"boundary with partition='custom:...', or keep the shape (e.g. with torch.where and zeros)."
             )
         other = by_memory.setdefault(value.memory, label)
-        if other != label and max(trace.values[other].changed_at, value.changed_at) >= cut:
+        if other != label and changed_at[value.memory] >= cut:
             raise ConfigurationError(
                 "Two tensors that share memory cross the boundary between two stages, and one of them is changed in "
                 "place afterwards; the other would not change with it. Change a copy (x = x.clone()), or move the "

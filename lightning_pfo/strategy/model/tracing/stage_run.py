@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
@@ -116,8 +116,6 @@ class StageRun:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a function of torch."""
-        if function in MAKERS:
-            return _make(function, args, kwargs)
         return self._event(function, function, args, kwargs)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,8 +188,8 @@ class StageRun:
             except AbsentValueError as error:
                 raise ConfigurationError(f"{error} The line is {event.line}") from None
         leaves = tree_flatten((args, kwargs))[0] if event.adopted or _has_same(event) else []
-        for index, label in event.adopted:
-            self._adopt(leaves[index], self._received.get(label))
+        for adopted in event.adopted:
+            self._adopt(adopted.of(leaves), self._received.get(adopted.label))
         if event.what in HOOKS:
             return _NoHandle()
         found = [
@@ -226,9 +224,10 @@ class StageRun:
                     raise _deviates()
                 found[index] = tracked(leaf)
                 self._keep(expected.label, found[index])
-        for index, label in event.adopted:
-            self._adopted.append(tracked(leaves[index]))
-            self._keep(label, leaves[index])
+        for adopted in event.adopted:
+            tensor = tracked(adopted.of(leaves))
+            self._adopted.append(tensor)
+            self._keep(adopted.label, tensor)
         return found[0] if form is None else tree_unflatten(found, form)
 
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,17 +263,6 @@ def _ordinary(tensors: list[Tracked]) -> Iterator[None]:
     finally:
         for tensor in flipped:
             tensor.__class__ = Tracked
-
-
-def _make(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a tensor in the form of another, which may be absent."""
-    leaves, structure = tree_flatten((args, kwargs))
-    forms = [
-        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if isinstance(leaf, Tracked) else leaf
-        for leaf in leaves
-    ]
-    args, kwargs = tree_unflatten(forms, structure)
-    return function(*args, **kwargs)
 
 
 def _has_same(event: Event) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.tracing.functions import HOOKS, MAKERS
+from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import (
     ParametersSeen,
     ShapesFromValues,
@@ -28,7 +28,15 @@ from lightning_pfo.strategy.model.tracing.noticing import (
 from lightning_pfo.strategy.model.tracing.outline import Same, outline_call
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively, plain, tracked, untracked
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import memory_of, tree_flatten, tree_leaves, tree_unflatten, version_of
+from lightning_pfo.strategy.parallel.compat import (
+    base_of,
+    has_memory,
+    memory_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 FOREVER = math.inf
 
@@ -42,6 +50,27 @@ class New:
     """
 
     label: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """An ordinary tensor that an event changes in place, and that is followed from then on.
+
+    Attributes:
+        argument: Which of the leaves of the arguments.
+        is_base: Whether it is what that is a view of.
+        label: The number of the value.
+    """
+
+    argument: int
+    is_base: bool
+    label: int
+
+    def of(self, leaves: list[Any]) -> torch.Tensor:
+        """The tensor among the leaves of the arguments of a call."""
+        tensor: torch.Tensor = leaves[self.argument]
+        base = base_of(tensor) if self.is_base else None
+        return tensor if base is None else base
 
 
 @dataclass
@@ -78,7 +107,7 @@ class Event:
         what: The unit, or the function.
         results: The leaves of what it returns: `New`, `Same`, or what it is.
         structure: What puts them together.
-        adopted: Ordinary tensors among the arguments that it changes in place, and their labels from then on.
+        adopted: Ordinary tensors that it changes in place.
         units: The units that run in it.
         parameters: Parameters that it is given.
         reads: Whether it turns values of tensors into Python's.
@@ -89,7 +118,7 @@ class Event:
     what: Any
     results: list[Any] = field(default_factory=list)
     structure: Any = None
-    adopted: list[tuple[int, int]] = field(default_factory=list)
+    adopted: list[Adopted] = field(default_factory=list)
     units: list[Any] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
     reads: bool = False
@@ -108,6 +137,8 @@ class Trace:
         everywhere: Parameters that are used beside all events.
         draws: Whether the step draws random numbers of its own after the first event.
         failure: The error that ended it early, if one did: what comes after is not known.
+        stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
+            that changes them, and the user's line.
         listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
     """
 
@@ -117,6 +148,7 @@ class Trace:
     everywhere: list[nn.Parameter] = field(default_factory=list)
     draws: bool = False
     failure: BaseException | None = None
+    stale: list[tuple[int, str]] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:
@@ -141,7 +173,7 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
         device: Where it runs.
     """
     run = _TraceRun(device)
-    seen = ParametersSeen()
+    seen = ParametersSeen(run.see)
     result = None
     with following(run), functions_followed(run), seen:
         try:
@@ -165,15 +197,17 @@ class _TraceRun:
         self.inside = False
         self._device = device
         self._adopted: list[torch.Tensor] = []
+        self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
         self._glue_state: Any = None
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
-        if function in MAKERS:
-            with self._nothing_drawn():
-                return natively(function, args, kwargs)
         event = Event(function)
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):  # parameters of other ranks
+            args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
+            leaves, _ = tree_flatten((args, kwargs))
+        self.see(leaves)
         versions = [version_of(leaf) if _is_ordinary(leaf) else 0 for leaf in leaves]
         position = self._begin(event, leaves)
         depends = ShapesFromValues(leaves, function)
@@ -263,18 +297,31 @@ class _TraceRun:
                 event.results.append(leaf)
                 returned.append(leaf)
         for index in changed:
-            if (not isinstance(leaves[index], nn.Parameter) and leaves[index].is_leaf is False) or type(
-                leaves[index]
-            ) is torch.Tensor:
-                adopted = tracked(leaves[index])
-                self._adopted.append(adopted)
-                event.adopted.append((index, self._new(adopted, line)))
+            self._adopt(event, leaves[index], index, line)
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
         if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or _returns_nothing(found)):
             event.reads = True
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
         return tree_unflatten(returned, structure)
+
+    def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
+        """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
+        if type(tensor) is not torch.Tensor:
+            return
+        base = base_of(tensor)
+        self._changed_memory[memory_of(tensor)] = len(self.trace.events) - 1
+        for each, is_base in ((tensor, False), (base, True)):
+            if each is not None and type(each) is torch.Tensor:
+                adopted = tracked(each)
+                self._adopted.append(adopted)
+                event.adopted.append(Adopted(index, is_base, self._new(adopted, line)))
+
+    def see(self, leaves: list[Any]) -> None:
+        """Notice ordinary tensors whose values a stage has changed through another view of theirs."""
+        for leaf in leaves if self._changed_memory else ():
+            if _is_ordinary(leaf) and has_memory(leaf) and memory_of(leaf) in self._changed_memory:
+                self.trace.stale.append((self._changed_memory[memory_of(leaf)], users_line()))
 
     def _new(self, value: Tracked, line: str) -> int:
         value.label = len(self.trace.values)
@@ -322,6 +369,13 @@ class _Inside:
 
     def note(self, values: Any) -> None:
         self._run.note(values)
+
+
+def _on(leaf: Any, device: torch.device) -> Any:
+    """A leaf of arguments with a value: zeros for a placeholder."""
+    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked) and leaf.is_meta:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+    return leaf
 
 
 def _is_ordinary(leaf: Any) -> bool:

@@ -14,10 +14,16 @@ from typing import Any, Protocol
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.functions import METADATA, is_metadata
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tree_map_only, without_memory
+from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
+from lightning_pfo.strategy.parallel.compat import (
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_map_only,
+    tree_unflatten,
+    without_memory,
+)
 
-__all__ = ["METADATA", "Run", "Tracked", "current_run", "following", "plain", "untracked"]
+__all__ = ["Run", "Tracked", "current_run", "following", "plain", "untracked"]
 
 
 class Run(Protocol):
@@ -96,6 +102,8 @@ class Tracked(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in MAKERS:
+            return make(func, args, kwargs)
         if _current is None or is_metadata(func):
             return natively(func, args, kwargs)
         return _current.operation(func, args, kwargs)
@@ -166,3 +174,14 @@ def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         args, kwargs = plain(args), plain(kwargs)
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that makes a tensor in the form of another, which may be absent; the result is an ordinary one."""
+    leaves, structure = tree_flatten((args, kwargs))
+    forms = [
+        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if isinstance(leaf, Tracked) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = tree_unflatten(forms, structure)
+    return func(*args, **kwargs)
