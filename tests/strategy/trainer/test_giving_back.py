@@ -16,7 +16,6 @@ def test_all_is_given_back_after_each_run(tmp_path):
             "finetuning.filter_on_optimizer",
             "layer.forward",
             "metric._sync_dist",
-            "model.forward",
             "plugin.clip_grad_by_norm",
             "plugin.clip_grad_by_value",
             "signals._sigterm_notifier_fn",
