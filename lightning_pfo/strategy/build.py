@@ -211,7 +211,7 @@ def _split(
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
-        measure = partial(measure_training_step, model, units, partial(step, device)) if step else None
+        measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
     boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
     split = split_units(units, calls, boundaries, trace)

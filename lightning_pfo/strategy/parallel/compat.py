@@ -64,6 +64,7 @@ PRIVATE = {
         "What another stage computes could not stand in a step as a tensor of its shape, dtype and device that has no "
         "memory. torch's own documentation of subclasses uses it."
     ),
+    "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
     "torch.UntypedStorage._cdata": (
         "Two values that share memory, one of which is changed later, would be sent without a word; `data_ptr` is the "

@@ -95,7 +95,7 @@ def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -
     first = draws[0]
     number = len(first.of_microbatches)
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
-    if _is_sum(first):
+    if _is_sum(draws):
         cause = (
             f"It is {number} times as large, so the loss is a sum. Use microbatch_weight='sum', or reduction='mean'."
         )
@@ -120,6 +120,9 @@ def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -
     )
 
 
-def _is_sum(losses: Losses) -> bool:
-    number = len(losses.of_microbatches)
-    return losses.mean != 0 and abs(losses.of_all / losses.mean - number) < 0.01 * number
+def _is_sum(draws: Sequence[Losses]) -> bool:
+    """Whether the loss of all samples is as many times the mean as there are microbatches, up to chance."""
+    number = len(draws[0].of_microbatches)
+    means, wholes = [number * draw.mean for draw in draws], [draw.of_all for draw in draws]
+    chance = max(means) - min(means) + max(wholes) - min(wholes)
+    return fmean(means) != 0 and abs(fmean(wholes) - fmean(means)) < 0.01 * abs(fmean(means)) + chance

@@ -8,8 +8,6 @@ from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.strategy.step.microbatches import (
     default_num_microbatches,
-    evaluation_num_microbatches,
-    split_batch,
     training_batch_sizes,
 )
 
@@ -53,18 +51,6 @@ def test_a_batch_smaller_than_the_pipeline_is_refused():
         BatchError, match=r"batch of 3 samples cannot be divided.*Use num_microbatches=4 or more.*Use batches of 16"
     ):
         default_num_microbatches(3, 4, partial(one_f_one_b_of, 4))
-
-
-@pytest.mark.parametrize("size", [10, 3])
-def test_unequal_microbatches_are_refused_with_numbers_that_work(size):
-    with pytest.raises(BatchError, match=rf"batch of {size} samples .*num_microbatches=4.* Use num_microbatches=[35]"):
-        split_batch(torch.zeros(size, 2), 4)
-    assert split_batch(torch.zeros(8, 2), 4).sizes == (2, 2, 2, 2)
-
-
-@pytest.mark.parametrize(("batch_size", "preferred", "expected"), [(16, 8, 8), (5, 8, 5), (7, 4, 1), (1, 16, 1)])
-def test_evaluation_takes_any_batch(batch_size, preferred, expected):
-    assert evaluation_num_microbatches(batch_size, preferred) == expected
 
 
 def test_batch_sizes_are_known_before_training():

@@ -151,8 +151,6 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
         ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),
         ("logs_an_object", "ConfigurationError", ["'object' is a object", "a one-element tensor or a metric"]),
         ("few_layers", "PartitionError", ["2 layers for 3 stages", "devices=2"]),
-        ("indivisible", "BatchError", ["training batch of 10 samples", "num_microbatches=5", "multiple of 4"]),
-        ("last_batch", "BatchError", ["6 samples (the last, smaller one)", "drop_last=True"]),
         ("other_batches", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
         ("split_before", "ConfigurationError", ["split before", "Build the model anew"]),
         ("few_microbatches", "ConfigurationError", ["num_microbatches=2 for 3 stages", "num_microbatches=3 or more"]),

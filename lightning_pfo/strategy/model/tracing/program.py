@@ -53,8 +53,11 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     """
     positions = [0, *cuts]
     live = [tuple(trace.live(cut)) if stage else () for stage, cut in enumerate(positions)]
+    changed_at: dict[int, int] = {}  # by memory: a change through one view changes all
+    for value in trace.values:
+        changed_at[value.memory] = max(changed_at.get(value.memory, -1), value.changed_at)
     for cut, labels in zip(positions[1:], live[1:], strict=True):
-        _check(trace, cut, labels)
+        _check(trace, cut, labels, changed_at)
     for event, line in trace.stale:
         if any(cut > event for cut in cuts):
             raise ConfigurationError(
@@ -72,7 +75,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 stop,
                 live[stage],
                 live[stage + 1] if stop is not None else (),
-                frozenset(label for label in live[stage] if trace.values[label].changed_at >= (start or 0)),
+                frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= (start or 0)),
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
@@ -81,11 +84,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     return programs
 
 
-def _check(trace: Trace, cut: int, labels: Sequence[int]) -> None:
+def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[int, int]) -> None:
     by_memory: dict[int, int] = {}
-    changed_at: dict[int, int] = {}
-    for value in trace.values:
-        changed_at[value.memory] = max(changed_at.get(value.memory, -1), value.changed_at)
     for label in labels:
         value = trace.values[label]
         if value.line:

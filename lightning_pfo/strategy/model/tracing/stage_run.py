@@ -25,6 +25,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     follow_no_more,
     following,
     natively,
+    no_longer_tracked,
     plain,
     tracked,
     untracked,
@@ -33,6 +34,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -77,16 +79,19 @@ def run_stage(
     try:
         with following(run), functions_followed(run) if program.applies else nullcontext():
             result = step()
+        outputs = run.outputs() if program.stop == run.position else ()
     except _StageEnded:
         return run.outputs()
     finally:
         run.close()
+    if program.stop == run.position:  # stages after it compute nothing but the end of the step
+        return outputs
     if program.stop is not None:
         raise ConfigurationError(
             f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the "
             f"trace: what it runs depends on something that changes from batch to batch."
         )
-    return plain(result)
+    return tree_map_only(Tracked, no_longer_tracked, result)
 
 
 class StageRun:

@@ -219,7 +219,7 @@ class _TraceRun:
             if _is_ordinary(leaf) and version_of(leaf) != version
         ]
         dynamic = users_line() if depends.found else ""
-        dynamic = dynamic or next((self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf)), "")
+        dynamic = dynamic or self._line_of(leaves)
         for leaf in leaves:
             if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
@@ -244,8 +244,7 @@ class _TraceRun:
                 self.trace.values[leaves[index].label].changed_at = position
         found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        line = next((self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf)), "")
-        return self._end(event, leaves, found, outline.structure, changed, line)
+        return self._end(event, leaves, found, outline.structure, changed, self._line_of(leaves))
 
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""
@@ -304,6 +303,11 @@ class _TraceRun:
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
         return tree_unflatten(returned, structure)
+
+    def _line_of(self, leaves: list[Any]) -> str:
+        """The user's line for which the shape of one of the leaves depends on values, if one does."""
+        lines = (self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf))
+        return next((line for line in lines if line), "")
 
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""

@@ -145,6 +145,13 @@ def untracked(tensor: torch.Tensor) -> None:
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
+def no_longer_tracked(tensor: Tracked) -> torch.Tensor:
+    """The ordinary tensor for a tracked one that leaves the step."""
+    value = value_of(tensor)
+    untracked(value)
+    return value
+
+
 def value_of(tensor: torch.Tensor) -> torch.Tensor:
     """The ordinary tensor that a tracked one stands for.
 
@@ -177,7 +184,7 @@ def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that makes a tensor in the form of another, which may be absent; the result is an ordinary one."""
+    """Call a function that makes an ordinary tensor in the form of another, which may be absent."""
     leaves, structure = tree_flatten((args, kwargs))
     forms = [
         torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if isinstance(leaf, Tracked) else leaf

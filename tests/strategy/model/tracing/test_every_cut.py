@@ -12,10 +12,6 @@ from tests.strategy.model.tracing.cases import CASES
 TOLERANCES = {"mixed_precision": 2e-2}
 
 
-def expected_to_fail(reason):
-    return [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-
-
 def check(run, name, expected):
     """Returns whether it is equal; otherwise it is refused as the case says."""
     try:
@@ -29,7 +25,7 @@ def check(run, name, expected):
     return True
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=expected_to_fail(c.wrong)) for n, c in CASES.items()])
+@pytest.mark.parametrize("name", CASES)
 def test_every_cut_is_equal_or_refused(name):
     owner, step = CASES[name].make()
     expected = run_plainly(owner, step)
@@ -47,14 +43,8 @@ def test_every_cut_is_equal_or_refused(name):
     assert all(equal) == (CASES[name].refused is None)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_stages"),
-    [
-        pytest.param(name, num_stages, marks=expected_to_fail(case.wrong if num_stages in case.wrong_stages else ""))
-        for name, case in CASES.items()
-        for num_stages in (2, 3, 4)
-    ],
-)
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
 def test_stages_of_equal_numbers_of_layers(name, num_stages):
     """With what other stages hold released, and the cuts that a strategy would make."""
     owner, step = CASES[name].make()

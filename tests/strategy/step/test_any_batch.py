@@ -1,0 +1,13 @@
+"""Batches of odd sizes, and losses that are means over something else, are trained on as on one device."""
+
+from pathlib import Path
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "any_batch.py"
+
+
+def test_losses_are_those_of_one_device():
+    said = run_script(SCRIPT, timeout_s=120).stdout
+    for case in ("samples", "tokens", "function", "sum", "time first", "split by the user"):
+        assert f"\n{case}\n" in f"\n{said}"
