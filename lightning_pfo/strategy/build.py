@@ -32,8 +32,8 @@ from lightning_pfo.strategy.model.ownership import (
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
+from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
-from lightning_pfo.strategy.model.tracing.trace import Trace
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas

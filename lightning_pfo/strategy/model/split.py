@@ -11,9 +11,9 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
+from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
-from lightning_pfo.strategy.model.tracing.trace import Trace
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.trace import Trace, trace_step
+from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import current_run
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state

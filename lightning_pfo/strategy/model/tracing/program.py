@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
-from lightning_pfo.strategy.model.tracing.trace import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.units import Unit
 

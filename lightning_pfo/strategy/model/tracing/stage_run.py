@@ -14,11 +14,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.events import Event, New
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.trace import Event, New
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,

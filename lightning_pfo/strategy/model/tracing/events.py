@@ -1,0 +1,136 @@
+"""What is known of a step: the calls it makes, in order, and the values that flow between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pfo.strategy.model.tracing.tracked import Tracked
+from lightning_pfo.strategy.parallel.compat import base_of, tree_leaves
+
+FOREVER = math.inf
+
+
+@dataclass(frozen=True)
+class New:
+    """A result that is a value of its own.
+
+    Attributes:
+        label: Its number.
+    """
+
+    label: int
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """An ordinary tensor that an event changes in place, and that is followed from then on.
+
+    Attributes:
+        argument: Which of the leaves of the arguments.
+        is_base: Whether it is what that is a view of.
+        label: The number of the value.
+    """
+
+    argument: int
+    is_base: bool
+    label: int
+
+    def of(self, leaves: list[Any]) -> Tensor:
+        """The tensor among the leaves of the arguments of a call."""
+        tensor: Tensor = leaves[self.argument]
+        base = base_of(tensor) if self.is_base else None
+        return tensor if base is None else base
+
+
+@dataclass
+class Value:
+    """A tensor that flows between calls.
+
+    Attributes:
+        form: A tensor of its shape, dtype and device, without a value.
+        born: The event that made it.
+        last_use: The last event that takes it; `FOREVER` if it decides what runs, is logged or returned.
+        memory: What memory it has, as a number; views have that of their base.
+        changed_at: The last event that changed it in place.
+        line: The user's line for which its shape depends on the values of other tensors, if it does.
+    """
+
+    form: Tracked
+    born: int
+    last_use: float = -1
+    memory: int = 0
+    changed_at: int = -1
+    line: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.form.numel() * self.form.element_size()
+
+
+@dataclass
+class Event:
+    """A call of a unit, or of a function of torch with a tracked tensor.
+
+    Attributes:
+        what: The unit, or the function.
+        results: The leaves of what it returns: `New`, `Same`, or what it is.
+        structure: What puts them together.
+        adopted: Ordinary tensors that it changes in place.
+        units: The units that run in it.
+        parameters: Parameters that it is given.
+        reads: Whether it turns values of tensors into Python's.
+        line: The user's line, if it reads.
+        saved_bytes: Of units, what autograd keeps for the backward.
+    """
+
+    what: Any
+    results: list[Any] = field(default_factory=list)
+    structure: Any = None
+    adopted: list[Adopted] = field(default_factory=list)
+    units: list[Any] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    reads: bool = False
+    line: str = ""
+    saved_bytes: int = 0
+
+
+@dataclass
+class Trace:
+    """What a step does.
+
+    Attributes:
+        events: Calls in order.
+        values: What flows between them, by label.
+        marks: When layers begin: the layer's unit and the event that comes next.
+        everywhere: Parameters that are used beside all events.
+        draws: Whether the step draws random numbers of its own after the first event.
+        failure: The error that ended it early, if one did: what comes after is not known.
+        stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
+            that changes them, and the user's line.
+        listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    marks: list[tuple[Any, int]] = field(default_factory=list)
+    everywhere: list[nn.Parameter] = field(default_factory=list)
+    draws: bool = False
+    failure: BaseException | None = None
+    stale: list[tuple[int, str]] = field(default_factory=list)
+    listened: list[Any] = field(default_factory=list)
+
+    def use(self, values: Any, when: float) -> None:
+        """Note that an event takes tracked tensors."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tracked) and leaf.label >= 0:
+                value = self.values[leaf.label]
+                value.last_use = max(value.last_use, when)
+
+    def live(self, position: int) -> list[int]:
+        """The values that are there before an event, and needed by it or later."""
+        return [label for label, value in enumerate(self.values) if value.born < position <= value.last_use]
