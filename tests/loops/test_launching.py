@@ -38,7 +38,6 @@ def refusals(tmp_path_factory):
     ("case", "kind", "message"),
     [
         ("other_batches", "BatchError", r"ranks \[1\] received another one than rank 0"),
-        ("odd_batch", "BatchError", r"6 samples cannot be divided .* Use num_microbatches=3"),
         ("other_norm", "ConfigurationError", r"2-norm; got norm_type=1"),
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
         ("prepared_loader", "ConfigurationError", r"Leave the loader out of accelerator\.prepare"),
