@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_pfo.strategy.parallel.groups import global_rank
-
-T = TypeVar("T")
 
 
 def get_state(device: torch.device) -> dict[str, Any]:
@@ -81,19 +79,6 @@ def seed(device: torch.device, *parts: int) -> None:
     random.seed(value)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(value & 0xFFFFFFFF)
-
-
-def seeded(device: torch.device, step_seed: tuple[int, ...], step: Callable[[int], T]) -> Callable[[int], T]:
-    """The step of a microbatch, with random numbers of its own.
-
-    First and last rank must draw the same ones, e.g. for random masks made before the model.
-    """
-
-    def seeded_step(index: int) -> T:
-        seed(device, *step_seed, index, 0)
-        return step(index)
-
-    return seeded_step
 
 
 def synchronise(group: dist.ProcessGroup | None = None) -> int:

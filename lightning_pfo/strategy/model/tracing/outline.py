@@ -22,6 +22,7 @@ from lightning_pfo.strategy.parallel.compat import (
     tree_unflatten,
     version_of,
 )
+from lightning_pfo.strategy.parallel.holder import Holder
 
 _log = logging.getLogger(__name__)
 
@@ -54,18 +55,6 @@ class Outline:
     structure: Any
     changed: list[int]
     saved_bytes: int = 0
-
-
-class _Bare(nn.Module):
-    """Calls a function in place of a module's `forward`, with the module's tensors replaced."""
-
-    def __init__(self, module: nn.Module, forward: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.__dict__["_forward"] = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_forward"](*args, **kwargs)
 
 
 def outline_call(
@@ -113,7 +102,7 @@ def _call(
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
     versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
-    bare = _Bare(module, forward)
+    bare = Holder(module, forward)
     with mode:
         # each module once: torch would not put back the tensors of a module that is held in two places
         tensors = {

@@ -68,7 +68,6 @@ class _TraceRun:
     def __init__(self, device: torch.device) -> None:
         self.trace = Trace()
         self.alive: list[Any] = []
-        self.inside = False
         self._device = device
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
