@@ -18,8 +18,8 @@ from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import current_run
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_flatten
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
@@ -126,13 +126,12 @@ def logging_to(owner: nn.Module, log: Callable[..., Any]) -> Iterator[None]:
 
 def signature_of(microbatch: Any) -> Any:
     """The form of a microbatch: shapes, types, and values that are no tensors but may decide what runs."""
-    leaves, structure = tree_flatten(microbatch)
-    described = [
-        (tuple(leaf.shape), str(leaf.dtype))
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        if isinstance(leaf, (bool, type(None)))
-        else type(leaf).__name__
-        for leaf in leaves
-    ]
-    return (tuple(described), str(structure))
+    return (
+        type(microbatch).__name__,
+        *(
+            (path, tuple(leaf.shape), str(leaf.dtype))
+            if isinstance(leaf, torch.Tensor)
+            else (path, leaf if isinstance(leaf, (bool, type(None))) else type(leaf).__name__)
+            for path, leaf in leaves_of(microbatch)
+        ),
+    )
