@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes says how busy the machine is
-settings.load_profile("untimed")
+# How long an example takes says how busy the machine is; and the same tests run each time, on every machine.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("searching", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("PFO_HYPOTHESIS", "repeatable"))
 
 
 LONGEST = [

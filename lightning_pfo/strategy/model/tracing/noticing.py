@@ -19,21 +19,43 @@ from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leave
 
 
 class ParametersSeen(TorchFunctionMode):
-    """Notes parameters that functions are given without any tracked tensor."""
+    """Notes parameters that functions are given without any tracked tensor.
 
-    def __init__(self, see: Callable[[list[Any]], None] | None = None) -> None:
+    Args:
+        see: Told the tensors of each function.
+    """
+
+    def __init__(self, see: Callable[[list[torch.Tensor]], None]) -> None:
         super().__init__()
         self.parameters: dict[int, nn.Parameter] = {}
         self._see = see
 
+    @contextmanager
+    def apart(self) -> Iterator[dict[int, nn.Parameter]]:
+        """Gives those that are seen while the context is open; they are noted here too."""
+        before, self.parameters = self.parameters, {}
+        try:
+            yield self.parameters
+        finally:
+            self.parameters = before | self.parameters
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not is_metadata(func):
-            leaves = tree_leaves((args, kwargs))
-            if not any(isinstance(leaf, Tracked) for leaf in leaves):
-                if self._see is not None:
-                    self._see(leaves)
-                self.parameters |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
-        return func(*args, **(kwargs or {}))
+            tensors = list(_tensors_in((args, kwargs)))
+            if not any(isinstance(tensor, Tracked) for tensor in tensors):
+                self._see(tensors)
+                self.parameters |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        return func(*args, **kwargs)
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Of the arguments of a function of torch, which takes no containers but these."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list, dict)):
+            yield from _tensors_in(value)
 
 
 class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]

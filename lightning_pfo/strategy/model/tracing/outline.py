@@ -6,7 +6,8 @@ import copy
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,14 @@ class Outline:
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
         saved_bytes: What autograd keeps for its backward, beside parameters.
+        from_values: Whether it was found with values, on which it may depend.
     """
 
     leaves: list[Any]
     structure: Any
     changed: list[int]
     saved_bytes: int = 0
+    from_values: bool = False
 
 
 def outline_call(
@@ -76,8 +79,10 @@ def outline_call(
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     attempts: list[_Attempt] = [
-        lambda: _call(module, forward, arguments, device, mode, mode.from_tensor),
-        lambda: _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor),
+        lambda: _call(module, forward, arguments, device, mode, partial(_fake, mode)),
+        lambda: replace(
+            _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor), from_values=True
+        ),
         lambda: _form_of_first(module, arguments),
     ]
     failures: list[Exception] = []
@@ -129,6 +134,19 @@ def _call(
         changed,
         saved.num_bytes,
     )
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without values in the form of another; ten times faster than the general way."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return mode.from_tensor(tensor)
+    with mode:
+        form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if not tensor.requires_grad:
+            return form
+        form.requires_grad_()
+        with torch.enable_grad():
+            return form if tensor.is_leaf else form.clone()  # leaves of autograd's graph cannot be changed in place
 
 
 class _Saved:

@@ -6,8 +6,8 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     following,
     natively,
     no_longer_tracked,
+    ordinary,
     plain,
     tracked,
     untracked,
@@ -214,7 +215,7 @@ class StageRun:
             args, kwargs = tree_unflatten(
                 [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure
             )
-        with following(None), self._around(), _ordinary(ours):
+        with following(None), self._around(), ordinary(ours):
             result = compute(*args, **kwargs)
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
@@ -255,19 +256,6 @@ class StageRun:
             now.is_absent = True
         else:
             now.held = received
-
-
-@contextmanager
-def _ordinary(tensors: list[Tracked]) -> Iterator[None]:
-    """Let tracked tensors be ordinary ones for a while."""
-    flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
-    for tensor in flipped:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for tensor in flipped:
-            tensor.__class__ = Tracked
 
 
 def _has_same(event: Event) -> bool:

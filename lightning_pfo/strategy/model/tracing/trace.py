@@ -24,8 +24,17 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     is_value,
     users_line,
 )
-from lightning_pfo.strategy.model.tracing.outline import Same, outline_call
-from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively, plain, tracked, untracked
+from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
+from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
+from lightning_pfo.strategy.model.tracing.tracked import (
+    Tracked,
+    following,
+    natively,
+    ordinary,
+    plain,
+    tracked,
+    untracked,
+)
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
@@ -47,9 +56,8 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
         device: Where it runs.
     """
     run = _TraceRun(device)
-    seen = ParametersSeen(run.see)
     result = None
-    with following(run), functions_followed(run), seen:
+    with following(run), functions_followed(run), run.seen:
         try:
             result = step()
         except Exception as error:
@@ -58,7 +66,7 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
-    run.trace.everywhere = list(seen.parameters.values())
+    run.trace.everywhere = list(run.seen.parameters.values())
     return run.trace
 
 
@@ -68,6 +76,7 @@ class _TraceRun:
     def __init__(self, device: torch.device) -> None:
         self.trace = Trace()
         self.alive: list[Any] = []
+        self.seen = ParametersSeen(self.see)
         self._device = device
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
@@ -107,17 +116,38 @@ class _TraceRun:
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
         leaves, _ = tree_flatten((args, kwargs))
+        self.see(leaves)
         position = self._begin(event, leaves)
-        with self._nothing_drawn(), following(_Inside(self, event)), ParametersSeen() as seen:
-            outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
+        outline = self.outline(event, unit, args, kwargs)
         event.saved_bytes = outline.saved_bytes
-        event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
         found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         return self._end(event, leaves, found, outline.structure, changed, self._line_of(leaves))
+
+    def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+        """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
+        given, structure = tree_flatten((args, kwargs))
+        with ordinary([leaf for leaf in given if type(leaf) is Tracked]):
+            leaves = plain(given)
+            key = form_of_call(unit.module, leaves, structure, self._device)
+            known = outlines_of(unit).find(key, leaves)
+            if known is not None:
+                return known
+            inside = _Inside(self, event)
+            with (
+                self._nothing_drawn(),
+                following(inside),
+                self.seen.apart() as seen,
+                attributes_kept(unit.module) as kept,
+            ):
+                outline = outline_call(unit.module, unit.forward, tree_unflatten(leaves, structure), self._device)
+            event.parameters += seen.values()  # of other modules; its own are replaced meanwhile
+            if kept and not seen and not inside.was_asked:
+                outlines_of(unit).keep(key, leaves, outline)
+            return outline
 
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""
@@ -217,19 +247,22 @@ class _TraceRun:
 
 
 class _Inside:
-    """Follows what happens inside an event of a trace: units that a function calls."""
+    """Follows what happens inside an event of a trace: units that a function calls, tracked tensors that it finds."""
 
     def __init__(self, run: _TraceRun, event: Event) -> None:
+        self.was_asked = False
         self._run, self._event = run, event
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.was_asked = True
         self._run.use_inside(self._event, (args, kwargs))
         return natively(function, args, kwargs)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.was_asked = True
         if unit not in self._event.units:
             self._event.units.append(unit)
-        outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._run._device)
+        outline = self._run.outline(self._event, unit, args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         found = [
             leaves[leaf.argument]
@@ -245,6 +278,7 @@ class _Inside:
         """Layers inside of events are no places for boundaries."""
 
     def note(self, values: Any) -> None:
+        self.was_asked = True
         self._run.note(values)
 
 
@@ -271,8 +305,11 @@ def _zeros(form: torch.Tensor) -> torch.Tensor:
         return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
 
 
-def _same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return all(
-        str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name])
-        for name in a
-    )
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Mapping):
+        return all(_same_state(a[name], b[name]) for name in a)
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple) and not isinstance(a[0], int):  # such as NumPy's, which holds an array
+        return all(map(_same_state, a, b))
+    return bool(a.tobytes() == b.tobytes()) if hasattr(a, "tobytes") else bool(a == b)

@@ -152,6 +152,19 @@ def no_longer_tracked(tensor: Tracked) -> torch.Tensor:
     return value
 
 
+@contextmanager
+def ordinary(tensors: list[Tracked]) -> Iterator[None]:
+    """Let tracked tensors be ordinary ones for a while, but those that stand for others."""
+    flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
+    for tensor in flipped:
+        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for tensor in flipped:
+            tensor.__class__ = Tracked
+
+
 def value_of(tensor: torch.Tensor) -> torch.Tensor:
     """The ordinary tensor that a tracked one stands for.
 

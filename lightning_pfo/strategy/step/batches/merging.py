@@ -166,8 +166,21 @@ def _are_items(values: list[Any], how: _Merger, path: str) -> bool:
 
 
 def _are_columns(values: list[Any], sizes: Sequence[int | None]) -> bool:
-    """Whether all items hold a list that is as long as the microbatch."""
-    return all(_holds_length(item, size) for value, size in zip(values, sizes, strict=True) for item in value)
+    """Whether all items that hold anything hold a list that is as long as the microbatch."""
+    held = [
+        _holds_length(item, size)
+        for value, size in zip(values, sizes, strict=True)
+        for item in value
+        if not _holds_nothing(item)
+    ]
+    return bool(held) and all(held)
+
+
+def _holds_nothing(value: Any) -> bool:
+    if value is None or type(value) in PLAIN:
+        return value is None
+    parts = parts_of(value)
+    return parts is not None and all(map(_holds_nothing, parts.values))
 
 
 def _holds_length(value: Any, size: int | None) -> bool:

@@ -44,6 +44,7 @@ PREDICTIONS = {
     "flat": lambda batch: batch["x"].flatten(),
     "pair": lambda batch: (batch["x"], batch["names"]),
     "columns": lambda batch: (list(batch["names"]), {"rows": batch["x"].tolist()}),
+    "columns beside nothing": lambda batch: ({"in": {}}, {"names": list(batch["names"])}),
     "dict": lambda batch: {"logits": batch["x"], "names": batch["names"], "step": 7, "lr": 0.1, "by": "me", "n": None},
     "namedtuple": lambda batch: Scores(batch["x"].amax(1), batch["names"]),
     "dataclass": lambda batch: Prediction(batch["x"], batch["names"]),

@@ -1,0 +1,151 @@
+"""Outlines of a unit's calls, remembered: a step is traced several times, mostly with what it had before."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.tracing.outline import Outline
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
+from lightning_pfo.strategy.parallel.compat import tensors_of
+
+_KEPT = 64
+"""So many forms of calls are remembered of each unit; a form takes a few hundred bytes."""
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+
+
+_OF_UNITS: WeakKeyDictionary[Any, Outlines] = WeakKeyDictionary()
+
+
+def outlines_of(unit: Any) -> Outlines:
+    """Those of a unit; they go when it does."""
+    return _OF_UNITS.setdefault(unit, Outlines())
+
+
+class Outlines:
+    """What a unit returned in form, by the form of what it was given."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, Outline] = OrderedDict()
+        self._values_decide = False
+
+    def find(self, key: Hashable, leaves: list[Any]) -> Outline | None:
+        """The outline of a call, if it is known.
+
+        Args:
+            key: See `form_of_call`; None is never known.
+            leaves: Of the arguments.
+        """
+        if key is None:
+            return None
+        outline = self._known.get(self._full(key, leaves))
+        if outline is not None:
+            self._known.move_to_end(self._full(key, leaves))
+        return outline
+
+    def keep(self, key: Hashable, leaves: list[Any], outline: Outline) -> None:
+        """Remember the outline of a call."""
+        returns = [leaf for leaf in outline.leaves if not isinstance(leaf, torch.Tensor)]
+        if key is None or not all(isinstance(leaf, _PLAIN) or hasattr(leaf, "argument") for leaf in returns):
+            return
+        self._values_decide = self._values_decide or outline.from_values
+        self._known[self._full(key, leaves)] = _without_values(outline)
+        while len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+    def _full(self, key: Hashable, leaves: list[Any]) -> Hashable:
+        if not self._values_decide:
+            return key
+        return key, tuple(_digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: torch.device) -> Hashable:
+    """All that decides what a module returns in form, beside attributes that a step does not change; None: unknown.
+
+    Args:
+        module: The module.
+        leaves: Of its arguments; ordinary tensors.
+        structure: What puts them together.
+        device: Where it runs.
+    """
+    given: list[Hashable] = []
+    first: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided:
+                return None
+            given.append((first.setdefault(id(leaf), index), _form(leaf), leaf.stride(), leaf.device, leaf.is_leaf))
+        elif isinstance(leaf, _PLAIN):
+            given.append((type(leaf), leaf))
+        elif (form := _form_of_object(leaf)) is not None:
+            given.append(form)
+        else:
+            return None
+    held = tuple(
+        None if tensor is None else (type(tensor), _form(tensor))
+        for part in module.modules()
+        for named in tensors_of(part)
+        for tensor in named.values()
+    )
+    modes = tuple(part.training for part in module.modules())
+    autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return tuple(given), str(structure), held, modes, torch.is_grad_enabled(), autocast, device
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[list[bool]]:
+    """Tells at its end whether the module and its parts have the attributes that they had: one item, if they have."""
+    kept: list[bool] = []
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    yield kept
+    if all(_are_same(vars(part), attributes) for part, attributes in before):
+        kept.append(True)
+
+
+def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return len(now) == len(before) and all(now.get(name, now) is value for name, value in before.items())
+
+
+class _FormWriter(pickle.Pickler):
+    """Writes down an object, of tensors only their form; nobody reads it."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return str((_form(value), value.stride(), value.device))
+        return str(id(value)) if isinstance(value, (nn.Module, type)) or callable(value) else None
+
+
+def _form_of_object(value: Any) -> bytes | None:
+    """All of an object that is given to a module, such as a cache of keys and values; None: it cannot be told."""
+    written = io.BytesIO()
+    try:
+        _FormWriter(written).dump(value)
+    except Exception:  # objects decide themselves how they are written
+        return None
+    return written.getvalue()
+
+
+def _form(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _digest(tensor: torch.Tensor) -> Hashable:
+    return hash(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
+
+
+def _without_values(outline: Outline) -> Outline:
+    with following(None):
+        return replace(
+            outline,
+            leaves=[Tracked.absent(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves],
+        )
