@@ -60,7 +60,12 @@ class Pipeline:
         net = nn.Sequential(*layers, nn.Linear(widths[-1], 3))
         self.gpu, self.cluster = gpu, cluster
         self.model = PipelinedModel(
-            net, nn.functional.cross_entropy, num_microbatches=num_microbatches, schedule=schedule, **options
+            net,
+            nn.functional.cross_entropy,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            check_loss=False,
+            **options,
         )
         self.source = self.model.instruction_source
         self.batch = torch.randn(4 * num_microbatches, 4), torch.randint(0, 3, (4 * num_microbatches,))
@@ -153,7 +158,7 @@ def fit(callback, steps=-1):
         max_steps=steps,
         accumulate_grad_batches=2,
         val_check_interval=2,  # evaluation takes no virtual time
-        strategy=PfoPipelineStrategy(num_microbatches=4, tensor_parallel_size=2),
+        strategy=PfoPipelineStrategy(num_microbatches=4, tensor_parallel_size=2, check_loss=False),
         callbacks=[callback],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
@@ -183,10 +188,10 @@ def say(what):
 
 def two_ranks():
     for name, options in SCHEDULES.items():
-        Pipeline(name.split()[0], **options).check(examples=3)
+        Pipeline(name.split()[0], **options).check(examples=2)
         say(name)
     for name in ("gpipe", "zbv", "interleaved_1f1b"):
-        Pipeline(name, cluster=SLOW).check(examples=3)
+        Pipeline(name, cluster=SLOW).check(examples=2)
         say(f"transfers {name}")
 
 
@@ -194,7 +199,7 @@ def four_ranks():
     # Between iterations there is time for the first clock to land, as the planner assumes.
     late, pause = replace(GPU, clock_latency_s=0.013), replace(IDEAL, optimizer_s=0.05)
     pipeline = Pipeline("1f1b", gpu=late, cluster=pause)
-    pipeline.check(examples=12, latency_s=0.013, with_waits=True)
+    pipeline.check(examples=8, latency_s=0.013, with_waits=True)
     say("latency")
     pipeline.check_frontier(latency_s=0.013, least_dwell_s=0.02, change_cost_j=0.1)
     say("limits")

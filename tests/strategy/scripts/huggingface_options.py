@@ -78,7 +78,9 @@ def fit(family, devices, strategy, precision, save=None, ckpt_path=None):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=PfoPipelineStrategy(**{"num_microbatches": 2, **strategy}) if devices > 1 else "auto",
+        strategy=PfoPipelineStrategy(**{"num_microbatches": 2, "check_loss": False, **strategy})
+        if devices > 1
+        else "auto",
         max_epochs=2 if save or ckpt_path else 1,
         gradient_clip_val=0.5,
         use_distributed_sampler=False,

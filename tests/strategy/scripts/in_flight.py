@@ -19,7 +19,7 @@ FOLDER = Path(sys.argv[1])
 NUM_RANKS = 4
 WIDTH = 64
 MICROBATCH = 8
-NUM_MICROBATCHES = (8, 24)
+NUM_MICROBATCHES = (8, 12)
 SCHEDULES = ("1f1b", "gpipe", "envpipe", "interleaved_1f1b", "zbv")
 
 
@@ -64,7 +64,9 @@ class Recorder(InstructionListener):
 
 
 def measure(schedule, num_microbatches):
-    model = PipelinedModel(make_net(8), nn.functional.mse_loss, num_microbatches=num_microbatches, schedule=schedule)
+    model = PipelinedModel(
+        make_net(8), nn.functional.mse_loss, num_microbatches=num_microbatches, schedule=schedule, check_loss=False
+    )
     batch = make_batch(num_microbatches)
     model.step(*batch)  # shapes are known from here on
     activations, received = Alive(), Alive()
@@ -100,7 +102,9 @@ def run_order(k, num_microbatches):
     if dist.get_rank() == 0:
         path.write_text(unclamped(k, num_microbatches).grid())
     dist.barrier()
-    model = PipelinedModel(make_net(4), nn.functional.mse_loss, num_microbatches=num_microbatches, schedule=str(path))
+    model = PipelinedModel(
+        make_net(4), nn.functional.mse_loss, num_microbatches=num_microbatches, schedule=str(path), check_loss=False
+    )
     recorder = Recorder()
     model.instruction_source.add_listener(recorder)
     loss = model.step(*make_batch(num_microbatches))

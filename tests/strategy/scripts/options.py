@@ -26,6 +26,7 @@ from tests.overflow import Overflow
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
+PIPELINE = {"num_microbatches": 4, "check_loss": False}  # first_batch.py is about that check
 
 
 class Module(PlainModule):
@@ -180,7 +181,7 @@ def fit(name, where):
     train = DataLoader(train.dataset, batch_size=16)
     defaults = {"gradient_clip_val": 0.3, "max_epochs": 1}
     for ckpt_path in (None, checkpoint):
-        strategy = "auto" if where == "single" else PfoPipelineStrategy(num_microbatches=4, **strategy_options)
+        strategy = "auto" if where == "single" else PfoPipelineStrategy(**PIPELINE | strategy_options)
         module = make_module()
         trainer = L.Trainer(
             accelerator="cpu",

@@ -113,7 +113,9 @@ def run_parallel(name, folder):
     L.seed_everything(3)
     module = Module(divided="tensor_parallel_size" in options)
     train, val = DataLoader(make_data(64, 1), batch_size=8, shuffle=True), DataLoader(make_data(16, 2), batch_size=8)
-    trainer = fit(module, train, val, devices=8, strategy=PfoPipelineStrategy(num_microbatches=4, **options))
+    trainer = fit(
+        module, train, val, devices=8, strategy=PfoPipelineStrategy(num_microbatches=4, check_loss=False, **options)
+    )
     validated = trainer.validate(module, val, verbose=False)
     place = trainer.strategy.mesh
     local = {name: p for name, p in module.named_parameters() if not p.is_meta}
