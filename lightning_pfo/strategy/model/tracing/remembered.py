@@ -7,14 +7,14 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.tracing.outline import Outline
+from lightning_pfo.strategy.model.tracing.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
@@ -32,44 +32,74 @@ def outlines_of(unit: Any) -> Outlines:
     return _OF_UNITS.setdefault(unit, Outlines())
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a module in form.
+
+    Attributes:
+        kind: The classes of the module and its parts, and the forms of their tensors.
+        given: The arguments, and what holds for the whole process meanwhile.
+    """
+
+    kind: Hashable
+    given: Hashable
+
+
 class Outlines:
-    """What a unit returned in form, by the form of what it was given."""
+    """What a unit returned in form, by the form of what it was given.
+
+    The layers of a model are mostly alike. One that at first returned the same as another of its kind, given the same,
+    is taken to do so for batches of other lengths too; if it did not, its stage would say so when it sends.
+    """
+
+    _first_given: WeakValueDictionary[Call, Outlines] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Outline] = OrderedDict()
         self._values_decide = False
+        self._like: Outlines | None = None
 
-    def find(self, key: Hashable, leaves: list[Any]) -> Outline | None:
+    def find(self, call: Call | None, leaves: list[Any]) -> Outline | None:
         """The outline of a call, if it is known.
 
         Args:
-            key: See `form_of_call`; None is never known.
+            call: See `form_of_call`; None is never known.
             leaves: Of the arguments.
         """
-        if key is None:
+        if call is None:
             return None
-        outline = self._known.get(self._full(key, leaves))
+        key = self._key(call, leaves)
+        outline = self._known.get(key)
         if outline is not None:
-            self._known.move_to_end(self._full(key, leaves))
+            self._known.move_to_end(key)
+        elif self._like is not None:
+            return self._like.find(call, leaves)
         return outline
 
-    def keep(self, key: Hashable, leaves: list[Any], outline: Outline) -> None:
+    def keep(self, call: Call | None, leaves: list[Any], outline: Outline) -> None:
         """Remember the outline of a call."""
         returns = [leaf for leaf in outline.leaves if not isinstance(leaf, torch.Tensor)]
-        if key is None or not all(isinstance(leaf, _PLAIN) or hasattr(leaf, "argument") for leaf in returns):
+        if call is None or not all(isinstance(leaf, (*_PLAIN, Same)) for leaf in returns):
             return
         self._values_decide = self._values_decide or outline.from_values
-        self._known[self._full(key, leaves)] = _without_values(outline)
+        outline = _without_values(outline)
+        self._known[self._key(call, leaves)] = outline
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
+        if len(self._known) > 1:
+            return
+        first = self._first_given.setdefault(call, self)
+        of_first = first.find(call, leaves)
+        if first is not self and of_first is not None and _described(of_first) == _described(outline):
+            self._like = first
 
-    def _full(self, key: Hashable, leaves: list[Any]) -> Hashable:
+    def _key(self, call: Call, leaves: list[Any]) -> Hashable:
         if not self._values_decide:
-            return key
-        return key, tuple(_digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return call
+        return call, tuple(_digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: torch.device) -> Hashable:
+def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: torch.device) -> Call | None:
     """All that decides what a module returns in form, beside attributes that a step does not change; None: unknown.
 
     Args:
@@ -97,9 +127,10 @@ def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: t
         for named in tensors_of(part)
         for tensor in named.values()
     )
-    modes = tuple(part.training for part in module.modules())
+    parts = tuple((type(part), part.training) for part in module.modules())
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    return tuple(given), str(structure), held, modes, torch.is_grad_enabled(), autocast, device
+    process = torch.is_grad_enabled(), autocast, device
+    return Call((parts, held), (tuple(given), str(structure), process))
 
 
 @contextmanager
@@ -141,6 +172,11 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 def _digest(tensor: torch.Tensor) -> Hashable:
     return hash(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
+
+
+def _described(outline: Outline) -> Hashable:
+    leaves = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
+    return str((leaves, outline.structure, outline.changed, outline.saved_bytes))
 
 
 def _without_values(outline: Outline) -> Outline:
