@@ -81,6 +81,7 @@ def prepare_pipeline(
     batch_dim: int = 0,
     split_batch: SplitBatch | None = None,
     microbatch_weight: MicrobatchWeight = "samples",
+    loss_over: str = "microbatch",
     check_loss: bool = True,
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
@@ -107,6 +108,7 @@ def prepare_pipeline(
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.
         microbatch_weight: How much each microbatch counts in the loss of its batch; see `PipelinedModel`.
+        loss_over: `microbatch`, or `batch` for losses that compare samples; see `PipelinedModel`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PipelinedModel`.
 
@@ -134,6 +136,7 @@ def prepare_pipeline(
         batch_dim=batch_dim,
         split_batch=split_batch,
         microbatch_weight=microbatch_weight,
+        loss_over=loss_over,
         check_loss=check_loss,
         device=accelerator.device,
     )

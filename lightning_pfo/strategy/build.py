@@ -126,6 +126,7 @@ def build_pipeline(
     check_not_sharded(model)
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
+    batching.check_schedule(sample)
     if compile:
         check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,14 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two states that `get_state` captured are equal, so that nothing was drawn between them."""
+    return all(
+        str(a[name]) == str(b[name]) if not isinstance(a[name], torch.Tensor) else torch.equal(a[name], b[name])
+        for name in a
+    )
 
 
 def portable_state() -> dict[str, Any]:

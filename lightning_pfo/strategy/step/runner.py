@@ -31,9 +31,12 @@ from lightning_pfo.strategy.step.gradients import (
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
-from lightning_pfo.strategy.step.programs import Programs, logging_to
+from lightning_pfo.strategy.step.programs import Programs, Whole, logging_to
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
+from lightning_pfo.strategy.step.whole.end import EndOfStep, run_end_of_step
+from lightning_pfo.strategy.step.whole.joining import joins_of
+from lightning_pfo.strategy.step.whole.order import RowOrder
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
@@ -73,6 +76,7 @@ class StepRunner:
         self.engine = engine
         self.owner = owner
         self._programs = Programs(owner, split, engine.device, patches)
+        self._row_order = RowOrder(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
         self._parameters = parameters
         self._shared = shared
@@ -131,7 +135,7 @@ class StepRunner:
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, losses = self._run("train", step, microbatches, step_seed, rest, loss_scale)
+            values, losses = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale)
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
@@ -150,7 +154,7 @@ class StepRunner:
     ) -> Any:
         """Run a validation or test step; returns its scalar result, or None if it has none."""
         microbatches = self.batching.split(batch, num_microbatches)
-        values, _ = self._run(kind, step, microbatches, step_seed, rest)
+        values, _ = self._run(kind, step, microbatches, step_seed, batch, rest)
         self._log(values, microbatches.size)
         result_kind = values.structure[0]
         if result_kind is None:
@@ -161,7 +165,7 @@ class StepRunner:
         """Run a predict step; every rank gets the merged outputs, on the CPU."""
         engine = self.engine
         microbatches = self.batching.split(batch, num_microbatches)
-        values, results = self._run("predict", step, microbatches, step_seed, rest)
+        values, results = self._run("predict", step, microbatches, step_seed, batch, rest)
         self._log(values, microbatches.size)
         merged = None
         if engine.is_last:
@@ -176,11 +180,17 @@ class StepRunner:
         step: Step,
         microbatches: Microbatches,
         step_seed: tuple[int, ...],
+        batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
     ) -> tuple[StepValues, list[Any]]:
         engine = self.engine
-        weights = self.batching.weights(microbatches.parts, microbatches.sizes) if engine.is_last else ()
+        whole = None
+        if self.batching.joins_microbatches and len(microbatches) > 1:
+            whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
+        weights: tuple[float, ...] = ()
+        if engine.is_last:
+            weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, microbatches.sizes)
         recorder = LogRecorder(self.owner, weights)
         results: list[Any] = []
         error: BaseException | None = None
@@ -204,7 +214,7 @@ class StepRunner:
                 error = error or exception
                 return torch.zeros(())
 
-        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take)
+        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take, whole)
         mine = None
         if engine.is_last:
             mine = StepValues(error=error) if error is not None else recorder.step_values(results)
@@ -220,6 +230,7 @@ class StepRunner:
         step_seed: tuple[int, ...],
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
+        whole: Whole | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; the first time an error of any stage is raised on every rank.
 
@@ -231,6 +242,8 @@ class StepRunner:
             recorder: Where logs of the last stage go.
             take: Takes, on the rank of the last stage, what the step returned for a microbatch (or the error that it
                 raised); returns the loss.
+            whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
+                on every microbatch.
 
         Returns:
             What the stages have done of each microbatch.
@@ -243,18 +256,26 @@ class StepRunner:
                 recorder.log(name, plain(value), *args, **kwargs)
 
         def run_step(stage: int, index: int) -> Any:
-            is_last = stage == engine.num_stages - 1
-            with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
+            logs = log if whole is None and stage == engine.num_stages - 1 else _log_nothing
+            with logging_to(self.owner, logs), without_synchronisation(self._metrics):
                 recorder.index = index
-                try:
-                    return step(index)
-                except Exception as error:
-                    if is_last:
-                        return error
-                    raise
+                return step(index)
 
         with random_state.isolated(engine.device):
-            programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
+            seed = (engine.seed, *step_seed)
+            found = self._programs.of(kind, microbatches, step, seed, train=train, whole=whole)
+            programs = [of_stages for of_stages, _ in found]
+            if whole is not None:
+                end = found[0][1][-1]
+                joins = joins_of([of_stages[-1] for of_stages in programs], end, whole.sizes)
+                order = self._row_order.complete(kind, joins, microbatches, whole, step, step_seed)
+
+                def run_end(values: Sequence[torch.Tensor]) -> Any:
+                    with logging_to(self.owner, log), without_synchronisation(self._metrics):
+                        recorder.index = 0
+                        return run_end_of_step(end, whole.step, values, engine.device, (*seed, len(microbatches)))
+
+                take = EndOfStep(order, whole.sizes, run_end, take)
             if kind not in self._rehearsed:
                 with untouched(self.owner):
                     engine.rehearse(programs[0], step_seed, run_step, train=train)

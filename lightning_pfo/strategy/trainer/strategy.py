@@ -73,6 +73,9 @@ class PfoPipelineStrategy(StepStrategy):
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
             samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
             that counts what the loss is a mean over.
+        loss_over: `microbatch` (the loss of a batch is the weighted mean of its microbatches' losses) or `batch` (the
+            end of the step runs once on all of the batch, for losses that compare samples; with schedules that do all
+            forwards first, such as `gpipe`).
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
@@ -123,6 +126,7 @@ class PfoPipelineStrategy(StepStrategy):
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
+        loss_over: str = "microbatch",
         check_loss: bool = True,
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -163,7 +167,7 @@ class PfoPipelineStrategy(StepStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._batching = Batching(batch_dim, split_batch, microbatch_weight)
+        self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()

@@ -22,6 +22,43 @@ class WithLoss(nn.Module):
         return self.loss(self.layers(x).flatten(0, -2), labels.flatten())
 
 
+class TwoViews(nn.Module):
+    """In-batch negatives: two views in one call of the layers, each against all of the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)), nn.Linear(6, 4))
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x, labels):
+        first, second = nn.functional.normalize(self.layers(torch.cat([x, x.flip(1) + 1])), dim=1).chunk(2)
+        similarities = first @ second.T / self.temperature
+        return nn.functional.cross_entropy(similarities, torch.arange(len(x)))
+
+
+class Correlations(nn.Module):
+    """The layers see time first, in one dimension with samples; the loss has parameters and sees all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)), nn.Linear(6, 4))
+        self.loss = Whitened()
+
+    def forward(self, x, labels):
+        hidden = self.layers(x.transpose(0, 1).flatten(0, 1))
+        return self.loss(hidden.unflatten(0, (5, -1)).mean(0)) + hidden.std()
+
+
+class Whitened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, hidden):
+        centred = (hidden - hidden.mean(0)) * self.scale
+        return (centred.T @ centred / len(hidden) - torch.eye(4)).square().sum()
+
+
 def with_gaps(size, length=5):
     """Sequences with other numbers of labels; the first has none."""
     labels = torch.randint(0, 4, (size, length))
@@ -33,6 +70,10 @@ def with_gaps(size, length=5):
 
 def time_first(size):
     return torch.randn(5, size, 6), torch.randint(0, 4, (5, size))
+
+
+def sequences(size):
+    return torch.randn(size, 5, 6), torch.zeros(size)
 
 
 def plain(size):
@@ -50,6 +91,8 @@ def halves(batch, num_microbatches):
     return [((), {name: value[part] for name, value in named.items()}) for part in (slice(middle), slice(middle, None))]
 
 
+WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
+FIRST = {"loss_over": "batch", "schedule": "looped_bfs"}
 CASES = {
     "samples": (plain, {}, {}, (8, 7, 4, 2, 1, 8)),
     "tokens": (with_gaps, {}, {"microbatch_weight": "tokens"}, (8, 7, 3)),
@@ -57,18 +100,22 @@ CASES = {
     "sum": (plain, {"reduction": "sum"}, {"microbatch_weight": "sum"}, (8, 7, 2)),
     "time first": (time_first, {}, {"batch_dim": 1}, (8, 7, 2)),
     "split by the user": (plain, {}, {"split_batch": halves}, (8, 7)),
+    "whole, two views": (plain, TwoViews, WHOLE, (8, 7, 2)),
+    "whole, correlations": (sequences, Correlations, WHOLE, (8, 7, 2)),
+    "whole, class weights": (with_gaps, {"weight": torch.tensor([1.0, 3, 2, 0.5])}, FIRST, (8, 7, 3)),
+    "whole, sum": (plain, {"reduction": "sum"}, WHOLE, (8, 7, 2)),
 }
 
 
 def main():
-    for name, (make_batch, loss_options, options, sizes) in CASES.items():
+    for name, (make_batch, make, options, sizes) in CASES.items():
         torch.manual_seed(0)
-        net = WithLoss(**loss_options)
+        net = WithLoss(**make) if isinstance(make, dict) else make()
         single = copy.deepcopy(net)
         number = 2 if "split_batch" in options else 4
-        schedule = "gpipe" if number < 3 else "1f1b"
-        model = PipelinedModel(net, num_microbatches=number, schedule=schedule, **options)
-        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, single)]
+        options = {"schedule": "gpipe" if number < 3 else "1f1b", **options}
+        model = PipelinedModel(net, num_microbatches=number, **options)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, single)]
         for size in sizes:
             x, labels = make_batch(size)
             loss = model.step(x=x, labels=labels)
