@@ -26,6 +26,10 @@ _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
 
 
+StepPrograms = tuple[list[StageProgram], list[StageProgram]]
+"""What the stages do of a microbatch; and of the whole batch, where the step ends on that."""
+
+
 @dataclass(frozen=True)
 class Whole:
     """A batch that is not divided.
@@ -57,7 +61,7 @@ class Programs:
         self._device = device
         self._patches = patches
         self._caches = Caches()
-        self._known: OrderedDict[Any, tuple[list[StageProgram], list[StageProgram]]] = OrderedDict()
+        self._known: OrderedDict[Any, StepPrograms] = OrderedDict()
 
     def of(
         self,
@@ -68,7 +72,7 @@ class Programs:
         *,
         train: bool,
         whole: Whole | None = None,
-    ) -> list[tuple[list[StageProgram], list[StageProgram]]]:
+    ) -> list[StepPrograms]:
         """What the stages do of each microbatch; and of the whole batch, see `Split.programs_before_end`.
 
         Args:
@@ -83,22 +87,22 @@ class Programs:
             ConfigurationError: If stages cannot run the step one after the other.
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
-        state = (
+        state: Any = (
             kind,
             train,
             tuple(parameter.requires_grad for parameter in self._owner.parameters()) if train else (),
             tuple(module.training for module in self._owner.modules()),
             torch.is_autocast_enabled(self._device.type),
         )
-        of_whole = None if whole is None else signature_of(whole.batch)
+        state = (state, None if whole is None else signature_of(whole.batch))
         return [
-            self._of((state, signature_of(microbatch), of_whole), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
+            self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
             for index, microbatch in enumerate(microbatches)
         ]
 
     def _of(
         self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None
-    ) -> tuple[list[StageProgram], list[StageProgram]]:
+    ) -> StepPrograms:
         found = self._known.pop(key, None)
         if found is None or found[0][0].draws:  # where the step draws numbers midway, these may decide what it calls
             trace = self._trace(step, seed, train)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,9 +35,7 @@ from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.programs import Programs, Whole, logging_to
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
-from lightning_pfo.strategy.step.whole.end import EndOfStep, run_end_of_step
-from lightning_pfo.strategy.step.whole.joining import joins_of
-from lightning_pfo.strategy.step.whole.order import RowOrder
+from lightning_pfo.strategy.step.whole.end import Ends
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
@@ -76,7 +75,7 @@ class StepRunner:
         self.engine = engine
         self.owner = owner
         self._programs = Programs(owner, split, engine.device, patches)
-        self._row_order = RowOrder(engine, owner, self._programs)
+        self._ends = Ends(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
         self._parameters = parameters
         self._shared = shared
@@ -255,27 +254,21 @@ class StepRunner:
             with following(None):
                 recorder.log(name, plain(value), *args, **kwargs)
 
+        @contextmanager
+        def inside(log: Callable[..., None]) -> Iterator[None]:
+            with logging_to(self.owner, log), without_synchronisation(self._metrics):
+                yield
+
         def run_step(stage: int, index: int) -> Any:
-            logs = log if whole is None and stage == engine.num_stages - 1 else _log_nothing
-            with logging_to(self.owner, logs), without_synchronisation(self._metrics):
-                recorder.index = index
+            recorder.index = index if whole is None else 0
+            with inside(log if whole is None and stage == engine.num_stages - 1 else _log_nothing):
                 return step(index)
 
         with random_state.isolated(engine.device):
-            seed = (engine.seed, *step_seed)
-            found = self._programs.of(kind, microbatches, step, seed, train=train, whole=whole)
-            programs = [of_stages for of_stages, _ in found]
+            found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             if whole is not None:
-                end = found[0][1][-1]
-                joins = joins_of([of_stages[-1] for of_stages in programs], end, whole.sizes)
-                order = self._row_order.complete(kind, joins, microbatches, whole, step, step_seed)
-
-                def run_end(values: Sequence[torch.Tensor]) -> Any:
-                    with logging_to(self.owner, log), without_synchronisation(self._metrics):
-                        recorder.index = 0
-                        return run_end_of_step(end, whole.step, values, engine.device, (*seed, len(microbatches)))
-
-                take = EndOfStep(order, whole.sizes, run_end, take)
+                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, inside, log, take)
+            programs = [of_stages for of_stages, _ in found]
             if kind not in self._rehearsed:
                 with untouched(self.owner):
                     engine.rehearse(programs[0], step_seed, run_step, train=train)

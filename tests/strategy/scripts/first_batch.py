@@ -74,6 +74,7 @@ def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
+WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
 CASES = {
     "mean": (layers, mean, {}),
     "dropout, batch norm": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), mean, {}),
@@ -92,7 +93,42 @@ CASES = {
     "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
     "sum in one replica": (layers, of_replica, {"data_parallel_size": 2}),
     "not two-dimensional": (layers, of_other_samples, {}),
+    "whole, contrastive": (layers, contrastive, WHOLE),
+    "whole, noise in the loss": (layers, noisy, WHOLE),
+    "whole, compared too early": (lambda: layers(Running()), mean, WHOLE),
+    "whole, noise before": (lambda: Noisy(layers()), mean, WHOLE),
+    "whole, pairs too early": (lambda: Pairs(layers()), mean, WHOLE),
+    "whole, failing loss": (layers, lambda output, target: output.no_such_thing, WHOLE),
+    "whole, failing layer": (lambda: layers(Failing()), mean, WHOLE),
+    "whole, backwards too early": (layers, contrastive, {"loss_over": "batch"}),
+    "whole, weighed": (layers, mean, {**WHOLE, "microbatch_weight": "tokens"}),
 }
+
+
+class Noisy(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x + torch.randn_like(x))
+
+
+class Pairs(Noisy):
+    """Compares samples between its layers, in the first stage."""
+
+    def forward(self, x):
+        hidden = self.layers[1](self.layers[0](x))
+        return self.layers[2]((hidden @ hidden.T).softmax(1) @ hidden)
+
+
+class Failing(nn.Module):
+    """Fails in training, not in evaluation."""
+
+    def forward(self, x):
+        if self.training and not x.is_meta and x.abs().sum() > 0:
+            raise ArithmeticError("This layer fails.")
+        return x
 
 
 class FixedSize(nn.Module):
@@ -105,13 +141,13 @@ class FixedSize(nn.Module):
 
 
 def run_case(make, loss_fn, options, steps=2):
-    model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
     said.clear()
     found = {"losses": []}
     try:
+        model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
         for _ in range(steps):
             found["losses"].append(float(model.step(*data())))
-    except PfoError as error:
+    except (PfoError, AttributeError, ArithmeticError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["said"] = list(said)
     return found
