@@ -83,6 +83,7 @@ def prepare_pipeline(
     microbatch_weight: MicrobatchWeight = "samples",
     loss_over: str = "microbatch",
     check_loss: bool = True,
+    batch_norm: str = "microbatch",
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
@@ -111,6 +112,7 @@ def prepare_pipeline(
         loss_over: `microbatch`, or `batch` for losses that compare samples; see `PipelinedModel`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PipelinedModel`.
+        batch_norm: When batch norms update their running statistics, `microbatch` or `deferred`; see `PipelinedModel`.
 
     Returns:
         The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
@@ -138,6 +140,7 @@ def prepare_pipeline(
         microbatch_weight=microbatch_weight,
         loss_over=loss_over,
         check_loss=check_loss,
+        batch_norm=batch_norm,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")

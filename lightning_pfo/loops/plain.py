@@ -78,6 +78,8 @@ class PipelinedModel(ModuleWithPlaceholders):
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
+        batch_norm: When batch norms update their running statistics, `microbatch` or `deferred`; see
+            `PfoPipelineStrategy`.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Attributes:
@@ -116,6 +118,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         microbatch_weight: MicrobatchWeight = "samples",
         loss_over: str = "microbatch",
         check_loss: bool = True,
+        batch_norm: str = "microbatch",
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -161,6 +164,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             replica_group=self._mesh.replica_group,
             batching=Batching(batch_dim, split_batch, microbatch_weight, loss_over),
             check_loss=check_loss,
+            batch_norm=batch_norm,
             seed=random_state.synchronise(),
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -55,6 +57,7 @@ class StepRunner:
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         compiled: Whether layers are compiled.
+        deferred: Batch norms whose running statistics are those of whole batches.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class StepRunner:
         batching: Batching = DEFAULT_BATCHING,
         check_loss: bool = True,
         compiled: bool = False,
+        deferred: DeferredBatchNorms | None = None,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -77,6 +81,7 @@ class StepRunner:
         self._programs = Programs(owner, split, engine.device, patches)
         self._ends = Ends(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
+        self._deferred = deferred
         self._parameters = parameters
         self._shared = shared
         self._hosts = host_group(engine.group, engine.device)
@@ -255,25 +260,32 @@ class StepRunner:
                 recorder.log(name, plain(value), *args, **kwargs)
 
         @contextmanager
-        def inside(log: Callable[..., None]) -> Iterator[None]:
-            with logging_to(self.owner, log), without_synchronisation(self._metrics):
+        def inside(log: Callable[..., None], stage: int | None = None) -> Iterator[None]:
+            """Where the user's step runs; without a stage nothing is noted of it."""
+            with ExitStack() as stack:
+                stack.enter_context(logging_to(self.owner, log))
+                stack.enter_context(without_synchronisation(self._metrics))
+                if self._deferred is not None and stage is not None:
+                    stack.enter_context(self._deferred.forward_of(stage))
                 yield
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
-            with inside(log if whole is None and stage == engine.num_stages - 1 else _log_nothing):
+            with inside(log if whole is None and stage == engine.num_stages - 1 else _log_nothing, stage):
                 return step(index)
 
         with random_state.isolated(engine.device):
             found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             if whole is not None:
-                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, inside, log, take)
+                trying, running = partial(inside, _log_nothing), partial(inside, log, engine.num_stages)
+                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
             if kind not in self._rehearsed:
                 with untouched(self.owner):
                     engine.rehearse(programs[0], step_seed, run_step, train=train)
                 self._rehearsed.add(kind)
-            engine.run(programs, step_seed, run_step, take, train=train)
+            with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                engine.run(programs, step_seed, run_step, take, train=train)
         return programs
 
     def _log(self, values: StepValues, batch_size: int) -> None:

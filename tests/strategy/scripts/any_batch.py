@@ -5,6 +5,7 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.loops.plain import PipelinedModel
 from tests.ranks import run_ranks
@@ -107,6 +108,69 @@ CASES = {
 }
 
 
+class Convolutions(nn.Module):
+    """Batch norms in all stages: of images and rows, called twice, recomputed, without momentum."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3)),
+            nn.Sequential(nn.Conv2d(3, 3, 2), nn.BatchNorm2d(3, momentum=0.3)),
+            nn.Sequential(nn.Flatten(), nn.Linear(27, 6), Twice()),
+            Recomputed(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)),
+            nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)),
+        )
+        self.last = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.last(self.layers(x)), labels)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.norm(self.norm(x).tanh() + x)
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def deferred(**options):
+    """Running statistics are those of whole batches that are normalised by microbatches."""
+    torch.manual_seed(0)
+    net = Convolutions()
+    single = copy.deepcopy(net)
+    norms = {name: m for name, m in single.named_modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d))}
+    expected = copy.deepcopy(norms)
+    seen = {}
+    for name, module in norms.items():
+        module.register_forward_pre_hook(lambda module, args, name=name: seen[name].append(args[0]))
+    model = PipelinedModel(net, num_microbatches=3, batch_norm="deferred", check_loss=False, **options)
+    for size in (9, 8, 6):
+        x, labels = torch.randn(size, 1, 5, 5), torch.randint(0, 4, (size,))
+        loss = model.step(x=x, labels=labels)
+        seen |= {name: [] for name in norms}
+        parts = list(zip(x.tensor_split(3), labels.tensor_split(3), strict=True))
+        with torch.no_grad():
+            mean = sum(single(*part) * len(part[0]) / size for part in parts)
+        if not options:
+            torch.testing.assert_close(loss, mean)
+        for name, module in expected.items():
+            calls = len(seen[name]) // 3
+            for call in range(calls):
+                module(torch.cat(seen[name][call::calls]))
+    state = model.full_state_dict()
+    for name, module in expected.items() if dist.get_rank() == 0 else ():
+        for key, value in module.named_buffers():
+            torch.testing.assert_close(state[f"{name}.{key}"], value, rtol=1e-5, atol=1e-6)
+    model.release()
+
+
 def main():
     for name, (make_batch, make, options, sizes) in CASES.items():
         torch.manual_seed(0)
@@ -131,6 +195,10 @@ def main():
         if dist.get_rank() == 0:
             print(name, flush=True)
         model.release()
+    deferred()
+    deferred(**WHOLE)
+    if dist.get_rank() == 0:
+        print("deferred", flush=True)
 
 
 run_ranks(main, 3)

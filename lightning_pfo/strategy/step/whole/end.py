@@ -53,8 +53,8 @@ class Ends:
         whole: Whole,
         step: Callable[[int], Any],
         step_seed: tuple[int, ...],
-        inside: Callable[[Callable[..., None]], AbstractContextManager[Any]],
-        log: Callable[..., None],
+        trying: Callable[[], AbstractContextManager[Any]],
+        running: Callable[[], AbstractContextManager[Any]],
         take: Take,
     ) -> Take:
         """Make what takes the values that the last stage has of each microbatch; a collective call of the pipeline.
@@ -66,8 +66,8 @@ class Ends:
             whole: The whole batch.
             step: The user's step on the microbatch of an index.
             step_seed: Makes the random numbers of this step differ from those of others.
-            inside: Makes a context in which the user's step runs, from what `self.log` calls.
-            log: What that is where the step is run to its end.
+            trying: Makes a context in which the user's step runs and nothing is noted of it.
+            running: Makes a context in which the user's step runs, and logs.
             take: Takes what the step returns.
 
         Raises:
@@ -81,9 +81,9 @@ class Ends:
         def run(values: Tensors) -> Any:
             if kind not in self._checked:
                 self._checked.add(kind)
-                with untouched(self._owner), inside(lambda *args, **kwargs: None):
+                with untouched(self._owner), trying():
                     end.check_draws(values)
-            with inside(log):
+            with running():
                 return end.run(values)[0]
 
         return _JoinedLoss(ordered, whole.sizes, run, take)
