@@ -1,7 +1,7 @@
 """The end of a step on the whole batch, between the forwards of microbatches and their backwards.
 
-The forward of the last microbatch on the last stage runs it, and the first backward goes back through it: that leaves
-each microbatch the gradients of what it had come to, from where its own backward goes on.
+The forward of the last microbatch on the last stage runs it, forward and backward: that leaves each microbatch the
+gradients of what it had come to, from where its own backward goes on.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ class _JoinedLoss:
         self._run = run
         self._take = take
         self._values: dict[int, Tensors] = {}
-        self._loss: torch.Tensor | None = None
 
     def __call__(self, values: Any, index: int) -> torch.Tensor:
         """Keep the values of a microbatch (or tell the error of its forward).
@@ -167,19 +166,12 @@ class _JoinedLoss:
             return self._take(values, 0)
         self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
         if len(self._values) == len(self._sizes):
-            self._loss = self._take(self._run_on_all(), 0)
-        if not torch.is_grad_enabled():
-            return torch.zeros(())
-        # the end may have parameters of its own, so there is always something to go back to
-        stands_for: torch.Tensor = _PartOfLoss.apply(torch.zeros((), requires_grad=True), self, index, *values)  # type: ignore[no-untyped-call]
+            loss = self._take(self._run_on_all(), 0)
+            if loss.requires_grad:
+                with torch.autocast(loss.device.type, enabled=False):
+                    torch.autograd.backward(loss)
+        stands_for: torch.Tensor = _PartOfLoss.apply(self._values[index], *values)  # type: ignore[no-untyped-call]
         return stands_for
-
-    def gradients(self, index: int) -> list[torch.Tensor | None]:
-        """The gradients of the loss by the values of a microbatch."""
-        loss, self._loss = self._loss, None
-        if loss is not None and loss.requires_grad:
-            torch.autograd.backward(loss)
-        return [value.grad for value in self._values[index]]
 
     def _run_on_all(self) -> Any:
         columns = zip(*(self._values[index] for index in range(len(self._sizes))), strict=True)
@@ -191,13 +183,13 @@ class _JoinedLoss:
 
 
 class _PartOfLoss(torch.autograd.Function):
-    """No value, whose backward gives the gradients of the loss of the whole batch."""
+    """No value, whose backward gives the gradients that the loss of the whole batch has left with leaves."""
 
     @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, joined: _JoinedLoss, index: int, *values: torch.Tensor) -> torch.Tensor:
-        ctx.joined, ctx.index = joined, index
-        return torch.zeros_like(handle)
+    def forward(ctx: Any, leaves: Tensors, *values: torch.Tensor) -> torch.Tensor:
+        ctx.leaves = leaves
+        return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
-        return (None, None, None, *ctx.joined.gradients(ctx.index))
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, *(leaf.grad for leaf in ctx.leaves))
