@@ -138,11 +138,11 @@ class BatchNormModule(PlainModule):
 
 
 def batch_norm():
-    module = BatchNormModule()
-    fit(module, max_steps=3)
-    results["batches_tracked"] = [
-        int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d) and not m.weight.is_meta
-    ]
+    for how in ("microbatch", "deferred"):
+        module = BatchNormModule()
+        fit(module, max_steps=3, strategy=PfoPipelineStrategy(num_microbatches=4, batch_norm=how))
+        norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d) and not m.weight.is_meta]
+        results[f"batches_tracked_{how}"] = [int(norm.num_batches_tracked) for norm in norms]
 
 
 class TupleModule(PlainModule):

@@ -131,8 +131,9 @@ def test_workers_of_data_loaders_augment_alike_on_all_ranks(ranks):
     assert [seen["augmented"] for seen in ranks] == [ranks[0]["augmented"]] * DEVICES
 
 
-def test_batch_norm_sees_each_microbatch_once(ranks):
-    assert [seen["batches_tracked"] for seen in ranks] == [[12], [], []]
+def test_batch_norm_sees_each_microbatch_once_or_each_batch(ranks):
+    assert [seen["batches_tracked_microbatch"] for seen in ranks] == [[12], [], []]
+    assert [seen["batches_tracked_deferred"] for seen in ranks] == [[3], [], []]
 
 
 @pytest.mark.parametrize("name", ["tuple", "towers", "stem_twice", "contrastive"])
