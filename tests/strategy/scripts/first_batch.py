@@ -98,7 +98,6 @@ CASES = {
     "sum in one replica": (layers, of_replica, {"data_parallel_size": 2}),
     "not two-dimensional": (layers, of_other_samples, {}),
     "whole, contrastive": (layers, contrastive, WHOLE),
-    "whole, noise in the loss": (layers, noisy, WHOLE),
     "whole, compared too early": (lambda: layers(Running()), mean, WHOLE),
     "whole, noise before": (lambda: Noisy(layers()), mean, WHOLE),
     "whole, noise needed later": (lambda: Denoising(layers(width=6)), None, WHOLE),

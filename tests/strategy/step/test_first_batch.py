@@ -30,7 +30,6 @@ def ranks(tmp_path_factory):
         "whole batch",
         "sum, only by microbatches",
         "whole, contrastive",
-        "whole, noise in the loss",
         "whole, noise before",
     ],
 )
