@@ -75,11 +75,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples`, `tokens`, `sum`, or a
             function of a microbatch; see `PfoPipelineStrategy`.
         loss_over: `microbatch`, or `batch` for losses that compare samples; see `PfoPipelineStrategy`.
-        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
-            what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
-            warning.
-        batch_norm: When batch norms update their running statistics, `microbatch` or `deferred`; see
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PfoPipelineStrategy`.
+        batch_norm: `microbatch`, or `deferred` running statistics of batch norms; see `PfoPipelineStrategy`.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Attributes:
