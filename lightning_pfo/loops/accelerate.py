@@ -81,7 +81,9 @@ def prepare_pipeline(
     batch_dim: int = 0,
     split_batch: SplitBatch | None = None,
     microbatch_weight: MicrobatchWeight = "samples",
+    loss_over: str = "microbatch",
     check_loss: bool = True,
+    batch_norm: str = "microbatch",
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
@@ -107,8 +109,10 @@ def prepare_pipeline(
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.
         microbatch_weight: How much each microbatch counts in the loss of its batch; see `PipelinedModel`.
+        loss_over: `microbatch`, or `batch` for losses that compare samples; see `PipelinedModel`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PipelinedModel`.
+        batch_norm: When batch norms update their running statistics, `microbatch` or `deferred`; see `PipelinedModel`.
 
     Returns:
         The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
@@ -134,7 +138,9 @@ def prepare_pipeline(
         batch_dim=batch_dim,
         split_batch=split_batch,
         microbatch_weight=microbatch_weight,
+        loss_over=loss_over,
         check_loss=check_loss,
+        batch_norm=batch_norm,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")

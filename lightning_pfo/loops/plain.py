@@ -74,9 +74,10 @@ class PipelinedModel(ModuleWithPlaceholders):
             dimension, where a batch is the pair of arguments and named arguments of the call.
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples`, `tokens`, `sum`, or a
             function of a microbatch; see `PfoPipelineStrategy`.
-        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
-            what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
-            warning.
+        loss_over: `microbatch`, or `batch` for losses that compare samples; see `PfoPipelineStrategy`.
+        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
+            `PfoPipelineStrategy`.
+        batch_norm: `microbatch`, or `deferred` running statistics of batch norms; see `PfoPipelineStrategy`.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Attributes:
@@ -113,7 +114,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
+        loss_over: str = "microbatch",
         check_loss: bool = True,
+        batch_norm: str = "microbatch",
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -157,8 +160,9 @@ class PipelinedModel(ModuleWithPlaceholders):
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
-            batching=Batching(batch_dim, split_batch, microbatch_weight),
+            batching=Batching(batch_dim, split_batch, microbatch_weight, loss_over),
             check_loss=check_loss,
+            batch_norm=batch_norm,
             seed=random_state.synchronise(),
         )
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.batch_norm import defer_batch_norms
 from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
@@ -88,6 +89,7 @@ def build_pipeline(
     compile: bool = False,
     batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
+    batch_norm: str = "microbatch",
     seed: int = 0,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
@@ -115,6 +117,7 @@ def build_pipeline(
         compile: Whether layers are compiled.
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
+        batch_norm: When batch norms update their running statistics; see `defer_batch_norms`.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
 
     Raises:
@@ -126,6 +129,7 @@ def build_pipeline(
     check_not_sharded(model)
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
+    batching.check_schedule(sample)
     if compile:
         check_compilable(sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
@@ -138,6 +142,7 @@ def build_pipeline(
     release_other_parts(parts, stages, shared)
     move_local_tensors(model, device)
     _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
+    deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
         recompute_activations(model, [unit.module for unit in own_layers], patches)
@@ -174,6 +179,7 @@ def build_pipeline(
         batching=replace(batching, shifted_labels=shifts_labels(model)),
         check_loss=check_loss,
         compiled=compile,
+        deferred=deferred,
     )
     description = describe_partition(
         split.units.name,

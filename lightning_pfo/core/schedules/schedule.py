@@ -294,6 +294,13 @@ def all_forwards_first(placement: Sequence[int], num_microbatches: int) -> Pipel
     return PipelineSchedule("all forwards first", len(placement), num_microbatches, tuple(map(tuple, rows)))
 
 
+def loss_waits_for_all(schedule: PipelineSchedule) -> bool:
+    """Whether the last stage goes backward only when all its forwards are done, as in GPipe."""
+    last = schedule.num_stages - 1
+    kinds = [inst.type is _F for inst in schedule.orders[schedule.rank_of(last)] if inst.stage == last]
+    return kinds == sorted(kinds, reverse=True)
+
+
 def _some(instructions: Collection[Instruction], limit: int = 8) -> str:
     """The first few, as text."""
     shown = sorted(map(str, instructions))[:limit]

@@ -23,7 +23,7 @@ from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_re
 from lightning_pfo.strategy.parallel.groups import global_rank, host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
-"""Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
+"""Maps what the step returned for a microbatch, or the error that it raised, and the microbatch's index to a loss."""
 
 Step = Callable[[int, int], Any]
 """Runs the user's step on a stage and a microbatch."""

@@ -35,7 +35,8 @@ class Stage:
         index: Index of the stage.
         device: Device of the stage.
         emitter: Receives the events; None emits nothing.
-        compute_loss: On the last stage, maps what the step returned and the microbatch to a loss; part of the forward.
+        compute_loss: On the last stage, maps what the step returned (or the error that it raised) and the microbatch to
+            a loss; part of the forward.
         train: Whether backwards follow.
 
     Attributes:
@@ -141,10 +142,13 @@ class Stage:
         random_state.seed(self._device, *self.seed, microbatch, 0)
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
         step = partial(self.step, self.index, microbatch)
-        if program.draws:
-            output = run_stage(program, step, received, around=numbers.own)
-        else:
-            output = run_stage(program, step, received, enter=numbers.begin)
+        around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
+        try:
+            output = run_stage(program, step, received, **around)
+        except Exception as error:
+            if self._compute_loss is None:
+                raise
+            output = error
         outputs = list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
         if self._train:
             self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])

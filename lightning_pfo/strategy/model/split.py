@@ -14,6 +14,7 @@ from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
+from lightning_pfo.strategy.model.tracing.samples import end_of_samples
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -117,6 +118,23 @@ class Split:
             ConfigurationError: If stages cannot run it one after the other.
         """
         return programs_of(trace, self.cuts(trace))
+
+    def programs_before_end(self, trace: Trace, whole: Trace) -> tuple[list[StageProgram], list[StageProgram]]:
+        """What each stage does of a step whose end runs on the whole batch; see `end_of_samples`.
+
+        Args:
+            trace: The step on a microbatch.
+            whole: The step on the whole batch.
+
+        Returns:
+            What each stage does of the microbatch; what it would do of the whole batch, and then the end.
+
+        Raises:
+            ConfigurationError: If stages cannot run it one after the other, or it does not end so.
+        """
+        cuts = self.cuts(trace)
+        cuts.append(end_of_samples(trace, whole, cuts[-1] if cuts else 0))
+        return programs_of(trace, cuts)[:-1], programs_of(whole, cuts)
 
     def follow_into(self, units: Sequence[Unit], patches: Patches) -> bool:
         """Follow the parts of units instead; tells whether there are any.

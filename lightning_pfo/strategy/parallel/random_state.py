@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,19 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:
         sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def same_state(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two states that `get_state` captured are equal, so that nothing was drawn between them."""
+    return all(_equal(a[name], b[name]) for name in a)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, tuple) and not isinstance(a[0], int):  # NumPy's, which holds an array
+        return all(map(_equal, a, b))
+    return bool(a.tobytes() == b.tobytes()) if hasattr(a, "tobytes") else bool(a == b)
 
 
 def portable_state() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from lightning_pfo.strategy.step.loss_check import (
     is_no_weighted_mean,
     tolerance_of,
 )
+from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RunsSteps(Protocol):
         step_seed: tuple[int, ...],
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
+        whole: Whole | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches."""
 
@@ -102,21 +104,30 @@ class LossComparison:
         """Whether it is an error, and what to say; None if there is nothing to say, or on all ranks but the last."""
         batching, num_microbatches = self._runner.batching, len(parts)
 
+        whole = None
+        if batching.joins_microbatches:
+            whole = Whole(batch, lambda: step(batch, *rest), parts.sizes)
+
         def losses_of(parts: Sequence[Any], draw: int) -> tuple[float, ...] | None:
-            return self._losses(lambda index: step(parts[index], *rest), parts, (*step_seed, draw))
+            joined = whole if len(parts) > 1 else None
+            return self._losses(lambda index: step(parts[index], *rest), parts, (*step_seed, draw), joined)
 
         of_parts = losses_of(parts, 0)
-        most = min(self._tell(max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0))
+        most = max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0
+        if whole is not None:  # the end of the step has all of the batch in any case
+            most = num_microbatches * bool(of_parts)
+        most = min(self._tell(most))
         if not most:
             return None
-        for number in sorted({min(most, num_microbatches), 2}, reverse=True):  # two may fit where all do not
+        numbers = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
+        for number in sorted(numbers, reverse=True):  # two may fit where all do not
             joined = [batch if number == num_microbatches else batching.first_parts(batch, parts, number)]
             of_all = losses_of(joined, 0)
             if all(self._tell(bool(of_all))):
                 break
         else:
             return None
-        weights = batching.weights(parts.parts[:number], parts.sizes[:number])
+        weights = () if whole is not None else batching.weights(parts.parts[:number], parts.sizes[:number])
         parts = parts[:number]
         tolerance = self._tolerance()
         draws: list[Losses] = []
@@ -130,7 +141,8 @@ class LossComparison:
                 draws.append(Losses(of_parts, of_all[0], weights))
         if len(draws) <= EXTRA_DRAWS or not differ(draws, tolerance):
             return None
-        return is_no_weighted_mean(draws, tolerance), describe(draws, num_microbatches, tolerance)
+        is_error = is_no_weighted_mean(draws, tolerance)
+        return is_error, describe(draws, None if whole is not None else num_microbatches, tolerance)
 
     def _tell(self, value: int) -> list[int]:
         """What the last ranks of all replicas say: they go on together, since layers may be divided over them."""
@@ -138,9 +150,9 @@ class LossComparison:
         return [found for found in values if found is not None]
 
     def _losses(
-        self, step: Callable[[int], Any], parts: Sequence[Any], step_seed: tuple[int, ...]
+        self, step: Callable[[int], Any], parts: Sequence[Any], step_seed: tuple[int, ...], whole: Whole | None
     ) -> tuple[float, ...] | None:
-        """The losses of microbatches, on the last rank; None where they are not known."""
+        """The losses of microbatches (or that of the whole batch), on the last rank; None where they are not known."""
         losses: list[float] = []
         failures: list[Exception] = []
 
@@ -160,7 +172,7 @@ class LossComparison:
                 module.training = False
             problem = ""
             try:
-                programs = self._runner.run("compare", step, parts, step_seed, LogRecorder(self._owner), take)
+                programs = self._runner.run("compare", step, parts, step_seed, LogRecorder(self._owner), take, whole)
                 self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -204,7 +216,7 @@ def refuse_nan(
         losses = [result["loss"] if isinstance(result, dict) else result for result in of_microbatches]
         bad = [name for name, parameter in owner.named_parameters() if not _is_finite(parameter.detach())]
         in_batch = [_said(leaf) for leaf in tree_leaves(batch) if not _is_finite(leaf)]
-        which = [index for index, value in enumerate(losses) if bool(torch.isnan(value))]
+        which = [index for index, value in enumerate(losses) if len(losses) > 1 and bool(torch.isnan(value))]
         mine = (True, which, bad, in_batch[0] if in_batch else "")
     found = [others for others in engine.all_gather(mine, everywhere=True) if others[0]]
     if not found:

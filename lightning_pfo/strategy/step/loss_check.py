@@ -90,9 +90,22 @@ def _finite(numbers: Sequence[float]) -> bool:
     return all(abs(number) < float("inf") for number in numbers)
 
 
-def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -> str:
-    """Both numbers, and ways out."""
+def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: float) -> str:
+    """Both numbers, and ways out.
+
+    Args:
+        draws: The losses.
+        num_microbatches: Number of microbatches of the batch; None: what they come to is joined before the loss.
+        tolerance: The relative difference that rounding explains.
+    """
     first = draws[0]
+    if num_microbatches is None:
+        return (
+            f"The loss of the first batch is {first.of_all:.6g} on one device, but {first.mean:.6g} of what its "
+            f"microbatches come to, joined by loss_over='batch' (both forward only, in evaluation mode). Only the end "
+            f"of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
+            f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
+        )
     number = len(first.of_microbatches)
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
     if _is_sum(draws):
@@ -103,14 +116,15 @@ def describe(draws: Sequence[Losses], num_microbatches: int, tolerance: float) -
         cause = "" if any(first.of_microbatches) else "It is 0 on every microbatch. "
         cause += (
             "No weights of the microbatches explain that. A loss that compares the samples of a batch with each "
-            "other (contrastive, CLIP, correlations) needs them in one microbatch: num_microbatches=1 with "
-            "schedule='gpipe'; or fewer microbatches of a larger batch, where it need not see all samples."
+            "other (contrastive, CLIP, correlations) needs all of them: use loss_over='batch' with schedule='gpipe'; "
+            "or fewer microbatches of a larger batch, where it need not see all samples."
         )
     else:
         cause = (
             "Microbatches have different weights in it, as with class weights, or with labels of which some are -100; "
             "gradients accumulated over batches differ likewise. Use microbatch_weight='tokens', which counts labels "
-            "that are not -100, or a function of a microbatch that counts what the loss is a mean over."
+            "that are not -100, or a function of a microbatch that counts what the loss is a mean over; or "
+            "loss_over='batch' with schedule='gpipe'."
         )
     return (
         f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on the mean of its "

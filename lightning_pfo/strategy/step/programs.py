@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,25 @@ _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
 
 
+StepPrograms = tuple[list[StageProgram], list[StageProgram]]
+"""What the stages do of a microbatch; and of the whole batch, where the step ends on that."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A batch that is not divided.
+
+    Attributes:
+        batch: The batch.
+        step: The user's step on it.
+        sizes: How many of its samples each microbatch has.
+    """
+
+    batch: Any
+    step: Callable[[], Any]
+    sizes: tuple[int, ...]
+
+
 class Programs:
     """Finds what stages do of a step.
 
@@ -41,12 +61,19 @@ class Programs:
         self._device = device
         self._patches = patches
         self._caches = Caches()
-        self._known: OrderedDict[Any, list[StageProgram]] = OrderedDict()
+        self._known: OrderedDict[Any, StepPrograms] = OrderedDict()
 
     def of(
-        self, kind: str, microbatches: Sequence[Any], step: Callable[[int], Any], seed: tuple[int, ...], *, train: bool
-    ) -> list[list[StageProgram]]:
-        """What the stages do of each microbatch.
+        self,
+        kind: str,
+        microbatches: Sequence[Any],
+        step: Callable[[int], Any],
+        seed: tuple[int, ...],
+        *,
+        train: bool,
+        whole: Whole | None = None,
+    ) -> list[StepPrograms]:
+        """What the stages do of each microbatch; and of the whole batch, see `Split.programs_before_end`.
 
         Args:
             kind: Which step it is; other steps do other things.
@@ -54,27 +81,35 @@ class Programs:
             step: Runs the step on the microbatch of an index.
             seed: What random numbers of the step derive from.
             train: Whether gradients flow.
+            whole: The whole batch, if the end of the step runs on that.
 
         Raises:
             ConfigurationError: If stages cannot run the step one after the other.
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
-        state = (
+        state: Any = (
             kind,
             train,
             tuple(parameter.requires_grad for parameter in self._owner.parameters()) if train else (),
             tuple(module.training for module in self._owner.modules()),
             torch.is_autocast_enabled(self._device.type),
         )
+        state = (state, None if whole is None else signature_of(whole.batch))
         return [
-            self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train)  # type: ignore[misc]
+            self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
             for index, microbatch in enumerate(microbatches)
         ]
 
-    def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> list[StageProgram]:
+    def _of(
+        self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None
+    ) -> StepPrograms:
         found = self._known.pop(key, None)
-        if found is None or found[0].draws:  # where the step draws numbers midway, these may decide what it calls
-            found = self._split.programs(self._trace(step, seed, train))
+        if found is None or found[0][0].draws:  # where the step draws numbers midway, these may decide what it calls
+            trace = self._trace(step, seed, train)
+            if whole is None:
+                found = self._split.programs(trace), []
+            else:
+                found = self._split.programs_before_end(trace, self._trace(whole.step, seed, train))
         self._known[key] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -31,9 +34,10 @@ from lightning_pfo.strategy.step.gradients import (
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
-from lightning_pfo.strategy.step.programs import Programs, logging_to
+from lightning_pfo.strategy.step.programs import Programs, Whole, logging_to
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import StepValues, ValueExchange
+from lightning_pfo.strategy.step.whole.end import Ends
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
@@ -53,6 +57,7 @@ class StepRunner:
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         compiled: Whether layers are compiled.
+        deferred: Batch norms whose running statistics are those of whole batches.
     """
 
     def __init__(
@@ -68,12 +73,15 @@ class StepRunner:
         batching: Batching = DEFAULT_BATCHING,
         check_loss: bool = True,
         compiled: bool = False,
+        deferred: DeferredBatchNorms | None = None,
     ) -> None:
         self.batching = batching
         self.engine = engine
         self.owner = owner
         self._programs = Programs(owner, split, engine.device, patches)
+        self._ends = Ends(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
+        self._deferred = deferred
         self._parameters = parameters
         self._shared = shared
         self._hosts = host_group(engine.group, engine.device)
@@ -131,7 +139,7 @@ class StepRunner:
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, losses = self._run("train", step, microbatches, step_seed, rest, loss_scale)
+            values, losses = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale)
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
@@ -150,7 +158,7 @@ class StepRunner:
     ) -> Any:
         """Run a validation or test step; returns its scalar result, or None if it has none."""
         microbatches = self.batching.split(batch, num_microbatches)
-        values, _ = self._run(kind, step, microbatches, step_seed, rest)
+        values, _ = self._run(kind, step, microbatches, step_seed, batch, rest)
         self._log(values, microbatches.size)
         result_kind = values.structure[0]
         if result_kind is None:
@@ -161,7 +169,7 @@ class StepRunner:
         """Run a predict step; every rank gets the merged outputs, on the CPU."""
         engine = self.engine
         microbatches = self.batching.split(batch, num_microbatches)
-        values, results = self._run("predict", step, microbatches, step_seed, rest)
+        values, results = self._run("predict", step, microbatches, step_seed, batch, rest)
         self._log(values, microbatches.size)
         merged = None
         if engine.is_last:
@@ -176,11 +184,17 @@ class StepRunner:
         step: Step,
         microbatches: Microbatches,
         step_seed: tuple[int, ...],
+        batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
     ) -> tuple[StepValues, list[Any]]:
         engine = self.engine
-        weights = self.batching.weights(microbatches.parts, microbatches.sizes) if engine.is_last else ()
+        whole = None
+        if self.batching.joins_microbatches and len(microbatches) > 1:
+            whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
+        weights: tuple[float, ...] = ()
+        if engine.is_last:
+            weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, microbatches.sizes)
         recorder = LogRecorder(self.owner, weights)
         results: list[Any] = []
         error: BaseException | None = None
@@ -204,7 +218,7 @@ class StepRunner:
                 error = error or exception
                 return torch.zeros(())
 
-        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take)
+        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take, whole)
         mine = None
         if engine.is_last:
             mine = StepValues(error=error) if error is not None else recorder.step_values(results)
@@ -220,6 +234,7 @@ class StepRunner:
         step_seed: tuple[int, ...],
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
+        whole: Whole | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; the first time an error of any stage is raised on every rank.
 
@@ -231,6 +246,8 @@ class StepRunner:
             recorder: Where logs of the last stage go.
             take: Takes, on the rank of the last stage, what the step returned for a microbatch (or the error that it
                 raised); returns the loss.
+            whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
+                on every microbatch.
 
         Returns:
             What the stages have done of each microbatch.
@@ -242,24 +259,33 @@ class StepRunner:
             with following(None):
                 recorder.log(name, plain(value), *args, **kwargs)
 
+        @contextmanager
+        def inside(log: Callable[..., None], stage: int | None = None) -> Iterator[None]:
+            """Where the user's step runs; without a stage nothing is noted of it."""
+            with ExitStack() as stack:
+                stack.enter_context(logging_to(self.owner, log))
+                stack.enter_context(without_synchronisation(self._metrics))
+                if self._deferred is not None and stage is not None:
+                    stack.enter_context(self._deferred.forward_of(stage))
+                yield
+
         def run_step(stage: int, index: int) -> Any:
-            is_last = stage == engine.num_stages - 1
-            with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
-                recorder.index = index
-                try:
-                    return step(index)
-                except Exception as error:
-                    if is_last:
-                        return error
-                    raise
+            recorder.index = index if whole is None else 0
+            with inside(log if whole is None and stage == engine.num_stages - 1 else _log_nothing, stage):
+                return step(index)
 
         with random_state.isolated(engine.device):
-            programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
+            found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
+            if whole is not None:
+                trying, running = partial(inside, _log_nothing), partial(inside, log, engine.num_stages)
+                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
+            programs = [of_stages for of_stages, _ in found]
             if kind not in self._rehearsed:
                 with untouched(self.owner):
                     engine.rehearse(programs[0], step_seed, run_step, train=train)
                 self._rehearsed.add(kind)
-            engine.run(programs, step_seed, run_step, take, train=train)
+            with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                engine.run(programs, step_seed, run_step, take, train=train)
         return programs
 
     def _log(self, values: StepValues, batch_size: int) -> None:

@@ -21,6 +21,7 @@ from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
+from lightning_pfo.strategy.model.batch_norm import check_batch_norm
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
@@ -73,9 +74,14 @@ class PfoPipelineStrategy(StepStrategy):
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
             samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
             that counts what the loss is a mean over.
+        loss_over: `microbatch` (the loss of a batch is the weighted mean of its microbatches' losses) or `batch` (the
+            end of the step runs once on all of the batch, for losses that compare samples; with schedules that do all
+            forwards first, such as `gpipe`).
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
+        batch_norm: When batch norms update their running statistics: `microbatch` (with each, as when gradients are
+            accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
             one file. Either kind loads in any number of stages.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
@@ -123,7 +129,9 @@ class PfoPipelineStrategy(StepStrategy):
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
+        loss_over: str = "microbatch",
         check_loss: bool = True,
+        batch_norm: str = "microbatch",
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -148,6 +156,7 @@ class PfoPipelineStrategy(StepStrategy):
         )
         check_schedule_name(schedule)
         check_partition(partition)
+        check_batch_norm(batch_norm)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         order_file = file_of(schedule)
@@ -163,8 +172,9 @@ class PfoPipelineStrategy(StepStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._batching = Batching(batch_dim, split_batch, microbatch_weight)
+        self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
+        self._batch_norm = batch_norm
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
@@ -225,6 +235,7 @@ class PfoPipelineStrategy(StepStrategy):
             compile=self._compile,
             batching=self._batching,
             check_loss=self._check_loss,
+            batch_norm=self._batch_norm,
             seed=self._seed,
         )
         if module.trainer.state.fn == TrainerFn.FITTING:

@@ -118,6 +118,8 @@ def run_programs(programs, steps, train=True):
     outputs = []
 
     def loss_of(output, microbatch):
+        if isinstance(output, Exception):
+            raise output
         outputs.append(output)
         loss = output.get("loss") if isinstance(output, dict) else output
         return loss if isinstance(loss, torch.Tensor) else torch.zeros(())

@@ -57,6 +57,10 @@ def noisy_sum(output, target):
     return nn.functional.cross_entropy(output + 0.1 * torch.randn_like(output), target, reduction="sum")
 
 
+def fails(output, target):
+    raise ZeroDivisionError("This loss fails.")
+
+
 def of_other_samples(output, target):
     return (nn.functional.mse_loss(output, torch.zeros_like(output)) - (output[0] - output[-1]).square().mean()).sin()
 
@@ -74,6 +78,7 @@ def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
+WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
 CASES = {
     "mean": (layers, mean, {}),
     "dropout, batch norm": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), mean, {}),
@@ -92,7 +97,38 @@ CASES = {
     "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
     "sum in one replica": (layers, of_replica, {"data_parallel_size": 2}),
     "not two-dimensional": (layers, of_other_samples, {}),
+    "whole, contrastive": (layers, contrastive, WHOLE),
+    "whole, compared too early": (lambda: layers(Running()), mean, WHOLE),
+    "whole, noise before": (lambda: Noisy(layers()), mean, WHOLE),
+    "whole, noise needed later": (lambda: Denoising(layers(width=6)), None, WHOLE),
+    "whole, failing loss": (layers, fails, WHOLE),
+    "whole, failing layer": (lambda: layers(Failing()), mean, WHOLE),
+    "whole, backwards too early": (layers, contrastive, {"loss_over": "batch"}),
 }
+
+
+class Noisy(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers(x + torch.randn_like(x))
+
+
+class Denoising(Noisy):
+    def forward(self, x, target):
+        noise = torch.randn_like(x)
+        return nn.functional.mse_loss(self.layers(x + noise), noise)
+
+
+class Failing(nn.Module):
+    """Fails in training, not in evaluation."""
+
+    def forward(self, x):
+        if self.training and not x.is_meta and x.abs().sum() > 0:
+            raise ArithmeticError("This layer fails.")
+        return x
 
 
 class FixedSize(nn.Module):
@@ -105,13 +141,13 @@ class FixedSize(nn.Module):
 
 
 def run_case(make, loss_fn, options, steps=2):
-    model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
     said.clear()
     found = {"losses": []}
     try:
+        model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
         for _ in range(steps):
             found["losses"].append(float(model.step(*data())))
-    except PfoError as error:
+    except (PfoError, ArithmeticError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["said"] = list(said)
     return found

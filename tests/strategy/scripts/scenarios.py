@@ -138,11 +138,11 @@ class BatchNormModule(PlainModule):
 
 
 def batch_norm():
-    module = BatchNormModule()
-    fit(module, max_steps=3)
-    results["batches_tracked"] = [
-        int(m.num_batches_tracked) for m in module.modules() if isinstance(m, nn.BatchNorm1d) and not m.weight.is_meta
-    ]
+    for how in ("microbatch", "deferred"):
+        module = BatchNormModule()
+        fit(module, max_steps=3, strategy=PfoPipelineStrategy(num_microbatches=4, batch_norm=how))
+        norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d) and not m.weight.is_meta]
+        results[f"batches_tracked_{how}"] = [int(norm.num_batches_tracked) for norm in norms]
 
 
 class TupleModule(PlainModule):
@@ -175,18 +175,20 @@ class TupleModule(PlainModule):
         return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
 
 
-def compared(name, make):
-    """Three losses of a module on the pipeline and on one device."""
+def compared(name, make, strategy=None):
+    """Three losses of a module, and the last accuracy, on the pipeline and on one device."""
     L.seed_everything(3)
     module = make()
-    fit(module, max_steps=3)
-    results[f"{name}_losses"] = module.history["train"]
+    trainer = fit(module, max_steps=3, strategy=strategy)
+    results[f"{name}_losses"] = [*module.history["train"], float(trainer.callback_metrics["train_accuracy"])]
     L.seed_everything(3)
     single = make()
     L.seed_everything(3)  # as `fit` does, for the order of batches
     train, _ = make_loaders(num_samples=48, batch_size=12)
     optimizer, _ = single.configure_optimizers()
-    single.log = single.log_dict = lambda *args, **kwargs: None
+    logged = {}
+    single.log = lambda *args, **kwargs: None
+    single.log_dict = lambda values, **kwargs: logged.update(values)
     expected = []
     for batch in list(train)[:3]:
         loss = single.training_step(batch, 0)
@@ -194,7 +196,7 @@ def compared(name, make):
         loss.backward()
         optimizer[0].step()
         expected.append(float(loss))
-    results[f"{name}_expected"] = expected
+    results[f"{name}_expected"] = [*expected, float(logged["train_accuracy"])]
 
 
 class Manual(PlainModule):
@@ -226,6 +228,16 @@ class TwoTowers(PlainModule):
         logits = self.head(self.other(self.model(self.stem(x))))
         self.logits = logits.detach()
         return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
+
+
+class Contrastive(PlainModule):
+    """Tells each sample from the others of its batch; what it logs is not a mean over samples either."""
+
+    def loss(self, batch):
+        x, _ = batch
+        embedded = nn.functional.normalize(self.head(self.model(self.stem(x))), dim=1)
+        self.logits = embedded.detach()
+        return nn.functional.cross_entropy(5 * embedded @ embedded.T, torch.arange(len(x))), embedded.std(0).mean()
 
 
 class FewLayers(PlainModule):
@@ -343,6 +355,8 @@ def main(output):
     compared("tuple", TupleModule)
     compared("towers", TwoTowers)
     compared("stem_twice", CallsTwice)
+    over_batch = PfoPipelineStrategy(num_microbatches=4, schedule="gpipe", loss_over="batch")
+    compared("contrastive", Contrastive, over_batch)
     refusals()
     Path(output, f"rank_{trainer_rank()}.json").write_text(json.dumps(results))
 

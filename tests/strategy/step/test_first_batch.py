@@ -29,6 +29,8 @@ def ranks(tmp_path_factory):
         "sum, unchecked",
         "whole batch",
         "sum, only by microbatches",
+        "whole, contrastive",
+        "whole, noise before",
     ],
 )
 def test_nothing_is_said_of_what_suits_microbatches(ranks, case):
@@ -56,6 +58,20 @@ def test_what_no_weights_explain_is_an_error_on_every_rank(ranks, case, said):
         assert re.match(f"ConfigurationError: .*{said}", found[case]["error"])
         assert found[case]["losses"] == []
     assert ranks[0][case]["error"] == ranks[1][case]["error"]
+
+
+def test_what_the_whole_batch_cannot_mend_is_an_error_on_every_rank(ranks):
+    for found in ranks:
+        early, late = (found[f"whole, {case} too early"]["error"] for case in ("compared", "backwards"))
+        assert re.match(r"ConfigurationError: .* on one device, but .* joined by loss_over='batch'", early)
+        assert re.match(r"ConfigurationError: .*schedule='1f1b' goes backward earlier. Use schedule='gpipe'", late)
+        for case, said in (
+            ("noise needed later", "random numbers that the step itself draws"),
+            ("failing loss", "This loss fails."),
+            ("failing layer", "This layer fails."),
+        ):
+            assert said in found[f"whole, {case}"]["error"]
+            assert found[f"whole, {case}"]["losses"] == []
 
 
 @pytest.mark.parametrize("case", ["class weights", "labels with gaps", "time first"])

@@ -65,7 +65,7 @@ def test_what_lies_between_the_losses_of_microbatches_may_be_a_weighted_mean():
         (((1.0, 2.0, 3.0), 6.0), r"is 6 on one device, .* which is 2 .*It is 3 times as large, so the loss is a sum"),
         (
             ((0.0, 0.0, 0.0), 1.5),
-            r"is 1.5 on one device.* which is 0 .*It is 0 on every microbatch.*num_microbatches=1",
+            r"is 1.5 on one device.* which is 0 .*It is 0 on every microbatch.*loss_over='batch'",
         ),
         (((1.0, 2.0, 3.0), 2.4), r"different weights.*-100"),
     ],

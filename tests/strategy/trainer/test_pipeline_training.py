@@ -131,11 +131,12 @@ def test_workers_of_data_loaders_augment_alike_on_all_ranks(ranks):
     assert [seen["augmented"] for seen in ranks] == [ranks[0]["augmented"]] * DEVICES
 
 
-def test_batch_norm_sees_each_microbatch_once(ranks):
-    assert [seen["batches_tracked"] for seen in ranks] == [[12], [], []]
+def test_batch_norm_sees_each_microbatch_once_or_each_batch(ranks):
+    assert [seen["batches_tracked_microbatch"] for seen in ranks] == [[12], [], []]
+    assert [seen["batches_tracked_deferred"] for seen in ranks] == [[3], [], []]
 
 
-@pytest.mark.parametrize("name", ["tuple", "towers", "stem_twice"])
+@pytest.mark.parametrize("name", ["tuple", "towers", "stem_twice", "contrastive"])
 def test_modules_of_other_forms_train_like_one_device(ranks, name):
     """Tuples between layers and a dict at the end; two lists of layers; a part that is called several times."""
     assert ranks[0][f"{name}_losses"] == pytest.approx(ranks[0][f"{name}_expected"], abs=2e-5)

@@ -8,7 +8,7 @@ computed as it is; every rank has the batch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,7 +164,7 @@ class _TraceRun:
         for tensor in self._adopted:
             untracked(tensor)
         if self._glue_state is not None:
-            self.trace.draws = not _same_state(self._glue_state, random_state.get_state(self._device))
+            self.trace.draws = not random_state.same_state(self._glue_state, random_state.get_state(self._device))
 
     def use_inside(self, event: Event, values: Any) -> None:
         """Note tracked tensors that reach the inside of an event by another way than as arguments."""
@@ -303,13 +303,3 @@ def _zeros(form: torch.Tensor) -> torch.Tensor:
         if form.requires_grad and torch.is_grad_enabled():
             return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(form.shape).clone()
         return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
-
-
-def _same_state(a: Any, b: Any) -> bool:
-    if isinstance(a, Mapping):
-        return all(_same_state(a[name], b[name]) for name in a)
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, tuple) and not isinstance(a[0], int):  # such as NumPy's, which holds an array
-        return all(map(_same_state, a, b))
-    return bool(a.tobytes() == b.tobytes()) if hasattr(a, "tobytes") else bool(a == b)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.schedules.schedule import PipelineSchedule, loss_waits_for_all
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.step.batches.splitting import (
     Microbatches,
     SplitBatch,
@@ -15,6 +17,8 @@ from lightning_pfo.strategy.step.batches.splitting import (
     split_batch,
 )
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight, check_microbatch_weight, weights_of
+
+LOSS_OVER = ("microbatch", "batch")
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Batching:
         batch_dim: The dimension along which tensors have samples.
         split_batch: The user's own way of splitting.
         microbatch_weight: How much a microbatch counts in the loss of its batch; see `weights_of`.
+        loss_over: `microbatch`: the loss of a batch is the weighted mean of its microbatches' losses. `batch`: it is
+            computed once, of what all microbatches have come to.
         shifted_labels: Whether the first label of each sequence has no part in the loss.
 
     Raises:
@@ -34,10 +40,18 @@ class Batching:
     batch_dim: int = 0
     split_batch: SplitBatch | None = None
     microbatch_weight: MicrobatchWeight = "samples"
+    loss_over: str = "microbatch"
     shifted_labels: bool = False
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)
+        if self.loss_over not in LOSS_OVER:
+            raise ConfigurationError(f"loss_over is {' or '.join(map(repr, LOSS_OVER))}; got {self.loss_over!r}.")
+        if self.joins_microbatches and self.microbatch_weight != "samples":
+            raise ConfigurationError(
+                f"With loss_over='batch' there is one loss of the whole batch, and none of microbatches to weigh; got "
+                f"microbatch_weight={shortened(self.microbatch_weight)} too. Leave one of the two out."
+            )
         if not isinstance(self.batch_dim, int) or self.batch_dim < 0:
             raise ConfigurationError(
                 f"batch_dim is the dimension along which tensors have samples, 0 or more; got {self.batch_dim!r}. Use "
@@ -47,6 +61,24 @@ class Batching:
             raise ConfigurationError(
                 f"split_batch is a function that takes a batch and a number of microbatches, and returns them; got "
                 f"{self.split_batch!r}."
+            )
+
+    @property
+    def joins_microbatches(self) -> bool:
+        """Whether what microbatches come to is joined before the loss."""
+        return self.loss_over == "batch"
+
+    def check_schedule(self, schedule: PipelineSchedule) -> None:
+        """Check that a schedule suits the loss.
+
+        Raises:
+            ConfigurationError: If the loss needs all microbatches before the schedule has them all.
+        """
+        if self.joins_microbatches and not loss_waits_for_all(schedule):
+            raise ConfigurationError(
+                f"loss_over='batch' needs all forwards before the first backward, since the loss is that of the whole "
+                f"batch; schedule={schedule.name!r} goes backward earlier. Use schedule='gpipe', or 'looped_bfs' with "
+                f"several stages per rank."
             )
 
     def split(self, batch: Any, num_microbatches: int) -> Microbatches:
