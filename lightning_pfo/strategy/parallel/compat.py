@@ -135,6 +135,11 @@ def tensors_of(module: nn.Module) -> Tensors:
     return Tensors(module._parameters, module._buffers)
 
 
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a module, each once, under its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules that a module itself holds, by name; one may have several. Changing it changes the module."""
     return module._modules

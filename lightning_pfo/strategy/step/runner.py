@@ -17,7 +17,7 @@ from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.groups import Shared, host_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
@@ -47,7 +47,7 @@ class StepRunner:
         owner: The user's module whose steps are run.
         split: How it is divided.
         parameters: Parameters this rank holds.
-        shared: Parameters every rank holds.
+        shared: Parameters and buffers that this rank holds together with others.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         batching: How batches are divided, and how much each microbatch counts.
@@ -61,7 +61,7 @@ class StepRunner:
         owner: nn.Module,
         split: Split,
         parameters: list[nn.Parameter],
-        shared: list[nn.Parameter],
+        shared: Sequence[Shared],
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
         *,
@@ -134,7 +134,7 @@ class StepRunner:
             values, losses = self._run("train", step, microbatches, step_seed, rest, loss_scale)
             if is_ordinary:
                 engine.iteration_end()
-            sum_shared_gradients(self._shared, engine.group, self._hosts)
+            sum_shared_gradients(self._shared)
             average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,25 +15,66 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
+from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, memory_of, named_tensors, tree_leaves
 
 
-class ParametersSeen(TorchFunctionMode):
-    """Notes parameters that functions are given without any tracked tensor."""
+class HeldTensors:
+    """The parameters and buffers of a module, known by themselves and by views of them.
 
-    def __init__(self, see: Callable[[list[Any]], None] | None = None) -> None:
+    Args:
+        owner: The module.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        # the tensors are kept, so that their ids stay theirs
+        self._tensors = named_tensors(owner)
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._by_memory = {
+            memory_of(tensor): name for name, tensor in self._tensors.items() if _may_have_views(tensor)
+        }
+
+    def names(self, leaves: Iterable[Any]) -> list[str]:
+        """The names of those among some objects."""
+        found = (self._name(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return list(dict.fromkeys(name for name in found if name is not None))
+
+    def _name(self, tensor: torch.Tensor) -> str | None:
+        name = self._names.get(id(tensor))
+        return self._by_memory.get(memory_of(tensor)) if name is None and _may_have_views(tensor) else name
+
+
+def _may_have_views(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
+class TensorsSeen(TorchFunctionMode):
+    """Notes parameters and buffers that functions are given without any tracked tensor.
+
+    Those that only make a view do not count: what takes the view does.
+    """
+
+    def __init__(self, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
         super().__init__()
-        self.parameters: dict[int, nn.Parameter] = {}
+        self.names: dict[str, None] = {}
+        self._held = held
         self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_metadata(func):
-            leaves = tree_leaves((args, kwargs))
-            if not any(isinstance(leaf, Tracked) for leaf in leaves):
-                if self._see is not None:
-                    self._see(leaves)
-                self.parameters |= {id(leaf): leaf for leaf in leaves if isinstance(leaf, nn.Parameter)}
-        return func(*args, **(kwargs or {}))
+        if is_metadata(func):
+            return func(*args, **(kwargs or {}))
+        leaves = tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tracked) for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        if self._see is not None:
+            self._see(leaves)
+        names = dict.fromkeys(self._held.names(leaves))
+        before = dict(self.names)
+        self.names |= names  # also if it fails
+        result = func(*args, **(kwargs or {}))
+        is_view = isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves)
+        if names and is_view and self._held.names([result]):
+            self.names = before
+        return result
 
 
 class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]

@@ -10,7 +10,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.model.units import Unit
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,34 @@ def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[in
             )
 
 
-def cuts_before(trace: Trace, positions: Sequence[int]) -> list[int]:
+Bound = list[tuple[str, frozenset[int]]]
+"""What an event needs of what only some stages have: names of units, parameters and buffers, and these stages."""
+
+
+def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
     """Where to cut so that the event at each position begins a stage: where the least has to be sent.
 
     Between the last unit with parameters before the position and the position itself.
+
+    Args:
+        trace: The step.
+        positions: The first event of each stage but the first.
+        bound: For each event what it needs.
     """
-    return [min(_possible(trace, position), key=lambda cut: (_bytes(trace, cut), -cut)) for position in positions]
+    cuts = []
+    for stage, position in enumerate(positions, start=1):
+        possible = _possible(trace, position)
+        allowed = [
+            cut
+            for cut in possible
+            if _all_have(bound[possible[0] : cut], stage - 1) and _all_have(bound[cut:position], stage)
+        ]
+        cuts.append(min(allowed or possible, key=lambda cut: (_bytes(trace, cut), -cut)))
+    return cuts
+
+
+def _all_have(bound: Sequence[Bound], stage: int) -> bool:
+    return all(stage in stages for of_event in bound for _, stages in of_event)
 
 
 def _possible(trace: Trace, position: int) -> range:
@@ -122,33 +143,28 @@ def _bytes(trace: Trace, cut: int) -> int:
     return sum(trace.values[label].num_bytes for label in trace.live(cut))
 
 
-def cuts_by_owner(trace: Trace, owners: Mapping[Unit, frozenset[int]], num_stages: int) -> list[int]:
-    """Where to cut so that each stage runs units that it has.
+def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
+    """Where to cut so that each stage has what it needs.
 
     Args:
-        trace: A step that may differ from that which the partition was made for.
-        owners: The stages that have a unit.
+        bound: For each event of a step, which may differ from that which the partition was made for, what it needs.
         num_stages: Number of stages.
 
     Raises:
-        ConfigurationError: If units are called in an order that leads back to an earlier stage.
+        ConfigurationError: If what is needed leads back to an earlier stage.
     """
     cuts: list[int] = []
-    previous: Unit | None = None
-    for position, event in enumerate(trace.events):
-        for unit in event.units:
-            stages = owners.get(unit, frozenset())
-            if not stages or len(cuts) in stages:
-                previous = unit if stages else previous
-                continue
-            later = [stage for stage in stages if stage > len(cuts)]
-            if not later:
-                assert previous is not None
-                raise ConfigurationError(
-                    f"Stages run one after the other, but {unit.name!r}, which stage {max(stages)} has, is called "
-                    f"after {previous.name!r}, which stage {len(cuts)} has. Call the model's parts in one order, or "
-                    f"move the boundaries with partition='custom:...' so that one stage has both."
-                )
-            cuts += [position] * (min(later) - len(cuts))
-            previous = unit
-    return cuts + [len(trace.events)] * (num_stages - 1 - len(cuts))
+    previous = ""
+    for position, of_event in enumerate(bound):
+        for name, stages in of_event:
+            if len(cuts) not in stages:
+                later = [stage for stage in stages if stage > len(cuts)]
+                if not later:
+                    raise ConfigurationError(
+                        f"Stages run one after the other, but {name!r}, which stage {max(stages)} has, is used after "
+                        f"{previous!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
+                        f"boundaries with partition='custom:...' so that one stage has both."
+                    )
+                cuts += [position] * (min(later) - len(cuts))
+            previous = name
+    return cuts + [len(bound)] * (num_stages - 1 - len(cuts))

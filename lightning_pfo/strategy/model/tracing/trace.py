@@ -18,8 +18,9 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import (
-    ParametersSeen,
+    HeldTensors,
     ShapesFromValues,
+    TensorsSeen,
     functions_followed,
     is_value,
     users_line,
@@ -32,22 +33,25 @@ from lightning_pfo.strategy.parallel.compat import (
     has_memory,
     memory_of,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
     version_of,
 )
 
 
-def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
+def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) -> Trace:
     """Trace a step of the user's module, whose units are followed (see `follow_units`).
 
     The caller keeps away what a step leaves behind: attributes, random states, caches.
 
     Args:
+        owner: The user's module.
         step: Runs it on a microbatch.
         device: Where it runs.
     """
-    run = _TraceRun(device)
-    seen = ParametersSeen(run.see)
+    held = HeldTensors(owner)
+    run = _TraceRun(device, held)
+    seen = TensorsSeen(held, run.see)
     result = None
     with following(run), functions_followed(run), seen:
         try:
@@ -58,15 +62,16 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
-    run.trace.everywhere = list(seen.parameters.values())
+    run.trace.everywhere = list(seen.names)
     return run.trace
 
 
 class _TraceRun:
     """Follows a step and notes what it does."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, held: HeldTensors) -> None:
         self.trace = Trace()
+        self._held = held
         self.alive: list[Any] = []
         self._device = device
         self._adopted: list[torch.Tensor] = []
@@ -75,8 +80,8 @@ class _TraceRun:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
-        event = Event(function)
         leaves, structure = tree_flatten((args, kwargs))
+        event = Event(function, held=self._held.names(leaves))
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):  # parameters of other ranks
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
@@ -101,17 +106,17 @@ class _TraceRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
-        event = Event(unit, units=[unit])
+        leaves, _ = tree_flatten((args, kwargs))
+        event = Event(unit, units=[unit], held=self._held.names(leaves))
         if unit.is_listened and unit not in self.trace.listened:
             self.trace.listened.append(unit)
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
-        leaves, _ = tree_flatten((args, kwargs))
         position = self._begin(event, leaves)
-        with self._nothing_drawn(), following(_Inside(self, event)), ParametersSeen() as seen:
+        with self._nothing_drawn(), following(_Inside(self, event)), TensorsSeen(self._held) as seen:
             outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
         event.saved_bytes = outline.saved_bytes
-        event.parameters += seen.parameters.values()  # of other modules; its own are replaced meanwhile
+        event.held += seen.names  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
@@ -127,6 +132,7 @@ class _TraceRun:
     def note(self, values: Any) -> None:
         """Note that values are wanted at the end, as what is logged."""
         self.trace.use(values, FOREVER)
+        self.trace.at_end += self._held.names(tree_leaves(values))
 
     def finish(self, result: Any) -> None:
         """The step has returned."""
@@ -145,7 +151,6 @@ class _TraceRun:
             self._glue_state = random_state.get_state(self._device)
         position = len(self.trace.events)
         self.trace.events.append(event)
-        event.parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self.trace.use(leaves, position)
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
         return position
