@@ -312,8 +312,7 @@ class PipelinedModel(ModuleWithPlaceholders):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
-        full.load_module_state(self.module, state_dict, strict=strict)
-        return IncompatibleKeys([], [])
+        return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""

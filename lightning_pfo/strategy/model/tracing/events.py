@@ -109,6 +109,10 @@ class Trace:
         marks: When layers begin: the layer's unit and the event that comes next.
         everywhere: Names of parameters and buffers that are used beside all events, so on every stage.
         at_end: Names of parameters and buffers that are logged or returned.
+        changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning them
+            anew: the events, and the user's lines.
+        recomputed: Events of which activations are recomputed together, by `torch.utils.checkpoint`: first and behind the
+            last.
         draws: Whether the step draws random numbers of its own after the first event.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
@@ -121,6 +125,8 @@ class Trace:
     marks: list[tuple[Any, int]] = field(default_factory=list)
     everywhere: list[str] = field(default_factory=list)
     at_end: list[str] = field(default_factory=list)
+    changes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)

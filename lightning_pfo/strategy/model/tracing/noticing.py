@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, memory_of, named_tensors, tree_leaves
+from lightning_pfo.strategy.parallel.compat import (
+    Recompute,
+    TorchDispatchMode,
+    memory_of,
+    named_tensors,
+    recompute_with,
+    tree_leaves,
+)
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class HeldTensors:
@@ -26,6 +34,7 @@ class HeldTensors:
     """
 
     def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
         # the tensors are kept, so that their ids stay theirs
         self._tensors = named_tensors(owner)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -37,6 +46,10 @@ class HeldTensors:
         """The names of those among some objects."""
         found = (self._name(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         return list(dict.fromkeys(name for name in found if name is not None))
+
+    def assigned(self) -> dict[str, torch.Tensor]:
+        """Buffers that are other objects now."""
+        return {name: b for name, b in self._owner.named_buffers() if self._tensors.get(name) is not b}
 
     def _name(self, tensor: torch.Tensor) -> str | None:
         name = self._names.get(id(tensor))
@@ -118,6 +131,23 @@ def functions_followed(run: Run) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, int]]) -> Patches:
+    """Note which events of a trace are recomputed together, until what is returned is closed."""
+
+    def make(original: Recompute) -> Recompute:
+        def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+            start = len(events)
+            yield from original(*args, **kwargs)
+            if current_run() is run and len(events) > start + 1:
+                found.append((start, len(events)))
+
+        return around
+
+    patches = Patches()
+    recompute_with(make, patches)
+    return patches
 
 
 @dataclass(frozen=True)

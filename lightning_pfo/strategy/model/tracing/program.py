@@ -26,6 +26,7 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -37,6 +38,7 @@ class StageProgram:
     forms: Sequence[Tracked] = field(repr=False)
     applies: bool
     draws: bool
+    divided: frozenset[int] = frozenset()
 
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
@@ -78,9 +80,14 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
+                frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start, stop)),
             )
         )
     return programs
+
+
+def _is_divided(first: int, behind: int, start: int, stop: int | None) -> bool:
+    return first < start < behind or (stop is not None and first < stop < behind)
 
 
 def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[int, int]) -> None:

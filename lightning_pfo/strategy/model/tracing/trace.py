@@ -23,6 +23,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     TensorsSeen,
     functions_followed,
     is_value,
+    recomputation_noted,
     users_line,
 )
 from lightning_pfo.strategy.model.tracing.outline import Same, outline_call
@@ -53,7 +54,8 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
     run = _TraceRun(device, held)
     seen = TensorsSeen(held, run.see)
     result = None
-    with following(run), functions_followed(run), seen:
+    noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
+    with following(run), functions_followed(run), noted, seen:
         try:
             result = step()
         except Exception as error:
@@ -72,6 +74,7 @@ class _TraceRun:
     def __init__(self, device: torch.device, held: HeldTensors) -> None:
         self.trace = Trace()
         self._held = held
+        self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
         self.alive: list[Any] = []
         self._device = device
         self._adopted: list[torch.Tensor] = []
@@ -101,6 +104,7 @@ class _TraceRun:
         for leaf in leaves:
             if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
+                self._change(self._held_values.get(leaf.label))
         found, structure = tree_flatten(result)
         return self._end(event, leaves, found, structure, changed, dynamic)
 
@@ -137,6 +141,10 @@ class _TraceRun:
     def finish(self, result: Any) -> None:
         """The step has returned."""
         self.note(result)
+        for name, buffer in self._held.assigned().items():
+            if is_value(buffer):
+                self.trace.use(buffer, FOREVER)
+                self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)
         if self._glue_state is not None:
@@ -187,8 +195,14 @@ class _TraceRun:
         lines = (self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf))
         return next((line for line in lines if line), "")
 
+    def _change(self, name: str | None) -> None:
+        if name is not None:
+            self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
+
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
+        name = next(iter(self._held.names([tensor])), None)
+        self._change(name)
         if type(tensor) is not torch.Tensor:
             return
         base = base_of(tensor)
@@ -198,6 +212,8 @@ class _TraceRun:
                 adopted = tracked(each)
                 self._adopted.append(adopted)
                 event.adopted.append(Adopted(index, is_base, self._new(adopted, line)))
+                if name is not None:
+                    self._held_values[adopted.label] = name
 
     def see(self, leaves: list[Any]) -> None:
         """Notice ordinary tensors whose values a stage has changed through another view of theirs."""
