@@ -249,8 +249,9 @@ def _agree_on_initial_values(
 ) -> None:
     """Without a common seed every process has made its own initial values."""
     held = [*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)]
+    tensors = named_tensors(model)
     for each in shared:
-        copy_from_first([*each.parameters, *map(model.get_buffer, each.buffers)], each.group)
+        copy_from_first([tensors[name] for name in each.names], each.group)
     if tensor_group is not None:
         copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
     if replica_group is not None:

@@ -55,15 +55,15 @@ class Shared:
 
     Attributes:
         ranks: The ranks, in the pipeline.
+        names: Names of the parameters and buffers in the user's module.
         parameters: The parameters.
-        buffers: Names of the buffers in the user's module.
         group: The ranks' processes.
         hosts: The same for tensors on the CPU; see `host_group`.
     """
 
     ranks: tuple[int, ...]
+    names: list[str]
     parameters: list[nn.Parameter]
-    buffers: list[str]
     group: dist.ProcessGroup | None
     hosts: dist.ProcessGroup | None
 
@@ -93,8 +93,8 @@ def share(
         found.append(
             Shared(
                 ranks,
+                list(of_ranks),
                 [tensor for tensor in of_ranks.values() if isinstance(tensor, nn.Parameter)],
-                [name for name, tensor in of_ranks.items() if not isinstance(tensor, nn.Parameter)],
                 processes,
                 host_group(processes, device),
             )

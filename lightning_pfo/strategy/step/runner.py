@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -244,7 +245,11 @@ class StepRunner:
 
         def run_step(stage: int, index: int) -> Any:
             is_last = stage == engine.num_stages - 1
-            with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
+            with (
+                buffers.of(stage),
+                logging_to(self.owner, log if is_last else _log_nothing),
+                without_synchronisation(self._metrics),
+            ):
                 recorder.index = index
                 try:
                     return step(index)
@@ -255,11 +260,15 @@ class StepRunner:
 
         with random_state.isolated(engine.device):
             programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
+            changes = {name: stage for of_stages in programs for name, stage in of_stages[0].changes.items()}
             if kind not in self._rehearsed:
                 with untouched(self.owner):
+                    buffers = StepBuffers(self.owner, changes, len(engine.stages))
                     engine.rehearse(programs[0], step_seed, run_step, train=train)
                 self._rehearsed.add(kind)
+            buffers = StepBuffers(self.owner, changes, len(engine.stages))
             engine.run(programs, step_seed, run_step, take, train=train)
+            buffers.agree(engine.placement, self._shared, engine.group)
         return programs
 
     def _log(self, values: StepValues, batch_size: int) -> None:

@@ -108,6 +108,7 @@ class Trace:
         values: What flows between them, by label.
         marks: When layers begin: the layer's unit and the event that comes next.
         everywhere: Names of parameters and buffers that are used beside all events, so on every stage.
+        changed_everywhere: Those that are changed in place.
         at_end: Names of parameters and buffers that are logged or returned.
         changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning them
             anew: the events, and the user's lines.
@@ -124,6 +125,7 @@ class Trace:
     values: list[Value] = field(default_factory=list)
     marks: list[tuple[Any, int]] = field(default_factory=list)
     everywhere: list[str] = field(default_factory=list)
+    changed_everywhere: list[str] = field(default_factory=list)
     at_end: list[str] = field(default_factory=list)
     changes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     recomputed: list[tuple[int, int]] = field(default_factory=list)

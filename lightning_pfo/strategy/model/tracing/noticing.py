@@ -22,6 +22,7 @@ from lightning_pfo.strategy.parallel.compat import (
     named_tensors,
     recompute_with,
     tree_leaves,
+    version_of,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -44,31 +45,32 @@ class HeldTensors:
 
     def names(self, leaves: Iterable[Any]) -> list[str]:
         """The names of those among some objects."""
-        found = (self._name(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return list(dict.fromkeys(name for name in found if name is not None))
+        return list(dict.fromkeys(name for name in map(self.name, leaves) if name is not None))
 
     def assigned(self) -> dict[str, torch.Tensor]:
         """Buffers that are other objects now."""
         return {name: b for name, b in self._owner.named_buffers() if self._tensors.get(name) is not b}
 
-    def _name(self, tensor: torch.Tensor) -> str | None:
-        name = self._names.get(id(tensor))
-        return self._by_memory.get(memory_of(tensor)) if name is None and _may_have_views(tensor) else name
+    def name(self, leaf: Any) -> str | None:
+        """The name of an object, if it is one of them or a view of one."""
+        name = self._names.get(id(leaf))
+        return self._by_memory.get(memory_of(leaf)) if name is None and _may_have_views(leaf) else name
 
 
-def _may_have_views(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+def _may_have_views(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
 
 
 class TensorsSeen(TorchFunctionMode):
-    """Notes parameters and buffers that functions are given without any tracked tensor.
+    """Notes parameters and buffers that functions are given, or change, without any tracked tensor.
 
-    Those that only make a view do not count: what takes the view does.
+    Functions that only make a view do not count: what takes the view does.
     """
 
     def __init__(self, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
         self._held = held
         self._see = see
 
@@ -83,7 +85,11 @@ class TensorsSeen(TorchFunctionMode):
         names = dict.fromkeys(self._held.names(leaves))
         before = dict(self.names)
         self.names |= names  # also if it fails
+        versions = [version_of(leaf) if self._held.name(leaf) else 0 for leaf in leaves] if names else []
         result = func(*args, **(kwargs or {}))
+        for leaf, version in zip(leaves, versions, strict=False):
+            if (name := self._held.name(leaf)) and version_of(leaf) != version:
+                self.changed[name] = None
         is_view = isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves)
         if names and is_view and self._held.names([result]):
             self.names = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,8 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where the
+            step changes it alike on all.
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
     """
 
@@ -39,6 +42,7 @@ class StageProgram:
     applies: bool
     draws: bool
     divided: frozenset[int] = frozenset()
+    changes: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
@@ -66,6 +70,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
                 f"made of stages' values instead (x = x.clone()), or use what was changed itself."
             )
+    changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
+    changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
     forms = [value.form for value in trace.values]
     programs = []
     for stage, (start, stop) in enumerate(pairwise([*positions, None])):
@@ -81,9 +87,25 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start, stop)),
+                changes,
             )
         )
     return programs
+
+
+def _stage_of_changes(trace: Trace, cuts: Sequence[int], name: str) -> int:
+    """The stage that changes a buffer; others get its value after the iteration, so they must not use it before."""
+    stage, line = max((bisect_right(cuts, event), line) for event, line in trace.changes[name])
+    uses = [event for event, _ in trace.changes[name]]
+    uses += [position for position, event in enumerate(trace.events) if name in event.held]
+    earlier = min(bisect_right(cuts, position) for position in uses)
+    if earlier < stage:
+        raise ConfigurationError(
+            f"{name!r} is changed by what stage {stage} computes, but used on stage {earlier} as well, which runs the "
+            f"next microbatch before it knows of the change. {line} Move the boundary with partition='custom:...' so "
+            f"that one stage does both, or use a copy that changes after the batch (on_train_batch_end)."
+        )
+    return stage
 
 
 def _is_divided(first: int, behind: int, start: int, stop: int | None) -> bool:

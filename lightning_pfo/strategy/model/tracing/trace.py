@@ -64,7 +64,7 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
-    run.trace.everywhere = list(seen.names)
+    run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
     return run.trace
 
 
@@ -74,6 +74,7 @@ class _TraceRun:
     def __init__(self, device: torch.device, held: HeldTensors) -> None:
         self.trace = Trace()
         self._held = held
+        self._names: list[str | None] = []  # of the leaves of a call
         self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
         self.alive: list[Any] = []
         self._device = device
@@ -85,6 +86,7 @@ class _TraceRun:
         """Note a function and run it on zeros."""
         leaves, structure = tree_flatten((args, kwargs))
         event = Event(function, held=self._held.names(leaves))
+        self._names = list(map(self._held.name, leaves))
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):  # parameters of other ranks
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
@@ -112,6 +114,7 @@ class _TraceRun:
         """Note a unit, and return what it would, in form."""
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
+        self._names = list(map(self._held.name, leaves))
         if unit.is_listened and unit not in self.trace.listened:
             self.trace.listened.append(unit)
         if unit.is_layer:
@@ -143,7 +146,6 @@ class _TraceRun:
         self.note(result)
         for name, buffer in self._held.assigned().items():
             if is_value(buffer):
-                self.trace.use(buffer, FOREVER)
                 self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)
@@ -201,7 +203,7 @@ class _TraceRun:
 
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
-        name = next(iter(self._held.names([tensor])), None)
+        name = self._names[index]
         self._change(name)
         if type(tensor) is not torch.Tensor:
             return
