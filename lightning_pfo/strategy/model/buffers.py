@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, no_longer_tracked
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 from lightning_pfo.strategy.parallel.groups import Shared, global_rank
@@ -28,61 +29,64 @@ class StepBuffers:
         owner: The user's module.
         changes: What its step changes.
         num_stages: Number of stages of this rank; with several of them each needs a copy.
+
+    Raises:
+        ConfigurationError: If several stages would change a parameter.
     """
 
     def __init__(self, owner: nn.Module, changes: Changes, num_stages: int) -> None:
         self._owner = owner
         self._changes = changes
-        self._copies: dict[int, dict[str, torch.Tensor]] = {}
-        self._before = {name: tensor.detach().clone() for name, tensor in self._changed()} if num_stages > 1 else None
+        self._several = num_stages > 1
+        self._before = {name: t.detach().clone() for name, t in self._changed()} if self._several else {}
+        self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = [name for name, tensor in self._changed() if isinstance(tensor, nn.Parameter)]
+        if parameters and self._several:
+            raise ConfigurationError(
+                f"Each stage runs the step, so on a rank of {num_stages} stages it would change the parameter "
+                f"{parameters[0]!r} {num_stages} times. Change it in on_train_batch_end, or use stages_per_rank=1."
+            )
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """Let a stage change its own while the context is open."""
+        if self._several:  # other objects, as autograd may have saved those of another microbatch
+            for name, value in self._before.items():
+                self._set(name, self._of_stage.get(stage, {}).get(name, value.clone()))
         objects = dict(self._changed())
-        if self._before is not None:
-            _write(objects, self._copies.get(stage, self._before))
         try:
             yield
         finally:
             for name, before in objects.items():
-                self._settle(name, before)
-            if self._before is not None:
-                self._copies[stage] = {name: tensor.detach().clone() for name, tensor in self._changed()}
+                now = self._get(name)
+                if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
+                    self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
+            self._of_stage[stage] = dict(self._changed())
 
     def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
         """Give all who hold a buffer the value of the stage that has changed it; a collective call of the pipeline."""
-        tensors, own = dict(self._changed()), dist.get_rank(group)
         for name, stage in self._changes.items():
-            if name in tensors and stage is not None and stage in self._copies:
-                _write({name: tensors[name]}, self._copies[stage])
+            if self._several and stage in self._of_stage and name in self._of_stage[stage]:
+                self._set(name, self._of_stage[stage][name])
+        tensors = dict(self._changed())
         for each in shared:
             for name in each.names:
                 stage = self._changes.get(name)
                 if stage is not None and placement[stage] in each.ranks:
-                    source = global_rank(group, placement[stage])
-                    value = tensors[name].detach()
-                    value = value if value.is_contiguous() else value.contiguous()
-                    dist.broadcast(value, src=source, group=each.group)
-                    if placement[stage] != own:
-                        _write(tensors, {name: value})
+                    value = tensors[name].detach().contiguous()
+                    dist.broadcast(value, src=global_rank(group, placement[stage]), group=each.group)
+                    with torch.no_grad():
+                        tensors[name].copy_(value)
 
     def _changed(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._changes:
             tensors = named_tensors(self._owner)
             yield from ((name, tensors[name]) for name in self._changes if name in tensors)
 
-    def _settle(self, name: str, before: torch.Tensor) -> None:
-        """Keep what was assigned to a buffer, unless this stage has no value for it."""
+    def _get(self, name: str) -> torch.Tensor | None:
         path, _, key = name.rpartition(".")
-        buffers = tensors_of(self._owner.get_submodule(path)).buffers
-        now = buffers.get(key)
-        if isinstance(now, Tracked):
-            buffers[key] = before if now.is_absent else no_longer_tracked(now).detach()
+        return tensors_of(self._owner.get_submodule(path)).buffers.get(key)
 
-
-def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if name in values and values[name] is not tensor and not tensor.is_meta:
-                tensor.copy_(values[name])
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        path, _, key = name.rpartition(".")
+        tensors_of(self._owner.get_submodule(path)).buffers[key] = value
