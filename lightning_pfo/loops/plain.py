@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -31,6 +32,7 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import default_num_microbatches
 
+_log = logging.getLogger(__name__)
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
 _CHECK_EVERY = 50  # ... and then once in so many
 
@@ -60,8 +62,10 @@ class PipelinedModel(ModuleWithPlaceholders):
         loss_fn: `loss_fn(output, target)`; the call then takes the inputs of `module`, and the target last. A mean
             over samples, since the loss of a batch is the mean of its microbatches' losses.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
-        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`. Layers
-            are taken to be called in the order in which the module holds them.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
+        example_batch: A batch as the call takes it: a tuple of its arguments, or a dict of named ones. It shows the order
+            in which layers are called, what else stages use, and for the partition `profile` how long layers take.
+            Without it layers are taken to be called in the order in which the module holds them.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
@@ -103,6 +107,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         num_microbatches: int | None = None,
+        example_batch: Any = None,
         pipeline_module: str | None = None,
         partition: str = "uniform",
         schedule: str = "1f1b",
@@ -145,6 +150,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             stages_per_rank=stages_per_rank,
             max_in_flight=max_in_flight,
         )
+        self._batching = Batching(batch_dim, split_batch, microbatch_weight)
         self._num_checks = {True: 0, False: 0}
         self._pipeline = build_pipeline(
             self,
@@ -153,14 +159,19 @@ class PipelinedModel(ModuleWithPlaceholders):
             self.patches,
             pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
             partition=partition,
+            first_step=partial(self._first_step, example_batch),
             num_microbatches=num_microbatches,
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
-            batching=Batching(batch_dim, split_batch, microbatch_weight),
+            batching=self._batching,
             check_loss=check_loss,
             seed=random_state.synchronise(),
         )
+
+        if dist.get_rank() == 0:
+            for warning in self._pipeline.warnings:
+                _log.warning(warning)
 
     @property
     def num_replicas(self) -> int:
@@ -264,6 +275,16 @@ class PipelinedModel(ModuleWithPlaceholders):
             )
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
 
+    def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
+        """What runs the call on a microbatch of an example, on a device; None without an example."""
+        if example is None:
+            return None
+        batch = ((), dict(example)) if isinstance(example, Mapping) else (_arguments(example), {})
+        size = self._batching.size_of(batch)
+        number = self._num_microbatches or default_num_microbatches(size, self._mesh.num_ranks, self._make_schedule)
+        microbatch = self._batching.split(batch, number)[0]
+        return lambda device: self._loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
+
     def _step_seed(self, kind: int) -> tuple[int, ...]:
         return (kind, self.replica, self.iteration)
 
@@ -337,6 +358,10 @@ class PipelinedModel(ModuleWithPlaceholders):
         Layers of other ranks stay placeholders; for all of them load `full_state_dict` into a new model.
         """
         self.patches.close()
+
+
+def _arguments(example: Any) -> tuple[Any, ...]:
+    return tuple(example) if isinstance(example, (tuple, list)) else (example,)
 
 
 def _default_device() -> torch.device:

@@ -24,6 +24,7 @@ from lightning_pfo.strategy.model.layers import (
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
+from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
     local_parameters,
     move_local_tensors,
@@ -60,6 +61,7 @@ class Pipeline:
         shared: What this rank holds together with others.
         held: Parameters this rank holds.
         description: The stages, for people.
+        warnings: What people should know of how memory is divided.
     """
 
     engine: PipelineEngine
@@ -67,6 +69,7 @@ class Pipeline:
     shared: list[Shared]
     held: list[nn.Parameter]
     description: str
+    warnings: list[str]
 
 
 def build_pipeline(
@@ -176,15 +179,13 @@ def build_pipeline(
         check_loss=check_loss,
         compiled=compile,
     )
-    description = describe_partition(
-        split.units.name,
-        split.boundaries,
-        split.calls.num_parameters,
-        placement,
-        times_s,
-        split.saved_bytes,
+    memory = memory_of(model, split, placement)
+    partitioned = describe_partition(
+        split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    return Pipeline(engine, runner, shared, held, description)
+    return Pipeline(
+        engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement)
+    )
 
 
 def _split(
