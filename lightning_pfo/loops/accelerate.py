@@ -112,8 +112,8 @@ def prepare_pipeline(
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
             do, and gradients are averaged.
-        example_batch: A batch as the call of the model takes it, by which layers are divided; see `PipelinedModel`. None is
-            the loader's first batch, if its dataset has an index.
+        example_batch: A batch as the call of the model takes it, by which layers are divided; see `PipelinedModel`.
+            None is the loader's first batch, if its dataset has an index.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.

@@ -63,9 +63,9 @@ class PipelinedModel(ModuleWithPlaceholders):
             over samples, since the loss of a batch is the mean of its microbatches' losses.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
-        example_batch: A batch as the call takes it: a tuple of its arguments, or a dict of named ones. It shows the order
-            in which layers are called, what else stages use, and for the partition `profile` how long layers take.
-            Without it layers are taken to be called in the order in which the module holds them.
+        example_batch: A batch as the call takes it: a tuple of its arguments, or a dict of named ones. It shows the
+            order in which layers are called, what else stages use, and for the partition `profile` how long layers
+            take. Without it layers are taken to be called in the order in which the module holds them.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.

@@ -183,9 +183,7 @@ def build_pipeline(
     partitioned = describe_partition(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    return Pipeline(
-        engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement)
-    )
+    return Pipeline(engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement))
 
 
 def _split(

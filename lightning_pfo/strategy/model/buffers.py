@@ -1,7 +1,7 @@
 """Buffers that a user's step changes by itself, outside of the modules that stages run.
 
-Every stage runs the step, but the values from which a buffer is made are there on one stage only. So each stage changes a
-copy of its own, and after the iteration all ranks get that of the stage which has the values.
+Every stage runs the step, but the values from which a buffer is made are there on one stage only. So each stage changes
+a copy of its own, and after the iteration all ranks get that of the stage which has the values.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def warnings_of(memory: Memory, split: Split, placement: Sequence[int]) -> list[
     warnings = []
     if memory.share_held_twice > _MOST_HELD_TWICE:
         warnings.append(
-            f"Ranks hold {memory.share_held_twice:.1%} of the parameters twice ({in_bytes(memory.held_twice.num_bytes)}), "
-            f"most of it in {memory.most_of_it!r}, {_why_held_twice(memory.most_of_it, split, placement)}"
+            f"Ranks hold {memory.share_held_twice:.1%} of the parameters twice "
+            f"({in_bytes(memory.held_twice.num_bytes)}), most of it in {memory.most_of_it!r}, "
+            f"{_why_held_twice(memory.most_of_it, split, placement)}"
         )
     if memory.imbalance > _LARGEST_IMBALANCE:
         heaviest = max(range(split.num_stages), key=lambda stage: memory.of_stages[stage].num_bytes)
@@ -101,12 +102,13 @@ def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
             f"model: data_parallel_size={len(set(placement))} with fully_shard=True, or use fewer stages."
         )
     if calls:
-        ends = " A schedule that has the first and the last stage on one rank holds it once: schedule='zbv'."
-        only_ends = users == [0, split.num_stages - 1] and placement[0] != placement[-1]
-        return f"which stages {stages} use, as tied weights are.{ends if only_ends else ' Untie it, or use fewer stages.'}"
+        way_out = "Untie it, or use fewer stages."
+        if users == [0, split.num_stages - 1] and placement[0] != placement[-1]:
+            way_out = "A schedule that has the first and the last stage on one rank holds it once: schedule='zbv'."
+        return f"which stages {stages} use, as tied weights are. {way_out}"
     return (
-        "which no layer holds that the first batch is known to call, so that any stage may need it. Leave out what no step "
-        "calls, and let a module that the step calls hold what it uses."
+        "which no layer holds that the first batch is known to call, so that any stage may need it. Leave out what no "
+        "step calls, and let a module that the step calls hold what it uses."
     )
 
 

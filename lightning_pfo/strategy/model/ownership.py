@@ -29,7 +29,9 @@ Users = Mapping[str, frozenset[int]]
 """The stages that use a parameter or buffer, by its (first) name."""
 
 
-def find_users(root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int) -> dict[str, frozenset[int]]:
+def find_users(
+    root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int
+) -> dict[str, frozenset[int]]:
     """Find the stages that use each parameter and buffer, in the order of the module; its ranks hold it, and no other.
 
     What belongs to no part and is not known to be used anywhere may be used on any stage, as in evaluation.

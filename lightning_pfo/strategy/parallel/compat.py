@@ -205,7 +205,7 @@ class ModuleWithPlaceholders(nn.Module):
         return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
 
 
-Recompute = Callable[..., Generator[None]]
+Recompute = Callable[..., Generator[None, None, None]]
 """What surrounds the forward of a function under `torch.utils.checkpoint`, without reentrance: up to its `yield`."""
 
 

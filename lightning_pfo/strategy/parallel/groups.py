@@ -42,6 +42,7 @@ def _group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
         ranks: Ranks in the world.
         backend: The backend; None is the world's.
     """
+    assert dist.group.WORLD is not None
     made = _made.setdefault(dist.group.WORLD, {})
     key = (tuple(ranks), backend)
     if key not in made:

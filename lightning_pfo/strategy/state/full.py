@@ -70,9 +70,7 @@ def nest_optimizer_state(values: Mapping[tuple[Id, str], Any]) -> dict[Id, dict[
     return nested
 
 
-def load_module_state(
-    module: nn.Module, state: Mapping[str, Any], *, strict: bool
-) -> tuple[list[str], list[str]]:
+def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
     """Load this rank's part of a full state dict.
 
     Returns:

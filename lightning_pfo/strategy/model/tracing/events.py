@@ -110,10 +110,10 @@ class Trace:
         everywhere: Names of parameters and buffers that are used beside all events, so on every stage.
         changed_everywhere: Those that are changed in place.
         at_end: Names of parameters and buffers that are logged or returned.
-        changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning them
-            anew: the events, and the user's lines.
-        recomputed: Events of which activations are recomputed together, by `torch.utils.checkpoint`: first and behind the
-            last.
+        changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning
+            them anew: the events, and the user's lines.
+        recomputed: Events of which activations are recomputed together, by `torch.utils.checkpoint`: first and behind
+            the last.
         draws: Whether the step draws random numbers of its own after the first event.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,7 @@ class HeldTensors:
         # the tensors are kept, so that their ids stay theirs
         self._tensors = named_tensors(owner)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        self._by_memory = {
-            memory_of(tensor): name for name, tensor in self._tensors.items() if _may_have_views(tensor)
-        }
+        self._by_memory = {memory_of(tensor): name for name, tensor in self._tensors.items() if _may_have_views(tensor)}
 
     def names(self, leaves: Iterable[Any]) -> list[str]:
         """The names of those among some objects."""
@@ -143,7 +141,7 @@ def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, 
     """Note which events of a trace are recomputed together, until what is returned is closed."""
 
     def make(original: Recompute) -> Recompute:
-        def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def around(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
             start = len(events)
             yield from original(*args, **kwargs)
             if current_run() is run and len(events) > start + 1:

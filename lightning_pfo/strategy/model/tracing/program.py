@@ -27,8 +27,8 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
-        changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where the
-            step changes it alike on all.
+        changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
+            the step changes it alike on all.
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
     """
 
@@ -86,7 +86,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
-                frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start, stop)),
+                frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
                 changes,
             )
         )

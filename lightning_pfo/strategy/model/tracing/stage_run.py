@@ -6,7 +6,7 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -134,7 +134,7 @@ class StageRun:
         """Let each unit be recomputed alone in backward where the stage has not all that is recomputed together."""
 
         def make(original: Recompute) -> Recompute:
-            def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+            def around(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
                 if current_run() is not self or self.position not in self._program.divided:
                     yield from original(*args, **kwargs)
                     return

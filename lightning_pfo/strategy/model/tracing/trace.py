@@ -145,7 +145,7 @@ class _TraceRun:
         """The step has returned."""
         self.note(result)
         for name, buffer in self._held.assigned().items():
-            if is_value(buffer):
+            if isinstance(buffer, Tracked) and is_value(buffer):
                 self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)
