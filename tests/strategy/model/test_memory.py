@@ -4,17 +4,23 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.split import layer_calls, split_units
 from tests.strategy.model.stages import Followed, Holder
 
 
+def divide(root, step, boundaries):
+    """A model as its step shows it; the step, followed, must be closed."""
+    followed = Followed(root, step, len(boundaries) - 1)
+    trace = followed.trace()
+    return split_units(root, followed.units, layer_calls(followed.units, trace), boundaries, trace), followed
+
+
 def of(root, step, boundaries, placement=None):
     """What is said of a model that is divided as its step shows."""
     placement = placement or range(len(boundaries) - 1)
-    followed = Followed(root, step, len(boundaries) - 1)
-    trace = followed.trace()
-    split = split_units(root, followed.units, layer_calls(followed.units, trace), boundaries, trace)
+    split, followed = divide(root, step, boundaries)
     followed.close()
     memory = memory_of(root, split, placement)
     return memory, warnings_of(memory, split, placement)
@@ -41,6 +47,29 @@ def test_nothing_is_said_of_equal_stages():
     memory, warnings = of(Holder(layers(4, 4)), chain, (0, 1, 2))
     assert [amount.number for amount in memory.of_stages] == [20, 20]
     assert (str(memory), warnings) == ("  held twice: nothing", [])
+
+
+def test_parameters_of_the_users_own_code_are_held_by_the_stages_that_use_them():
+    root = Holder(layers(4, 4, 4))
+    root.scale, root.shift, root.gain = (nn.Parameter(torch.ones(2, 4)) for _ in range(3))
+
+    def step(owner, gain=1.0):
+        x = owner.model[1](owner.model[0](torch.ones(2, 4)) * owner.scale[:1])
+        return (owner.model[2](x) + owner.shift.t().t()).mean() * gain
+
+    split, followed = divide(root, lambda owner: step(owner) * owner.gain.sum(), (0, 1, 2, 3))
+    try:
+        held = {name: stages for name, stages in split.held.items() if "." not in name}
+        assert held == {"scale": {0}, "shift": {2}, "gain": {0, 1, 2}}  # all make the sum
+        assert split.cuts(followed.trace()) == [2, 3]
+        followed.step = lambda: step(root, root.shift.sum())
+        with pytest.raises(ConfigurationError, match=r"'shift' is held by stage 2.*this step uses it on stages 0, 1, 2"):
+            split.cuts(followed.trace())
+        followed.step = lambda: (root.model(torch.ones(2, 4)) * root.scale).mean()
+        with pytest.raises(ConfigurationError, match=r"'scale', which stage 0 has, is used after 'model.2'"):
+            split.cuts(followed.trace())
+    finally:
+        followed.close()
 
 
 def tied():

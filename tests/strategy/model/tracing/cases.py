@@ -612,6 +612,14 @@ def results_of_a_buffer_of_the_module(net, x, y):
 
 
 @case()
+def weights_through_views(net, x, y):
+    x = net.stem(x)
+    for index, layer in enumerate(net.layers):
+        x = layer(x) * net.scale[index]
+    return net.loss(x @ net.stem.weight.T + net.stem.weight.detach()[0], y)
+
+
+@case()
 def values_kept_on_the_module(net, x, y):
     x = net.stem(x)
     for layer in net.layers:
