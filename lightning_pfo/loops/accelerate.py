@@ -38,11 +38,10 @@ from torch.utils.data import DataLoader
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.accelerator import adapt
 from lightning_pfo.loops.compat import is_prepared, knows_loader, knows_model, mark_prepared
+from lightning_pfo.loops.example import first_batch
 from lightning_pfo.loops.plain import PipelinedModel
-from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
-from lightning_pfo.strategy.step.microbatches import can_be_read_again
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _PRECISIONS = ("no", "bf16", "fp16")
@@ -52,7 +51,7 @@ class AcceleratedPipeline(PipelinedModel):
     """A `PipelinedModel` that runs in the accelerator's mixed precision."""
 
     def __init__(self, accelerator: Accelerator, *args: Any, loader: Any = None, **kwargs: Any) -> None:
-        self.__dict__["_read_example"] = partial(_first_batch, loader, accelerator.device)
+        self.__dict__["_read_example"] = partial(first_batch, loader, accelerator.device)
         super().__init__(*args, scaler=accelerator.scaler, **kwargs)
         self._autocast = accelerator.autocast
         mark_prepared(self)  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
@@ -160,14 +159,6 @@ def prepare_pipeline(
         _make_checkpoints_full(prepared_optimizer, pipeline)
     prepared_loader = accelerator.prepare_data_loader(dataloader) if dataloader is not None else None
     return pipeline, prepared_optimizer, prepared_loader
-
-
-def _first_batch(loader: Any, device: torch.device) -> Any:
-    """A batch that training does not miss; None where it might."""
-    if not can_be_read_again(loader):
-        return None
-    with random_state.isolated(device):  # a loader draws numbers for its workers and its order
-        return next(iter(loader), None)
 
 
 def _check_processes(accelerator: Accelerator) -> None:

@@ -18,6 +18,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
+from lightning_pfo.loops.example import first_microbatch
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
@@ -231,9 +232,10 @@ class PipelinedModel(ModuleWithPlaceholders):
         self._check_batch(batch, training)
         runner = self._pipeline.runner
         if training:
+            self._num_microbatches = self._training_microbatches(batch)
             output = runner.train(
                 self._loss,
-                self._training_microbatches(batch),
+                self._num_microbatches,
                 self._step_seed(0),
                 batch,
                 (),
@@ -279,10 +281,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         """What runs the call on a microbatch of an example, on a device; None without an example."""
         if example is None:
             return None
-        batch = ((), dict(example)) if isinstance(example, Mapping) else (_arguments(example), {})
-        size = self._batching.size_of(batch)
-        number = self._num_microbatches or default_num_microbatches(size, self._mesh.num_ranks, self._make_schedule)
-        microbatch = self._batching.split(batch, number)[0]
+        microbatch = first_microbatch(example, self._batching, self._training_microbatches)
         return lambda device: self._loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
 
     def _step_seed(self, kind: int) -> tuple[int, ...]:
@@ -305,11 +304,9 @@ class PipelinedModel(ModuleWithPlaceholders):
             check_same_batch(batch, self._mesh.pipeline_group, self.device)
 
     def _training_microbatches(self, batch: Any) -> int:
-        if self._num_microbatches is None:
-            self._num_microbatches = default_num_microbatches(
-                self._pipeline.runner.batching.size_of(batch), self._mesh.num_ranks, self._make_schedule
-            )
-        return self._num_microbatches
+        if self._num_microbatches is not None:
+            return self._num_microbatches
+        return default_num_microbatches(self._batching.size_of(batch), self._mesh.num_ranks, self._make_schedule)
 
     def _evaluation_microbatches(self) -> int:
         return self._num_microbatches or 4 * self._mesh.num_ranks
@@ -358,10 +355,6 @@ class PipelinedModel(ModuleWithPlaceholders):
         Layers of other ranks stay placeholders; for all of them load `full_state_dict` into a new model.
         """
         self.patches.close()
-
-
-def _arguments(example: Any) -> tuple[Any, ...]:
-    return tuple(example) if isinstance(example, (tuple, list)) else (example,)
 
 
 def _default_device() -> torch.device:

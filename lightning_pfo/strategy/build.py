@@ -214,7 +214,9 @@ def _split(
         times_s = agree_on_layer_times(measure)
     boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
     split = split_units(model, units, calls, boundaries, trace)
-    return (split if before is None else replace(split, held=before.held)), times_s
+    if before is not None:  # which had a trace
+        split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})
+    return split, times_s
 
 
 def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Units, Trace | None]:

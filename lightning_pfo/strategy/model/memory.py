@@ -89,10 +89,20 @@ def warnings_of(memory: Memory, split: Split, placement: Sequence[int]) -> list[
             f"Stage {heaviest} has {memory.imbalance:.2f} times the mean of the parameters of all stages "
             f"({in_bytes(memory.of_stages[heaviest].num_bytes)}), {_why_unequal(heaviest, split)}"
         )
+    warnings += [
+        f"{unit.name!r} changes its buffers, such as running statistics, on several stages: each rank has those of its "
+        f"own calls, and checkpoints hold those of one. Give each call a module of its own, or use fewer stages."
+        for unit in split.several_states
+    ]
     return warnings
 
 
 def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
+    if any(name.rpartition(".")[0] == module or name == module for name in split.everywhere):
+        return (
+            "which the step uses by itself, without a value that a module has returned, so that every stage does. Use "
+            "it in the forward of a module that the step calls."
+        )
     users = sorted({stage for name, s in split.held.items() if name.rpartition(".")[0] == module for stage in s})
     calls = [unit for unit in split.units.all if split.owners.get(unit) and f"{module}.".startswith(f"{unit.name}.")]
     stages = ", ".join(map(str, users))

@@ -9,7 +9,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.ownership import Part, Users, find_users
+from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
@@ -87,6 +87,8 @@ class Split:
         boundaries: Which calls belong to which stage.
         owners: The stages that have a unit; none for one that is not called.
         held: The stages that use a parameter or buffer, by name: whose ranks hold it.
+        everywhere: Names of parameters that the step uses by itself, without a value of a stage.
+        several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
     """
 
@@ -94,7 +96,9 @@ class Split:
     calls: LayerCalls
     boundaries: Boundaries
     owners: dict[Unit, frozenset[int]]
-    held: Users
+    held: dict[str, frozenset[int]]
+    everywhere: frozenset[str] = frozenset()
+    several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
 
     @property
@@ -190,14 +194,19 @@ def split_units(
     users: dict[str, set[int]] = {name: set(range(num_stages)) for name in trace.everywhere}
     for name in trace.at_end:
         users.setdefault(name, set()).add(num_stages - 1)
+    changing: dict[Unit, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(edges)):
         for event in trace.events[start:stop]:
             for name in event.held:
                 users.setdefault(name, set()).add(stage)
+            for unit in event.units if event.changes_state else ():
+                changing.setdefault(unit, set()).add(stage)
     beside = {name: frozenset(stages) for name, stages in users.items()}
     return replace(
         split,
         held=find_users(root, split.parts(), beside, num_stages),
+        everywhere=frozenset(trace.everywhere),
+        several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
     )
 

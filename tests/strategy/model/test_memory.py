@@ -63,7 +63,9 @@ def test_parameters_of_the_users_own_code_are_held_by_the_stages_that_use_them()
         assert held == {"scale": {0}, "shift": {2}, "gain": {0, 1, 2}}  # all make the sum
         assert split.cuts(followed.trace()) == [2, 3]
         followed.step = lambda: step(root, root.shift.sum())
-        with pytest.raises(ConfigurationError, match=r"'shift' is held by stage 2.*this step uses it on stages 0, 1, 2"):
+        with pytest.raises(
+            ConfigurationError, match=r"'shift' is held by stage 2.*this step uses it on stages 0, 1, 2"
+        ):
             split.cuts(followed.trace())
         followed.step = lambda: (root.model(torch.ones(2, 4)) * root.scale).mean()
         with pytest.raises(ConfigurationError, match=r"'scale', which stage 0 has, is used after 'model.2'"):
@@ -98,6 +100,14 @@ def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
     _, (warning,) = of(Holder(layers(4, 4)), repeated, (0, 2, 4))
     assert "'model.0', which is called on stages 0, 1" in warning
     assert "data_parallel_size=2 with fully_shard=True" in warning
+    _, warnings = of(Holder(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))), repeated, (0, 2, 4))
+    assert [warning for warning in warnings if "'model.0' changes its buffers, such as running statistics" in warning]
+
+    def penalised(owner):
+        return chain(owner) + sum(parameter.square().sum() for parameter in owner.parameters())
+
+    _, (warning,) = of(Holder(layers(4, 4)), penalised, (0, 1, 2))
+    assert "'model.0', which the step uses by itself" in warning
     _, (warning,) = of(Holder(layers(4, 4), unused=nn.Linear(4, 4)), chain, (0, 1, 2))
     assert "33.3% of the parameters" in warning
     assert "'unused', which no layer holds that the first batch is known to call" in warning

@@ -85,6 +85,7 @@ class Event:
         held: Names of parameters and buffers that it is given, themselves or views of them; of units, beside their own.
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads.
+        changes_state: Of units, whether they change buffers of their own.
         saved_bytes: Of units, what autograd keeps for the backward.
     """
 
@@ -96,6 +97,7 @@ class Event:
     held: list[str] = field(default_factory=list)
     reads: bool = False
     line: str = ""
+    changes_state: bool = False
     saved_bytes: int = 0
 
 

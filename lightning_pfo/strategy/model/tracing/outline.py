@@ -49,12 +49,14 @@ class Outline:
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
         saved_bytes: What autograd keeps for its backward, beside parameters.
+        changes_state: Whether it changes buffers of its own.
     """
 
     leaves: list[Any]
     structure: Any
     changed: list[int]
     saved_bytes: int = 0
+    changes_state: bool = False
 
 
 def outline_call(
@@ -113,6 +115,7 @@ def _call(
             for name, tensor in (item for named in tensors_of(part) for item in named.items())
             if tensor is not None
         }
+        state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
@@ -128,6 +131,7 @@ def _call(
         structure,
         changed,
         saved.num_bytes,
+        any(version_of(tensors[name]) != version for name, version in state.items()),
     )
 
 

@@ -122,7 +122,7 @@ class _TraceRun:
         position = self._begin(event, leaves)
         with self._nothing_drawn(), following(_Inside(self, event)), TensorsSeen(self._held) as seen:
             outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
-        event.saved_bytes = outline.saved_bytes
+        event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
         event.held += seen.names  # of other modules; its own are replaced meanwhile
         for index in outline.changed:
             if is_value(leaves[index]):
