@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -50,15 +51,24 @@ _PRECISIONS = ("no", "bf16", "fp16")
 class AcceleratedPipeline(PipelinedModel):
     """A `PipelinedModel` that runs in the accelerator's mixed precision."""
 
+    _autocast: Callable[[], AbstractContextManager[None]]
+
     def __init__(self, accelerator: Accelerator, *args: Any, loader: Any = None, **kwargs: Any) -> None:
         self.__dict__["_read_example"] = partial(first_batch, loader, accelerator.device)
+        self.__dict__["_autocast"] = accelerator.autocast
         super().__init__(*args, scaler=accelerator.scaler, **kwargs)
-        self._autocast = accelerator.autocast
         mark_prepared(self)  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
 
     def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
         read = self.__dict__.pop("_read_example")
-        return super()._first_step(read() if example is None else example)
+        step = super()._first_step(read() if example is None else example)
+
+        def run(device: torch.device) -> Any:
+            assert step is not None
+            with self._autocast():
+                return step(device)
+
+        return None if step is None else run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; see `PipelinedModel.forward`."""

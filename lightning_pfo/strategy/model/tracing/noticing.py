@@ -60,20 +60,21 @@ def _may_have_views(leaf: Any) -> bool:
 
 
 class TensorsSeen(TorchFunctionMode):
-    """Notes parameters and buffers that functions are given, or change, without any tracked tensor.
+    """Notes parameters and buffers that functions are given, or change, without any tracked tensor while a run follows.
 
     Functions that only make a view do not count: what takes the view does.
     """
 
-    def __init__(self, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
+    def __init__(self, run: Run, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
         super().__init__()
+        self._run = run
         self.names: dict[str, None] = {}
         self.changed: dict[str, None] = {}
         self._held = held
         self._see = see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_metadata(func):
+        if is_metadata(func) or current_run() is not self._run:  # what a unit is given is its own affair
             return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, Tracked) for leaf in leaves):

@@ -52,7 +52,7 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
     """
     held = HeldTensors(owner)
     run = _TraceRun(device, held)
-    seen = TensorsSeen(held, run.see)
+    seen = TensorsSeen(run, held, run.see)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
     with following(run), functions_followed(run), noted, seen:
@@ -120,7 +120,8 @@ class _TraceRun:
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
         position = self._begin(event, leaves)
-        with self._nothing_drawn(), following(_Inside(self, event)), TensorsSeen(self._held) as seen:
+        inside = _Inside(self, event)
+        with self._nothing_drawn(), following(inside), TensorsSeen(inside, self._held) as seen:
             outline = outline_call(unit.module, unit.forward, plain((args, kwargs)), self._device)
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
         event.held += seen.names  # of other modules; its own are replaced meanwhile
