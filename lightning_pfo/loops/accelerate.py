@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from torch.utils.data import DataLoader
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.accelerator import adapt
 from lightning_pfo.loops.compat import is_prepared, knows_loader, knows_model, mark_prepared
+from lightning_pfo.loops.example import first_batch
 from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
@@ -48,10 +51,24 @@ _PRECISIONS = ("no", "bf16", "fp16")
 class AcceleratedPipeline(PipelinedModel):
     """A `PipelinedModel` that runs in the accelerator's mixed precision."""
 
-    def __init__(self, accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+    _autocast: Callable[[], AbstractContextManager[None]]
+
+    def __init__(self, accelerator: Accelerator, *args: Any, loader: Any = None, **kwargs: Any) -> None:
+        self.__dict__["_read_example"] = partial(first_batch, loader, accelerator.device)
+        self.__dict__["_autocast"] = accelerator.autocast
         super().__init__(*args, scaler=accelerator.scaler, **kwargs)
-        self._autocast = accelerator.autocast
         mark_prepared(self)  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
+
+    def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
+        read = self.__dict__.pop("_read_example")
+        step = super()._first_step(read() if example is None else example)
+
+        def run(device: torch.device) -> Any:
+            assert step is not None
+            with self._autocast():
+                return step(device)
+
+        return None if step is None else run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; see `PipelinedModel.forward`."""
@@ -77,6 +94,7 @@ def prepare_pipeline(
     stages_per_rank: int | None = None,
     max_in_flight: int | None = None,
     data_parallel_size: int = 1,
+    example_batch: Any = None,
     pipeline_module: str | None = None,
     batch_dim: int = 0,
     split_batch: SplitBatch | None = None,
@@ -105,6 +123,8 @@ def prepare_pipeline(
         max_in_flight: Refuse schedules that keep more activations (of a microbatch on a stage) on a rank.
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
             do, and gradients are averaged.
+        example_batch: A batch as the call of the model takes it, by which layers are divided; see `PipelinedModel`.
+            None is the loader's first batch, if its dataset has an index.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.
@@ -128,6 +148,8 @@ def prepare_pipeline(
         accelerator,
         model,
         loss_fn,
+        loader=dataloader,
+        example_batch=example_batch,
         num_microbatches=num_microbatches,
         pipeline_module=pipeline_module,
         partition=partition,

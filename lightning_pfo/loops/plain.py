@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
+from lightning_pfo.loops.example import first_microbatch
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
@@ -31,6 +33,7 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import default_num_microbatches
 
+_log = logging.getLogger(__name__)
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
 _CHECK_EVERY = 50  # ... and then once in so many
 
@@ -60,8 +63,10 @@ class PipelinedModel(ModuleWithPlaceholders):
         loss_fn: `loss_fn(output, target)`; the call then takes the inputs of `module`, and the target last. A mean
             over samples, since the loss of a batch is the mean of its microbatches' losses.
         num_microbatches: Microbatches per batch; None chooses up to four per rank, see `default_num_microbatches`.
-        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`. Layers
-            are taken to be called in the order in which the module holds them.
+        pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
+        example_batch: A batch as the call takes it: a tuple of its arguments, or a dict of named ones. It shows the
+            order in which layers are called, what else stages use, and for the partition `profile` how long layers
+            take. Without it layers are taken to be called in the order in which the module holds them.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
         schedule: A schedule's name or file; see `lightning_pfo.core.schedules.registry.make_schedule`.
         stages_per_rank: Stages on each rank; None is what the schedule is usually run with.
@@ -104,6 +109,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         *,
         num_microbatches: int | None = None,
+        example_batch: Any = None,
         pipeline_module: str | None = None,
         partition: str = "uniform",
         schedule: str = "1f1b",
@@ -148,6 +154,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             stages_per_rank=stages_per_rank,
             max_in_flight=max_in_flight,
         )
+        self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._num_checks = {True: 0, False: 0}
         self._pipeline = build_pipeline(
             self,
@@ -156,15 +163,20 @@ class PipelinedModel(ModuleWithPlaceholders):
             self.patches,
             pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
             partition=partition,
+            first_step=partial(self._first_step, example_batch),
             num_microbatches=num_microbatches,
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
-            batching=Batching(batch_dim, split_batch, microbatch_weight, loss_over),
+            batching=self._batching,
             check_loss=check_loss,
             batch_norm=batch_norm,
             seed=random_state.synchronise(),
         )
+
+        if dist.get_rank() == 0:
+            for warning in self._pipeline.warnings:
+                _log.warning(warning)
 
     @property
     def num_replicas(self) -> int:
@@ -224,9 +236,10 @@ class PipelinedModel(ModuleWithPlaceholders):
         self._check_batch(batch, training)
         runner = self._pipeline.runner
         if training:
+            self._num_microbatches = self._training_microbatches(batch)
             output = runner.train(
                 self._loss,
-                self._training_microbatches(batch),
+                self._num_microbatches,
                 self._step_seed(0),
                 batch,
                 (),
@@ -268,6 +281,13 @@ class PipelinedModel(ModuleWithPlaceholders):
             )
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
 
+    def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
+        """What runs the call on a microbatch of an example, on a device; None without an example."""
+        if example is None:
+            return None
+        microbatch = first_microbatch(example, self._batching, self._training_microbatches)
+        return lambda device: self._loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
+
     def _step_seed(self, kind: int) -> tuple[int, ...]:
         return (kind, self.replica, self.iteration)
 
@@ -288,11 +308,9 @@ class PipelinedModel(ModuleWithPlaceholders):
             check_same_batch(batch, self._mesh.pipeline_group, self.device)
 
     def _training_microbatches(self, batch: Any) -> int:
-        if self._num_microbatches is None:
-            self._num_microbatches = default_num_microbatches(
-                self._pipeline.runner.batching.size_of(batch), self._mesh.num_ranks, self._make_schedule
-            )
-        return self._num_microbatches
+        if self._num_microbatches is not None:
+            return self._num_microbatches
+        return default_num_microbatches(self._batching.size_of(batch), self._mesh.num_ranks, self._make_schedule)
 
     def _evaluation_microbatches(self) -> int:
         return self._num_microbatches or 4 * self._mesh.num_ranks
@@ -316,8 +334,7 @@ class PipelinedModel(ModuleWithPlaceholders):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
-        full.load_module_state(self.module, state_dict, strict=strict)
-        return IncompatibleKeys([], [])
+        return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""

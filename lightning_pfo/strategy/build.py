@@ -25,20 +25,21 @@ from lightning_pfo.strategy.model.layers import (
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
+from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
-    find_shared_parameters,
     local_parameters,
     move_local_tensors,
-    release_other_parts,
+    release_others,
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
+from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
-from lightning_pfo.strategy.parallel.groups import copy_from_first
+from lightning_pfo.strategy.parallel.groups import Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
@@ -58,16 +59,18 @@ class Pipeline:
     Attributes:
         engine: Runs the stages of this rank; where listeners subscribe.
         runner: Runs the user's steps on the engine.
-        shared: Parameters that every rank holds.
+        shared: What this rank holds together with others.
         held: Parameters this rank holds.
         description: The stages, for people.
+        warnings: What people should know of how memory is divided.
     """
 
     engine: PipelineEngine
     runner: StepRunner
-    shared: list[nn.Parameter]
+    shared: list[Shared]
     held: list[nn.Parameter]
     description: str
+    warnings: list[str]
 
 
 def build_pipeline(
@@ -135,20 +138,21 @@ def build_pipeline(
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
-    parts = split.parts()
     remember_split(split, stages)
-    materialise(model, parts, stages, find_shared_parameters(model, parts, split.users), device, seed)
-    shared = find_shared_parameters(model, parts, split.users)
-    release_other_parts(parts, stages, shared)
+    materialise(model, split.held, stages, device, seed)
+    release_others(model, split.held, stages)
     move_local_tensors(model, device)
-    _agree_on_initial_values(model, shared, group, replica_group, tensor_group)
+    holders = {name: frozenset(placement[stage] for stage in of_name) for name, of_name in split.held.items()}
+    shared = share(named_tensors(model), holders, group, device)
+    _agree_on_initial_values(model, shared, replica_group, tensor_group)
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
         recompute_activations(model, [unit.module for unit in own_layers], patches)
     divided: dict[nn.Module, Holder] = {}
     if shard_over is not None:
-        divided = shard_over_replicas([unit.module for unit in own_layers], shard_over, shared)
+        kept_whole = [parameter for each in shared for parameter in each.parameters]
+        divided = shard_over_replicas([unit.module for unit in own_layers], shard_over, kept_whole)
     for unit in own_layers:
         unit.replacement = divided.get(unit.module)
     if compile:
@@ -181,16 +185,11 @@ def build_pipeline(
         compiled=compile,
         deferred=deferred,
     )
-    description = describe_partition(
-        split.units.name,
-        split.boundaries,
-        split.calls.num_parameters,
-        placement,
-        times_s,
-        split.saved_bytes,
-        sum(parameter.numel() for parameter in shared) if len(set(placement)) > 1 else 0,
+    memory = memory_of(model, split, placement)
+    partitioned = describe_partition(
+        split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    return Pipeline(engine, runner, shared, held, description)
+    return Pipeline(engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement))
 
 
 def _split(
@@ -220,8 +219,10 @@ def _split(
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
     boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
-    split = split_units(units, calls, boundaries, trace)
-    return (split if before is None else replace(split, users=before.users)), times_s
+    split = split_units(model, units, calls, boundaries, trace)
+    if before is not None:  # which had a trace
+        split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})
+    return split, times_s
 
 
 def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Units, Trace | None]:
@@ -249,14 +250,15 @@ def _rank_in(group: dist.ProcessGroup | None) -> int:
 
 def _agree_on_initial_values(
     model: nn.Module,
-    shared: Sequence[nn.Parameter],
-    group: dist.ProcessGroup | None,
+    shared: Sequence[Shared],
     replica_group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None,
 ) -> None:
     """Without a common seed every process has made its own initial values."""
     held = [*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)]
-    copy_from_first(shared, group)
+    tensors = named_tensors(model)
+    for each in shared:
+        copy_from_first([tensors[name] for name in each.names], each.group)
     if tensor_group is not None:
         copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
     if replica_group is not None:

@@ -42,6 +42,7 @@ def refusals(tmp_path_factory):
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
         ("prepared_loader", "ConfigurationError", r"Leave the loader out of accelerator\.prepare"),
         ("no_loss", "ConfigurationError", r"returns the loss as a one-element tensor .* shape \(2, 3\)"),
+        ("another_order", "ConfigurationError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         pytest.param(
             "without_cpu",
@@ -55,6 +56,11 @@ def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message
     for rank in refusals:
         assert rank[case][0] in (kind, "StepFailedError")  # the latter quotes what another rank raised
         assert re.search(message, rank[case][1])
+
+
+def test_an_example_shows_the_order_in_which_layers_are_called(refusals):
+    for rank in refusals:
+        assert " ms" in rank["order_of_an_example"]  # as they were measured with it
 
 
 def test_the_accelerate_example_profiles_plans_and_trains(tmp_path):

@@ -68,7 +68,7 @@ class PipelineEngine:
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
         self._layers = layers
-        self._placement = tuple(placement)
+        self.placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
         self._emitter = EventEmitter()
@@ -194,7 +194,7 @@ class PipelineEngine:
         Raises:
             PfoError: If a stage fails on another rank.
         """
-        for index, rank in enumerate(self._placement[:-1]):
+        for index, rank in enumerate(self.placement[:-1]):
             failure: Exception | None = None
             message = [""]
             if index in self.stages:
@@ -218,7 +218,7 @@ class PipelineEngine:
         if (train, num_microbatches) not in self._executors:
             schedule = self.schedule if is_ordinary else None
             if schedule is None:  # of a batch with few samples, or evaluation
-                schedule = (all_forwards_first if train else forward_only)(self._placement, num_microbatches)
+                schedule = (all_forwards_first if train else forward_only)(self.placement, num_microbatches)
             stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
             self._executors[train, num_microbatches] = Executor(schedule, stages, self.group)
         return self._executors[train, num_microbatches]

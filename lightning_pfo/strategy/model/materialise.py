@@ -7,67 +7,62 @@ on the module's place in the model and not on the partition: any number of stage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.compat import Initialiser, initialiser_of, own_initialiser
-from lightning_pfo.strategy.model.ownership import Part, modules_elsewhere
+from lightning_pfo.strategy.model.ownership import Users
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 
 
 def materialise(
     root: nn.Module,
-    parts: Sequence[Part],
+    users: Users,
     stages: Collection[int],
-    shared: Sequence[nn.Parameter],
     device: torch.device,
     seed: int,
 ) -> None:
     """Make and initialise the tensors on the meta device that this rank holds; tied ones stay tied.
 
+    A module is initialised as a whole, so it may get tensors for which this rank has no use.
+
     Args:
         root: The user's module; changed in place.
-        parts: What each stage runs.
+        users: The stages that use each tensor.
         stages: The stages of this rank.
-        shared: Parameters that every rank holds.
         device: Where the tensors are made.
         seed: Seed shared by all ranks.
 
     Raises:
         ConfigurationError: If a module cannot initialise its tensors.
     """
-    elsewhere = {id(module) for module in modules_elsewhere(parts, stages)}
-    kept = {id(parameter) for parameter in shared}
+    wanted = {
+        id(tensor)
+        for name, tensor in named_tensors(root).items()
+        if tensor.is_meta and not users[name].isdisjoint(stages)
+    }
     made: dict[int, nn.Parameter] = {}
     initialisers = _initialisers(root)
     with random_state.isolated(device):
         for index, module in enumerate(root.modules()):
-            is_here = id(module) not in elsewhere
             own = tensors_of(module)
-            names = [
-                name
-                for name, parameter in own.parameters.items()
-                if parameter is not None and parameter.is_meta and (is_here or id(parameter) in kept)
-            ]
-            buffers = [name for name, buffer in own.buffers.items() if buffer is not None and buffer.is_meta]
-            for name in names:
-                parameter = own.parameters[name]
-                assert parameter is not None
+            parameters = {name: p for name, p in own.parameters.items() if p is not None and p.is_meta}
+            buffers = {name: buffer for name, buffer in own.buffers.items() if buffer is not None and buffer.is_meta}
+            if wanted.isdisjoint(map(id, (*parameters.values(), *buffers.values()))):
+                continue
+            for name, parameter in parameters.items():
                 if id(parameter) not in made:
                     empty = torch.empty_like(parameter, device=device)
                     made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 own.parameters[name] = made[id(parameter)]
-            for name in buffers if is_here else ():
-                buffer = own.buffers[name]
-                assert buffer is not None
+            for name, buffer in buffers.items():
                 own.buffers[name] = torch.empty_like(buffer, device=device)
-            if names or (buffers and is_here):
-                random_state.seed(device, seed, index)
-                _initialise(module, initialisers.get(id(module)))
+            random_state.seed(device, seed, index)
+            _initialise(module, initialisers.get(id(module)))
 
 
 def _initialisers(root: nn.Module) -> dict[int, Initialiser]:

@@ -1,8 +1,8 @@
 """Which rank holds which parameters.
 
 Modules of other ranks stay in the module as placeholders on the meta device: names, parameter order and optimizer ids
-are those of a single device, so `configure_optimizers` and checkpoints need no change. Parameters outside the parts of
-the stages, and those that several stages use (tied), are kept on every rank; their gradients are summed.
+are those of a single device, so `configure_optimizers` and checkpoints need no change. What several stages use, such as
+tied weights, is held by the ranks of these, which sum its gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.strategy.parallel.compat import map_tensors, tensors_of
+from lightning_pfo.strategy.parallel.compat import map_tensors, named_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -25,56 +25,52 @@ class Part:
     stages: frozenset[int]
 
 
-def find_shared_parameters(
-    root: nn.Module, parts: Sequence[Part], users_beside: Mapping[nn.Parameter, frozenset[int]]
-) -> list[nn.Parameter]:
-    """List the parameters every rank keeps, in the order of `root.parameters()`.
+Users = Mapping[str, frozenset[int]]
+"""The stages that use a parameter or buffer, by its (first) name."""
+
+
+def find_users(
+    root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int
+) -> dict[str, frozenset[int]]:
+    """Find the stages that use each parameter and buffer, in the order of the module; its ranks hold it, and no other.
+
+    What belongs to no part and is not known to be used anywhere may be used on any stage, as in evaluation.
 
     Args:
         root: The user's module.
         parts: What each stage runs.
-        users_beside: Stages that use a parameter beside the parts it belongs to.
+        users_beside: The stages that use a tensor beside the parts it belongs to.
+        num_stages: Number of stages.
     """
-    users: dict[int, set[int]] = {id(parameter): set(stages) for parameter, stages in users_beside.items()}
+    everyone = frozenset(range(num_stages))
+    tensors = named_tensors(root)
+    within = {id(tensor) for part in parts for tensor in named_tensors(part.module).values()}
+    users: dict[int, frozenset[int]] = {}
+    for name, stages in users_beside.items():
+        is_state = isinstance(tensors[name], nn.Parameter) or id(tensors[name]) in within
+        users[id(tensors[name])] = stages if is_state else everyone  # buffers of the user's own code are at hand
     for part in parts:
-        for parameter in part.module.parameters():
-            users.setdefault(id(parameter), set()).update(part.stages)
-    outside = _parameters_outside(root, parts)
-    return [p for p in root.parameters() if id(p) in outside or len(users[id(p)]) > 1]
+        for tensor in named_tensors(part.module).values():
+            users[id(tensor)] = users.get(id(tensor), frozenset()) | part.stages
+    return {name: users.get(id(tensor), everyone) for name, tensor in tensors.items()}
 
 
-def _parameters_outside(root: nn.Module, parts: Sequence[Part]) -> set[int]:
-    within = {id(module) for part in parts for module in part.module.modules()}
-    return {
-        id(parameter)
-        for module in root.modules()
-        if id(module) not in within
-        for parameter in module.parameters(recurse=False)
-    }
-
-
-def modules_elsewhere(parts: Sequence[Part], stages: Collection[int]) -> list[nn.Module]:
-    """The modules, at any depth, of which no stage in `stages` runs anything."""
-    here = {id(m) for part in parts if not part.stages.isdisjoint(stages) for m in part.module.modules()}
-    unique = {id(m): m for part in parts for m in part.module.modules() if id(m) not in here}
-    return list(unique.values())
-
-
-def release_other_parts(parts: Sequence[Part], stages: Sequence[int], shared: Sequence[nn.Parameter]) -> None:
-    """Replace the tensors of modules that none of `stages` runs by placeholders on the meta device."""
-    keep = {id(parameter) for parameter in shared}
+def release_others(root: nn.Module, users: Users, stages: Collection[int]) -> None:
+    """Replace the tensors that none of `stages` uses by placeholders on the meta device."""
+    released = {id(t) for name, t in named_tensors(root).items() if users[name].isdisjoint(stages)}
     placeholders: dict[int, nn.Parameter] = {}  # what is tied stays tied, so that optimizers count alike everywhere
-    for module in modules_elsewhere(parts, stages):
+    for module in root.modules():
         own = tensors_of(module)
         for name, parameter in own.parameters.items():
-            if parameter is None or parameter.is_meta or id(parameter) in keep:
+            if parameter is None or parameter.is_meta or id(parameter) not in released:
                 continue
             if id(parameter) not in placeholders:
                 on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
                 placeholders[id(parameter)] = on_meta
             own.parameters[name] = placeholders[id(parameter)]
         for name, buffer in own.buffers.items():
-            own.buffers[name] = None if buffer is None else buffer.to("meta")
+            if buffer is not None and id(buffer) in released:
+                own.buffers[name] = buffer.to("meta")
 
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:

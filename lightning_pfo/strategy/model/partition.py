@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from lightning_pfo.core.errors import PartitionError
@@ -153,52 +154,52 @@ def _custom(argument: str, num_layers: int, num_stages: int) -> Boundaries:
 def describe_partition(
     name: str,
     boundaries: Boundaries,
-    num_parameters: Sequence[int],
+    parameters: Sequence[Amount],
     placement: Sequence[int],
     times_s: Sequence[float] = (),
     saved_bytes: Sequence[int] = (),
-    num_everywhere: int = 0,
 ) -> str:
     """Say what each stage has, and how unequal the stages are.
 
     Args:
         name: What is divided.
         boundaries: The partition.
-        num_parameters: Number of parameters of each layer.
+        parameters: Those that each stage uses.
         placement: Rank of every stage.
         times_s: Measured time of each layer.
         saved_bytes: What each stage keeps of a microbatch for its backward.
-        num_everywhere: Number of parameters that all ranks hold.
     """
-    parameters = _sums(num_parameters, boundaries)
-    times = _sums(times_s, boundaries) if times_s else []
+    times = [sum(times_s[start:stop]) for start, stop in pairwise(boundaries)] if times_s else []
     lines = [f"{name!r} runs in {counted(len(placement), 'stage')}:"]
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
         time = f", {times[stage] * 1e3:,.1f} ms" if times else ""
-        saved = f", keeps {_bytes(saved_bytes[stage])} of a microbatch" if any(saved_bytes) else ""
-        lines.append(
-            f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]:,} parameters{time}{saved}"
-        )
-    imbalances = [f"{_imbalance(parameters)} by parameters"]
+        saved = f", keeps {in_bytes(saved_bytes[stage])} of a microbatch" if any(saved_bytes) else ""
+        lines.append(f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]}{time}{saved}")
+    imbalances = [f"{_imbalance([amount.number for amount in parameters])} by parameters"]
     imbalances += [f"{_imbalance(times)} by measured time"] if times else []
     lines.append(f"  imbalance (heaviest / lightest stage): {', '.join(imbalances)}")
-    if num_everywhere:
-        share = num_everywhere / max(1, sum(parameters))
-        lines.append(f"  held by all ranks: {num_everywhere:,} parameters, {share:.1%} of those of the stages")
     return "\n".join(lines)
 
 
-def _bytes(number: float) -> str:
+@dataclass(frozen=True)
+class Amount:
+    """Parameters: how many, and how large they are together."""
+
+    number: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.number:,} parameters ({in_bytes(self.num_bytes)})"
+
+
+def in_bytes(number: float) -> str:
+    """A number of bytes for people."""
     for unit in ("B", "kB", "MB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:.3g} GB"
-
-
-def _sums(weights: Sequence[float], boundaries: Boundaries) -> list[float]:
-    return [sum(weights[start:stop]) for start, stop in pairwise(boundaries)]
 
 
 def _imbalance(stages: Sequence[float]) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.ownership import Part
+from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
-from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
-from lightning_pfo.strategy.model.tracing.program import StageProgram, cuts_before, cuts_by_owner, programs_of
+from lightning_pfo.strategy.model.tracing.program import Bound, StageProgram, cuts_before, cuts_by_owner, programs_of
 from lightning_pfo.strategy.model.tracing.samples import end_of_samples
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -87,7 +87,9 @@ class Split:
         calls: The layers, in the order of their calls.
         boundaries: Which calls belong to which stage.
         owners: The stages that have a unit; none for one that is not called.
-        users: The stages that use a parameter beside the units it belongs to.
+        held: The stages that use a parameter or buffer, by name: whose ranks hold it.
+        everywhere: Names of parameters that the step uses by itself, without a value of a stage.
+        several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
     """
 
@@ -95,7 +97,9 @@ class Split:
     calls: LayerCalls
     boundaries: Boundaries
     owners: dict[Unit, frozenset[int]]
-    users: Mapping[nn.Parameter, frozenset[int]]
+    held: dict[str, frozenset[int]]
+    everywhere: frozenset[str] = frozenset()
+    several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
 
     @property
@@ -156,21 +160,44 @@ class Split:
         return bool(units)
 
     def cuts(self, trace: Trace) -> list[int]:
-        """Where a step is cut."""
+        """Where a step is cut, such that each stage runs what it has and uses what it holds.
+
+        Raises:
+            ConfigurationError: If it cannot be cut so.
+        """
+        self._check_everywhere(trace)
+        bound = [self._bound_to(event) for event in trace.events]
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
-            cuts = cuts_before(trace, [trace.marks[bound][1] for bound in self.boundaries[1:-1]])
+            cuts = cuts_before(trace, [trace.marks[first][1] for first in self.boundaries[1:-1]], bound)
             edges = [0, *cuts, len(trace.events)]
             if all(
-                not self.owners.get(unit) or stage in self.owners[unit]
+                stage in stages
                 for stage, (start, stop) in enumerate(pairwise(edges))
-                for event in trace.events[start:stop]
-                for unit in event.units
+                for of_event in bound[start:stop]
+                for _, stages in of_event
             ):
                 return cuts
-        return cuts_by_owner(trace, self.owners, self.num_stages)
+        return cuts_by_owner(bound, self.num_stages)
+
+    def _bound_to(self, event: Event) -> Bound:
+        units = [(unit.name, self.owners[unit]) for unit in event.units if self.owners.get(unit)]
+        return [*units, *((name, self.held[name]) for name in event.held if name in self.held)]
+
+    def _check_everywhere(self, trace: Trace) -> None:
+        last = {self.num_stages - 1}
+        uses = [(name, set(range(self.num_stages))) for name in trace.everywhere] + [(n, last) for n in trace.at_end]
+        for name, stages in uses:
+            if not stages <= self.held.get(name, stages):
+                raise ConfigurationError(
+                    f"{name!r} is held by {_stages(self.held[name])}, which the first training batch has shown to use "
+                    f"it, but this step uses it on {_stages(stages)}. Use it alike in training_step, if only as "
+                    f"0 * self.{name}.sum() in the loss."
+                )
 
 
-def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries, trace: Trace | None = None) -> Split:
+def split_units(
+    root: nn.Module, units: Units, calls: LayerCalls, boundaries: Boundaries, trace: Trace | None = None
+) -> Split:
     """Give the stages their units, and the parameters that a step uses beside these."""
     owners: dict[Unit, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
@@ -178,19 +205,32 @@ def split_units(units: Units, calls: LayerCalls, boundaries: Boundaries, trace: 
             for unit in (calls.layers[index], *calls.others[index]):
                 owners.setdefault(unit, set()).add(stage)
     split = Split(units, calls, boundaries, {unit: frozenset(stages) for unit, stages in owners.items()}, {})
+    num_stages = split.num_stages
     if trace is None:
-        return split
+        return replace(split, held=find_users(root, split.parts(), {}, num_stages))
     edges = [0, *split.cuts(trace), len(trace.events)]
-    users: dict[nn.Parameter, set[int]] = {parameter: set(range(len(boundaries) - 1)) for parameter in trace.everywhere}
+    users: dict[str, set[int]] = {name: set(range(num_stages)) for name in trace.everywhere}
+    for name in trace.at_end:
+        users.setdefault(name, set()).add(num_stages - 1)
+    changing: dict[Unit, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(edges)):
         for event in trace.events[start:stop]:
-            for parameter in event.parameters:
-                users.setdefault(parameter, set()).add(stage)
+            for name in event.held:
+                users.setdefault(name, set()).add(stage)
+            for unit in event.units if event.changes_state else ():
+                changing.setdefault(unit, set()).add(stage)
+    beside = {name: frozenset(stages) for name, stages in users.items()}
     return replace(
         split,
-        users={parameter: frozenset(stages) for parameter, stages in users.items()},
+        held=find_users(root, split.parts(), beside, num_stages),
+        everywhere=frozenset(trace.everywhere),
+        several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
     )
+
+
+def _stages(stages: Collection[int]) -> str:
+    return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, sorted(stages)))}"
 
 
 def remember_split(split: Split, stages: Sequence[int]) -> None:
@@ -222,7 +262,7 @@ def earlier_split(units: Units) -> Split | None:
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
-    return Split(units, calls, split.boundaries, owners, split.users)
+    return Split(units, calls, split.boundaries, owners, split.held)
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:

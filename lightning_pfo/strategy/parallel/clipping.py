@@ -10,13 +10,14 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.compat import clamp_in_place, scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import local, num_shards
+from lightning_pfo.strategy.parallel.groups import Shared
 
 
 def clip_by_global_norm(
     parameters: Sequence[nn.Parameter],
     max_norm: float,
     *,
-    shared: Sequence[nn.Parameter],
+    shared: Sequence[Shared],
     device: torch.device,
     num_ranks: int,
     group: dist.ProcessGroup | None = None,
@@ -28,7 +29,7 @@ def clip_by_global_norm(
     Args:
         parameters: Those of the optimizer on this rank; placeholders have no gradient and do not matter.
         max_norm: Largest allowed 2-norm of all gradients together.
-        shared: Parameters that every rank of a pipeline holds with equal gradients.
+        shared: Parameters that several ranks of a pipeline hold with equal gradients.
         device: Where the norm is reduced.
         num_ranks: Number of ranks of a pipeline.
         group: All processes: those of the pipeline, of its replicas, and of tensor parallelism. None is the world.
@@ -36,12 +37,13 @@ def clip_by_global_norm(
     Returns:
         The norm before clipping, the same on every rank.
     """
-    is_shared = {id(parameter) for parameter in shared}
+    num_holders = {id(parameter): len(each.ranks) for each in shared for parameter in each.parameters}
     by_copies: dict[float, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            different = num_shards(parameter.grad) * (1 if id(parameter) in is_shared else num_ranks)
-            by_copies.setdefault(dist.get_world_size(group) / different, []).append(local(parameter.grad))
+            different = num_shards(parameter.grad) * num_ranks
+            copies = dist.get_world_size(group) * num_holders.get(id(parameter), 1) / different
+            by_copies.setdefault(copies, []).append(local(parameter.grad))
     squared = torch.zeros((), device=device)
     for copies, gradients in by_copies.items():
         squared += torch.nn.utils.get_total_norm(gradients).to(device) ** 2 / copies

@@ -6,10 +6,11 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -101,6 +102,10 @@ PRIVATE = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": (
         "Gathered parameters would not be let go of at the end of an iteration."
     ),
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": (
+        "A group of layers under `checkpoint` that a stage boundary cuts would run in backward from its begin, with "
+        "layers that are elsewhere."
+    ),
     "torch.amp.GradScaler._unscale_grads_": (
         "Ranks would skip fp16 steps each by itself, and their weights drift apart."
     ),
@@ -133,6 +138,11 @@ class Tensors(NamedTuple):
 def tensors_of(module: nn.Module) -> Tensors:
     """The parameters and buffers that a module itself holds."""
     return Tensors(module._parameters, module._buffers)
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a module, each once, under its first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -193,6 +203,16 @@ class ModuleWithPlaceholders(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+
+
+Recompute = Callable[..., Generator[None, None, None]]
+"""What surrounds the forward of a function under `torch.utils.checkpoint`, without reentrance: up to its `yield`."""
+
+
+def recompute_with(make: Callable[[Recompute], Recompute], patches: Patches) -> None:
+    """Let `torch.utils.checkpoint` do something else around forwards, made from what it does."""
+    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    patches.set(module, name, make(getattr(module, name)))
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

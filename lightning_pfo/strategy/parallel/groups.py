@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_pfo.strategy.parallel.dtensor import local
 
@@ -24,8 +27,80 @@ def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
     """
     if device.type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+    return _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo")
+
+
+_Key = tuple[tuple[int, ...], str | None]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups of some processes of a world, which end with it."""
+
+
+def _group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A group of some processes of the world, made once; a collective call of these.
+
+    Args:
+        ranks: Ranks in the world.
+        backend: The backend; None is the world's.
+    """
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    key = (tuple(ranks), backend)
+    if key not in made:
+        made[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    return made[key]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the same ranks of a pipeline hold, several of them.
+
+    Attributes:
+        ranks: The ranks, in the pipeline.
+        names: Names of the parameters and buffers in the user's module.
+        parameters: The parameters.
+        group: The ranks' processes.
+        hosts: The same for tensors on the CPU; see `host_group`.
+    """
+
+    ranks: tuple[int, ...]
+    names: list[str]
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup | None
+    hosts: dist.ProcessGroup | None
+
+
+def share(
+    tensors: Mapping[str, torch.Tensor],
+    holders: Mapping[str, frozenset[int]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> list[Shared]:
+    """Find what this rank of a pipeline holds together with others; a collective call of the pipeline.
+
+    Each set of ranks gets a process group, which all of its ranks make in the same order.
+
+    Args:
+        tensors: Parameters and buffers by name, placeholders for those of others.
+        holders: The ranks that hold each.
+        group: The pipeline's process group.
+        device: The device of its collectives.
+    """
+    own = dist.get_rank(group)
+    found = []
+    for ranks in sorted({tuple(sorted(ranks)) for ranks in holders.values() if own in ranks and len(ranks) > 1}):
+        of_ranks = {name: tensor for name, tensor in tensors.items() if tuple(sorted(holders[name])) == ranks}
+        everyone = len(ranks) == dist.get_world_size(group)
+        processes = group if everyone else _group_of([global_rank(group, rank) for rank in ranks])
+        found.append(
+            Shared(
+                ranks,
+                list(of_ranks),
+                [tensor for tensor in of_ranks.values() if isinstance(tensor, nn.Parameter)],
+                processes,
+                host_group(processes, device),
+            )
+        )
+    return found
 
 
 def copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:

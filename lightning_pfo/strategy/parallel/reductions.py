@@ -9,29 +9,26 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.parallel.dtensor import from_local, is_divided_over, local, placed_like
+from lightning_pfo.strategy.parallel.groups import Shared
 
 
-def sum_shared_gradients(
-    shared: Sequence[nn.Parameter], group: dist.ProcessGroup | None, hosts: dist.ProcessGroup | None
-) -> None:
+def sum_shared_gradients(shared: Sequence[Shared]) -> None:
     """Sum the gradients of parameters that several ranks hold, so that their copies stay equal.
 
     A parameter that no rank used keeps `grad=None`; on this the hosts agree, without waiting for their devices.
-
-    Args:
-        shared: The parameters, the same on every rank.
-        group: The pipeline's process group.
-        hosts: The same processes for tensors on the CPU; see `groups.host_group`.
     """
-    trainable = [parameter for parameter in shared if parameter.requires_grad]
-    if not trainable or dist.get_world_size(group) == 1:
-        return
-    used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
-    dist.all_reduce(used, group=hosts)
+    for each in shared:
+        trainable = [parameter for parameter in each.parameters if parameter.requires_grad]
+        if trainable:
+            used = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.int32)
+            dist.all_reduce(used, group=each.hosts)
+            _sum_gradients([p for p, is_used in zip(trainable, used.tolist(), strict=True) if is_used], each.group)
+
+
+def _sum_gradients(trainable: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter, is_used in zip(trainable, used.tolist(), strict=True):
-        if is_used:
-            by_type.setdefault(parameter.dtype, []).append(parameter)
+    for parameter in trainable:
+        by_type.setdefault(parameter.dtype, []).append(parameter)
     for parameters in by_type.values():
         gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
         own = [local(p.detach()) if g is None else local(g) for p, g in zip(parameters, gradients, strict=True)]

@@ -5,6 +5,7 @@ State dicts have the names, order and optimizer ids of a single device: placehol
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -39,8 +40,18 @@ def gather_module_state(module: nn.Module, last_rank: int, group: dist.ProcessGr
     Of what every rank has (what is outside the pipelined module), the copy of `last_rank` is kept: the rank of the last
     stage alone runs whole steps, so only its buffers are up to date.
     """
-    gathered = _gather(local_module_state(module), last_rank, group)
-    return {key: gathered[key] for key in module.state_dict() if key in gathered}
+    first_names = _first_names(module)
+    local = {key: value for key, value in local_module_state(module).items() if first_names.get(key, key) == key}
+    gathered = _gather(local, last_rank, group)
+    keys = {key: first_names.get(key, key) for key in module.state_dict()}
+    # ordered, as torch's own, by which Accelerate tells that it has to leave out all but one name of a tied tensor
+    return OrderedDict((key, gathered[first]) for key, first in keys.items() if first in gathered)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter its first one: tied parameters have several names."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
 
 def gather_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -59,8 +70,12 @@ def nest_optimizer_state(values: Mapping[tuple[Id, str], Any]) -> dict[Id, dict[
     return nested
 
 
-def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
     """Load this rank's part of a full state dict.
+
+    Returns:
+        The keys that are missing, and those that are unexpected. Of a tied parameter one name is enough where another
+        rank holds it.
 
     Raises:
         ConfigurationError: If `strict` and keys are missing or unexpected.
@@ -79,6 +94,11 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
         if key in own and not _is_placeholder(own[key])
     }
     module.load_state_dict(local, strict=False)
+    first_names = _first_names(module)
+    loaded = {first_names.get(key, key) for key in state}
+    return [
+        key for key in missing if not (_is_placeholder(own[key]) and first_names.get(key, key) in loaded)
+    ], unexpected
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -129,7 +129,7 @@ def trace_untouched(
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache."""
     with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner):
         random_state.seed(device, *seed, 0)
-        return trace_step(step, device)
+        return trace_step(owner, step, device)
 
 
 @contextmanager

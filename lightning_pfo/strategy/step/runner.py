@@ -14,13 +14,14 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
+from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.groups import Shared, host_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
@@ -51,7 +52,7 @@ class StepRunner:
         owner: The user's module whose steps are run.
         split: How it is divided.
         parameters: Parameters this rank holds.
-        shared: Parameters every rank holds.
+        shared: Parameters and buffers that this rank holds together with others.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         batching: How batches are divided, and how much each microbatch counts.
@@ -66,7 +67,7 @@ class StepRunner:
         owner: nn.Module,
         split: Split,
         parameters: list[nn.Parameter],
-        shared: list[nn.Parameter],
+        shared: Sequence[Shared],
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
         *,
@@ -142,7 +143,7 @@ class StepRunner:
             values, losses = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale)
             if is_ordinary:
                 engine.iteration_end()
-            sum_shared_gradients(self._shared, engine.group, self._hosts)
+            sum_shared_gradients(self._shared)
             average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:
@@ -253,7 +254,7 @@ class StepRunner:
             What the stages have done of each microbatch.
         """
         engine = self.engine
-        train = kind == "train"
+        train, last = kind == "train", engine.num_stages - 1
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             with following(None):
@@ -265,27 +266,34 @@ class StepRunner:
             with ExitStack() as stack:
                 stack.enter_context(logging_to(self.owner, log))
                 stack.enter_context(without_synchronisation(self._metrics))
+                if stage is not None:
+                    stack.enter_context(buffers.of(min(stage, last)))
                 if self._deferred is not None and stage is not None:
                     stack.enter_context(self._deferred.forward_of(stage))
                 yield
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
-            with inside(log if whole is None and stage == engine.num_stages - 1 else _log_nothing, stage):
+            with inside(log if whole is None and stage == last else _log_nothing, stage):
                 return step(index)
 
         with random_state.isolated(engine.device):
             found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
+            changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
+            changes = {name: stage if stage is None else min(stage, last) for name, stage in changes.items()}
             if whole is not None:
                 trying, running = partial(inside, _log_nothing), partial(inside, log, engine.num_stages)
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
             if kind not in self._rehearsed:
                 with untouched(self.owner):
+                    buffers = StepBuffers(self.owner, changes, len(engine.stages))
                     engine.rehearse(programs[0], step_seed, run_step, train=train)
                 self._rehearsed.add(kind)
+            buffers = StepBuffers(self.owner, changes, len(engine.stages))
             with self._deferred.batch() if train and self._deferred is not None else nullcontext():
                 engine.run(programs, step_seed, run_step, take, train=train)
+            buffers.agree(engine.placement, self._shared, engine.group)
         return programs
 
     def _log(self, values: StepValues, batch_size: int) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
+from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.loss_scaling import skip_together
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -37,13 +37,13 @@ def scaler_of(plugin: Precision) -> GradScaler | None:
 
 
 def adapt_to_pipeline(
-    plugin: Precision, shared: Sequence[nn.Parameter], device: torch.device, num_ranks: int, patches: Patches
+    plugin: Precision, shared: Sequence[Shared], device: torch.device, num_ranks: int, patches: Patches
 ) -> None:
     """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
 
     Args:
         plugin: The Trainer's plugin.
-        shared: Parameters that every rank of a pipeline holds.
+        shared: Parameters that several ranks of a pipeline hold.
         device: This rank's device.
         num_ranks: Number of ranks of a pipeline.
         patches: Undoes it when it is closed.

@@ -13,7 +13,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -240,6 +240,8 @@ class PfoPipelineStrategy(StepStrategy):
         )
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
+            for warning in pipeline.warnings:
+                rank_zero_warn(f"pfo_pipeline: {warning}")
         return pipeline
 
     def _first_step(self) -> Callable[[torch.device], Any] | None:

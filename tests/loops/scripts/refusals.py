@@ -53,6 +53,32 @@ def no_loss():
     PipelinedModel(Net(), pipeline_module="layers", num_microbatches=4).step(torch.zeros(8, 6))
 
 
+class Reversed(nn.Module):
+    """Calls its layers in another order than it holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(size, 8) for size in (8, 8, 8, 6))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+def another_order():
+    PipelinedModel(Reversed(), loss_fn, num_microbatches=4).step(*next(iter(make_loaders()[0])))
+
+
+def order_of_an_example():
+    batch = next(iter(make_loaders()[0]))
+    PipelinedModel(Reversed(), loss_fn, num_microbatches=4, example_batch=batch).step(*batch)
+    prepare_pipeline(Accelerator(cpu=True), Reversed(), None, make_loaders()[0], loss_fn)[0].step(*batch)
+    profiled = PipelinedModel(Reversed(), loss_fn, num_microbatches=4, partition="profile", example_batch=batch)
+    results["order_of_an_example"] = profiled.description
+
+
 def fp8_layers():
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = "fp8"  # Accelerate itself refuses it without a GPU
@@ -64,7 +90,8 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
-CASES = (other_batches, other_norm, prepared_model, prepared_loader, no_loss, fp8_layers)
+CASES = (other_batches, other_norm, prepared_model, prepared_loader, no_loss, another_order, order_of_an_example)
+CASES += (fp8_layers,)
 
 
 def main():

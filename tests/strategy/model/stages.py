@@ -8,7 +8,7 @@ from torch import nn
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.stage import Stage
 from lightning_pfo.strategy.model.caches import Caches
-from lightning_pfo.strategy.model.ownership import find_shared_parameters, release_other_parts
+from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.split import layer_calls, split_units
 from lightning_pfo.strategy.model.tracing.follow import follow_units
@@ -43,7 +43,7 @@ class Followed:
         follow_units(self.units.all, self.patches)
 
     def trace(self):
-        split = split_units(self.units, layer_calls(self.units, None), (0,))
+        split = split_units(self.owner, self.units, layer_calls(self.units, None), (0,))
         while True:
             trace = trace_untouched(self.owner, self.step, CPU, CACHES, (*SEED, 0))
             if not split.follow_into(trace.listened, self.patches):
@@ -66,19 +66,17 @@ class Stages:
 
     def __init__(self, owner, step, boundaries=None, num_stages=None, name=None):
         num_stages = num_stages or len(boundaries) - 1
-        self.copies, self.splits, self.shared = [], [], []
+        self.copies, self.splits = [], []
         for stage in range(num_stages):
             followed = Followed(copy.deepcopy(owner), step, num_stages, name)
             trace = followed.trace()
             calls = layer_calls(followed.units, trace)
             if boundaries is None:
                 boundaries = partition_layers("uniform", calls.num_parameters, num_stages, types=calls.types)
-            split = split_units(followed.units, calls, tuple(boundaries), trace)
-            shared = find_shared_parameters(followed.owner, split.parts(), split.users)
-            release_other_parts(split.parts(), [stage], shared)
+            split = split_units(followed.owner, followed.units, calls, tuple(boundaries), trace)
+            release_others(followed.owner, split.held, [stage])
             self.copies.append(followed)
             self.splits.append(split)
-            self.shared.append(shared)
 
     @property
     def roots(self):

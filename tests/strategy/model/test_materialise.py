@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.materialise import materialise
-from lightning_pfo.strategy.model.ownership import find_shared_parameters
+from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.split import layer_calls, split_units
 from lightning_pfo.strategy.model.units import find_units
 from tests.strategy.model.stages import Holder
@@ -14,9 +14,9 @@ CPU = torch.device("cpu")
 
 def make_part(root, boundaries, stages, seed=7):
     units = find_units(root)
-    split = split_units(units, layer_calls(units, None), boundaries)
-    shared = find_shared_parameters(root, split.parts(), split.users)
-    materialise(root, split.parts(), stages, shared, CPU, seed)
+    split = split_units(root, units, layer_calls(units, None), boundaries)
+    materialise(root, split.held, stages, CPU, seed)
+    release_others(root, split.held, stages)
     return root
 
 

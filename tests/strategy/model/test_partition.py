@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import PartitionError
-from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
+from lightning_pfo.strategy.model.partition import Amount, describe_partition, partition_layers
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,12 @@ def test_layers_of_a_type_are_counted(spec, num_stages, boundaries):
 
 
 def test_the_description_says_what_each_stage_has_and_how_unequal_they_are():
-    text = describe_partition("model.layers", (0, 1, 4), [3000, 500, 500, 500], [0, 1], [0.01, 0.01, 0.01, 0.02])
-    assert "stage 0: layers 0-0, 3,000 parameters, 10.0 ms" in text
-    assert "stage 1: layers 1-3, 1,500 parameters, 40.0 ms" in text
+    amounts = [Amount(3000, 12000), Amount(1500, 6000)]
+    text = describe_partition("model.layers", (0, 1, 4), amounts, [0, 1], [0.01, 0.01, 0.01, 0.02], [5000, 20])
+    assert "stage 0: layers 0-0, 3,000 parameters (12 kB), 10.0 ms, keeps 5 kB of a microbatch" in text
+    assert "stage 1: layers 1-3, 1,500 parameters (6 kB), 40.0 ms, keeps 20 B of a microbatch" in text
     assert "2.00 by parameters, 4.00 by measured time" in text
-    assert "stage 1 on rank 0" in describe_partition("model", (0, 1, 2), [1, 0], [0, 0])
+    assert "stage 1 on rank 0" in describe_partition("model", (0, 1, 2), [Amount(1, 4), Amount(0, 0)], [0, 0])
 
 
 @pytest.mark.parametrize(

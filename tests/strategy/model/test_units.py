@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.ownership import find_shared_parameters, release_other_parts
+from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.split import layer_calls, remember_split, split_units
 from lightning_pfo.strategy.model.units import find_units
 from tests.strategy.model.stages import Holder
@@ -23,7 +23,7 @@ def layers_of(root, *args, **kwargs):
 
 def split_at(root, boundaries):
     units = find_units(root)
-    return split_units(units, layer_calls(units, None), boundaries)
+    return split_units(root, units, layer_calls(units, None), boundaries)
 
 
 def test_the_items_of_a_list_are_layers_and_all_else_are_units():
@@ -127,27 +127,26 @@ def test_parts_of_a_unit_that_somebody_hooks_into_are_units():
     assert names(find_units(root).all) == ["model.0", "model.1"]
 
 
-def test_other_layers_become_placeholders_and_shared_parameters_stay():
-    root = Holder(
-        stem=nn.Linear(2, 2), model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
-    )
+def test_what_a_stage_does_not_use_becomes_placeholders():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    root = Holder(stem=nn.Linear(2, 2), model=layers)
     root.model[2].weight = root.model[0].weight
     root.scale = nn.Parameter(torch.ones(1))
-    split = split_at(root, (0, 1, 3))
-    shared = find_shared_parameters(root, split.parts(), split.users)
-    assert [id(p) for p in shared] == [id(p) for p in (root.scale, root.model[0].weight)]
+    split = split_at(root, (0, 1, 2, 3))
+    assert split.held["scale"] == {0, 1, 2}  # there is no trace, so it may be used anywhere
+    assert split.held["model.0.weight"] == {0, 2}
     named = [name for name, _ in root.named_parameters()]
     remember_split(split, [0])
-    release_other_parts(split.parts(), [0], shared)
+    release_others(root, split.held, [0])
     assert [name for name, _ in root.named_parameters()] == named
     elsewhere = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert {name for name, value in root.state_dict().items() if value.is_meta} == {f"model.1.{n}" for n in elsewhere}
     assert root.model[2].weight is root.model[0].weight
     placeholder = root.model[1].weight
-    remember_split(split_at(root, (0, 1, 3)), [0])
-    release_other_parts(split.parts(), [0], shared)
+    remember_split(split_at(root, (0, 1, 2, 3)), [0])
+    release_others(root, split.held, [0])
     assert root.model[1].weight is placeholder
-    with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 3\].*now \[0, 2, 3\]"):
+    with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 2, 3\].*now \[0, 2, 3\]"):
         remember_split(split_at(root, (0, 2, 3)), [0])
 
 
@@ -156,8 +155,8 @@ def test_what_is_tied_within_another_stage_stays_tied():
     root.model[3].weight = root.model[2].weight
     named = [name for name, _ in root.named_parameters()]
     split = split_at(root, (0, 2, 4))
-    assert find_shared_parameters(root, split.parts(), split.users) == []
-    release_other_parts(split.parts(), [0], [])
+    assert all(len(stages) == 1 for stages in split.held.values())
+    release_others(root, split.held, [0])
     assert root.model[3].weight.is_meta
     assert root.model[3].weight is root.model[2].weight
     assert [name for name, _ in root.named_parameters()] == named

@@ -376,13 +376,15 @@ class MovingAverageInTheMiddle(InALoop):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("centre", torch.zeros(WIDTH))
+        self.register_buffer("spread", torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
             x = x + layer(x)
             if index == 3:
                 self.centre.mul_(0.9).add_(0.1 * x.detach().mean(0))
-                x = x - self.centre
+                self.spread = 0.9 * self.spread + 0.1 * x.detach().std(0)
+                x = (x - self.centre) / self.spread
         return x
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel.compat import base_of, tree_leaves
@@ -82,9 +82,10 @@ class Event:
         structure: What puts them together.
         adopted: Ordinary tensors that it changes in place.
         units: The units that run in it.
-        parameters: Parameters that it is given.
+        held: Names of parameters and buffers that it is given, themselves or views of them; of units, beside their own.
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads.
+        changes_state: Of units, whether they change buffers of their own.
         saved_bytes: Of units, what autograd keeps for the backward.
     """
 
@@ -93,9 +94,10 @@ class Event:
     structure: Any = None
     adopted: list[Adopted] = field(default_factory=list)
     units: list[Any] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
     reads: bool = False
     line: str = ""
+    changes_state: bool = False
     saved_bytes: int = 0
 
 
@@ -107,7 +109,13 @@ class Trace:
         events: Calls in order.
         values: What flows between them, by label.
         marks: When layers begin: the layer's unit and the event that comes next.
-        everywhere: Parameters that are used beside all events.
+        everywhere: Names of parameters and buffers that are used beside all events, so on every stage.
+        changed_everywhere: Those that are changed in place.
+        at_end: Names of parameters and buffers that are logged or returned.
+        changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning
+            them anew: the events, and the user's lines.
+        recomputed: Events of which activations are recomputed together, by `torch.utils.checkpoint`: first and behind
+            the last.
         draws: Whether the step draws random numbers of its own after the first event.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
@@ -118,7 +126,11 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     marks: list[tuple[Any, int]] = field(default_factory=list)
-    everywhere: list[nn.Parameter] = field(default_factory=list)
+    everywhere: list[str] = field(default_factory=list)
+    changed_everywhere: list[str] = field(default_factory=list)
+    at_end: list[str] = field(default_factory=list)
+    changes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)

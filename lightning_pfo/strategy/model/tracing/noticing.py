@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,38 +15,84 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, tree_leaves
+from lightning_pfo.strategy.parallel.compat import (
+    Recompute,
+    TorchDispatchMode,
+    memory_of,
+    named_tensors,
+    recompute_with,
+    tree_leaves,
+    version_of,
+)
+from lightning_pfo.strategy.parallel.patches import Patches
 
 
-class ParametersSeen(TorchFunctionMode):
-    """Notes parameters that functions are given without any tracked tensor.
+class HeldTensors:
+    """The parameters and buffers of a module, known by themselves and by views of them.
 
     Args:
-        see: Told the tensors of each function.
+        owner: The module.
     """
 
-    def __init__(self, see: Callable[[list[torch.Tensor]], None]) -> None:
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        # the tensors are kept, so that their ids stay theirs
+        self._tensors = named_tensors(owner)
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._by_memory = {memory_of(tensor): name for name, tensor in self._tensors.items() if _may_have_views(tensor)}
+
+    def names(self, leaves: Iterable[Any]) -> list[str]:
+        """The names of those among some objects."""
+        return list(dict.fromkeys(name for name in map(self.name, leaves) if name is not None))
+
+    def assigned(self) -> dict[str, torch.Tensor]:
+        """Buffers that are other objects now."""
+        return {name: b for name, b in self._owner.named_buffers() if self._tensors.get(name) is not b}
+
+    def name(self, leaf: Any) -> str | None:
+        """The name of an object, if it is one of them or a view of one."""
+        name = self._names.get(id(leaf))
+        return self._by_memory.get(memory_of(leaf)) if name is None and _may_have_views(leaf) else name
+
+
+def _may_have_views(leaf: Any) -> bool:
+    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
+
+
+class TensorsSeen(TorchFunctionMode):
+    """Notes parameters and buffers that functions are given, or change, without any tracked tensor while a run follows.
+
+    Functions that only make a view do not count: what takes the view does.
+    """
+
+    def __init__(self, run: Run, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
         super().__init__()
-        self.parameters: dict[int, nn.Parameter] = {}
+        self._run = run
+        self.names: dict[str, None] = {}
+        self.changed: dict[str, None] = {}
+        self._held = held
         self._see = see
 
-    @contextmanager
-    def apart(self) -> Iterator[dict[int, nn.Parameter]]:
-        """Gives those that are seen while the context is open; they are noted here too."""
-        before, self.parameters = self.parameters, {}
-        try:
-            yield self.parameters
-        finally:
-            self.parameters = before | self.parameters
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not is_metadata(func):
-            tensors = list(_tensors_in((args, kwargs)))
-            if not any(isinstance(tensor, Tracked) for tensor in tensors):
-                self._see(tensors)
-                self.parameters |= {id(tensor): tensor for tensor in tensors if isinstance(tensor, nn.Parameter)}
-        return func(*args, **kwargs)
+        if is_metadata(func) or current_run() is not self._run:  # what a unit is given is its own affair
+            return func(*args, **(kwargs or {}))
+        leaves = list(_tensors_in((args, kwargs or {})))
+        if any(isinstance(leaf, Tracked) for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        if self._see is not None:
+            self._see(leaves)
+        names = dict.fromkeys(self._held.names(leaves))
+        before = dict(self.names)
+        self.names |= names  # also if it fails
+        versions = [version_of(leaf) if self._held.name(leaf) else 0 for leaf in leaves] if names else []
+        result = func(*args, **(kwargs or {}))
+        for leaf, version in zip(leaves, versions, strict=False):
+            if (name := self._held.name(leaf)) and version_of(leaf) != version:
+                self.changed[name] = None
+        is_view = isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves)
+        if names and is_view and self._held.names([result]):
+            self.names = before
+        return result
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
@@ -99,6 +145,23 @@ def functions_followed(run: Run) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, int]]) -> Patches:
+    """Note which events of a trace are recomputed together, until what is returned is closed."""
+
+    def make(original: Recompute) -> Recompute:
+        def around(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+            start = len(events)
+            yield from original(*args, **kwargs)
+            if current_run() is run and len(events) > start + 1:
+                found.append((start, len(events)))
+
+        return around
+
+    patches = Patches()
+    recompute_with(make, patches)
+    return patches
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Outline:
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
         saved_bytes: What autograd keeps for its backward, beside parameters.
+        changes_state: Whether it changes buffers of its own.
         from_values: Whether it was found with values, on which it may depend.
     """
 
@@ -57,6 +58,7 @@ class Outline:
     structure: Any
     changed: list[int]
     saved_bytes: int = 0
+    changes_state: bool = False
     from_values: bool = False
 
 
@@ -118,6 +120,7 @@ def _call(
             for name, tensor in (item for named in tensors_of(part) for item in named.items())
             if tensor is not None
         }
+        state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
@@ -133,6 +136,7 @@ def _call(
         structure,
         changed,
         saved.num_bytes,
+        any(version_of(tensors[name]) != version for name, version in state.items()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,7 +11,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.model.units import Unit
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
+            the step changes it alike on all.
+        divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -38,6 +41,8 @@ class StageProgram:
     forms: Sequence[Tracked] = field(repr=False)
     applies: bool
     draws: bool
+    divided: frozenset[int] = frozenset()
+    changes: Mapping[str, int | None] = field(default_factory=dict)
 
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
@@ -65,6 +70,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
                 f"made of stages' values instead (x = x.clone()), or use what was changed itself."
             )
+    changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
+    changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
     forms = [value.form for value in trace.values]
     programs = []
     for stage, (start, stop) in enumerate(pairwise([*positions, None])):
@@ -79,9 +86,30 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
+                frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
+                changes,
             )
         )
     return programs
+
+
+def _stage_of_changes(trace: Trace, cuts: Sequence[int], name: str) -> int:
+    """The stage that changes a buffer; others get its value after the iteration, so they must not use it before."""
+    stage, line = max((bisect_right(cuts, event), line) for event, line in trace.changes[name])
+    uses = [event for event, _ in trace.changes[name]]
+    uses += [position for position, event in enumerate(trace.events) if name in event.held]
+    earlier = min(bisect_right(cuts, position) for position in uses)
+    if earlier < stage:
+        raise ConfigurationError(
+            f"{name!r} is changed by what stage {stage} computes, but used on stage {earlier} as well, which runs the "
+            f"next microbatch before it knows of the change. {line} Move the boundary with partition='custom:...' so "
+            f"that one stage does both, or use a copy that changes after the batch (on_train_batch_end)."
+        )
+    return stage
+
+
+def _is_divided(first: int, behind: int, start: int, stop: int | None) -> bool:
+    return first < start < behind or (stop is not None and first < stop < behind)
 
 
 def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[int, int]) -> None:
@@ -103,12 +131,34 @@ def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[in
             )
 
 
-def cuts_before(trace: Trace, positions: Sequence[int]) -> list[int]:
+Bound = list[tuple[str, frozenset[int]]]
+"""What an event needs of what only some stages have: names of units, parameters and buffers, and these stages."""
+
+
+def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
     """Where to cut so that the event at each position begins a stage: where the least has to be sent.
 
     Between the last unit with parameters before the position and the position itself.
+
+    Args:
+        trace: The step.
+        positions: The first event of each stage but the first.
+        bound: For each event what it needs.
     """
-    return [min(_possible(trace, position), key=lambda cut: (_bytes(trace, cut), -cut)) for position in positions]
+    cuts = []
+    for stage, position in enumerate(positions, start=1):
+        possible = _possible(trace, position)
+        allowed = [
+            cut
+            for cut in possible
+            if _all_have(bound[possible[0] : cut], stage - 1) and _all_have(bound[cut:position], stage)
+        ]
+        cuts.append(min(allowed or possible, key=lambda cut: (_bytes(trace, cut), -cut)))
+    return cuts
+
+
+def _all_have(bound: Sequence[Bound], stage: int) -> bool:
+    return all(stage in stages for of_event in bound for _, stages in of_event)
 
 
 def _possible(trace: Trace, position: int) -> range:
@@ -122,33 +172,28 @@ def _bytes(trace: Trace, cut: int) -> int:
     return sum(trace.values[label].num_bytes for label in trace.live(cut))
 
 
-def cuts_by_owner(trace: Trace, owners: Mapping[Unit, frozenset[int]], num_stages: int) -> list[int]:
-    """Where to cut so that each stage runs units that it has.
+def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
+    """Where to cut so that each stage has what it needs.
 
     Args:
-        trace: A step that may differ from that which the partition was made for.
-        owners: The stages that have a unit.
+        bound: For each event of a step, which may differ from that which the partition was made for, what it needs.
         num_stages: Number of stages.
 
     Raises:
-        ConfigurationError: If units are called in an order that leads back to an earlier stage.
+        ConfigurationError: If what is needed leads back to an earlier stage.
     """
     cuts: list[int] = []
-    previous: Unit | None = None
-    for position, event in enumerate(trace.events):
-        for unit in event.units:
-            stages = owners.get(unit, frozenset())
-            if not stages or len(cuts) in stages:
-                previous = unit if stages else previous
-                continue
-            later = [stage for stage in stages if stage > len(cuts)]
-            if not later:
-                assert previous is not None
-                raise ConfigurationError(
-                    f"Stages run one after the other, but {unit.name!r}, which stage {max(stages)} has, is called "
-                    f"after {previous.name!r}, which stage {len(cuts)} has. Call the model's parts in one order, or "
-                    f"move the boundaries with partition='custom:...' so that one stage has both."
-                )
-            cuts += [position] * (min(later) - len(cuts))
-            previous = unit
-    return cuts + [len(trace.events)] * (num_stages - 1 - len(cuts))
+    previous = ""
+    for position, of_event in enumerate(bound):
+        for name, stages in of_event:
+            if len(cuts) not in stages:
+                later = [stage for stage in stages if stage > len(cuts)]
+                if not later:
+                    raise ConfigurationError(
+                        f"Stages run one after the other, but {name!r}, which stage {max(stages)} has, is used after "
+                        f"{previous!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
+                        f"boundaries with partition='custom:...' so that one stage has both."
+                    )
+                cuts += [position] * (min(later) - len(cuts))
+            previous = name
+    return cuts + [len(bound)] * (num_stages - 1 - len(cuts))

@@ -6,12 +6,14 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Event, New
@@ -22,6 +24,7 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
+    current_run,
     follow_no_more,
     following,
     natively,
@@ -34,10 +37,13 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 )
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
+    Recompute,
+    recompute_with,
     tree_flatten,
     tree_map_only,
     tree_unflatten,
 )
+from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -78,7 +84,11 @@ def run_stage(
     """
     run = StageRun(program, received, enter, around)
     try:
-        with following(run), functions_followed(run) if program.applies else nullcontext():
+        with (
+            following(run),
+            functions_followed(run) if program.applies else nullcontext(),
+            run.recomputing_parts() if program.divided else nullcontext(),
+        ):
             result = step()
         outputs = run.outputs() if program.stop == run.position else ()
     except _StageEnded:
@@ -119,6 +129,27 @@ class StageRun:
         self._around = around
         self._entered = False
         self._adopted: list[torch.Tensor] = []
+        self._recomputes = 0
+
+    def recomputing_parts(self) -> Patches:
+        """Let each unit be recomputed alone in backward where the stage has not all that is recomputed together."""
+
+        def make(original: Recompute) -> Recompute:
+            def around(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
+                if current_run() is not self or self.position not in self._program.divided:
+                    yield from original(*args, **kwargs)
+                    return
+                self._recomputes += 1
+                try:
+                    yield
+                finally:
+                    self._recomputes -= 1
+
+            return around
+
+        patches = Patches()
+        recompute_with(make, patches)
+        return patches
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a function of torch."""
@@ -126,7 +157,8 @@ class StageRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
-        return self._event(unit, unit.compute, args, kwargs)
+        compute = partial(checkpoint, unit.compute, use_reentrant=False) if self._recomputes else unit.compute
+        return self._event(unit, compute, args, kwargs)
 
     def enter(self, unit: Any) -> None:
         """A layer begins that is followed into."""
@@ -238,7 +270,7 @@ class StageRun:
 
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
-        if self._around is nullcontext:
+        if self._around is nullcontext and not self._recomputes:
             follow_no_more()
         else:
             with following(None), self._around():

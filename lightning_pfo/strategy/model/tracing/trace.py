@@ -18,10 +18,12 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import (
-    ParametersSeen,
+    HeldTensors,
     ShapesFromValues,
+    TensorsSeen,
     functions_followed,
     is_value,
+    recomputation_noted,
     users_line,
 )
 from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
@@ -41,23 +43,28 @@ from lightning_pfo.strategy.parallel.compat import (
     has_memory,
     memory_of,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
     version_of,
 )
 
 
-def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
+def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) -> Trace:
     """Trace a step of the user's module, whose units are followed (see `follow_units`).
 
     The caller keeps away what a step leaves behind: attributes, random states, caches.
 
     Args:
+        owner: The user's module.
         step: Runs it on a microbatch.
         device: Where it runs.
     """
-    run = _TraceRun(device)
+    held = HeldTensors(owner)
+    run = _TraceRun(device, held)
+    seen = TensorsSeen(run, held, run.see)
     result = None
-    with following(run), functions_followed(run), run.seen:
+    noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
+    with following(run), functions_followed(run), noted, seen:
         try:
             result = step()
         except Exception as error:
@@ -66,17 +73,19 @@ def trace_step(step: Callable[[], Any], device: torch.device) -> Trace:
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
-    run.trace.everywhere = list(run.seen.parameters.values())
+    run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
     return run.trace
 
 
 class _TraceRun:
     """Follows a step and notes what it does."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, held: HeldTensors) -> None:
         self.trace = Trace()
+        self._held = held
+        self._names: list[str | None] = []  # of the leaves of a call
+        self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
         self.alive: list[Any] = []
-        self.seen = ParametersSeen(self.see)
         self._device = device
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
@@ -84,8 +93,9 @@ class _TraceRun:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
-        event = Event(function)
         leaves, structure = tree_flatten((args, kwargs))
+        event = Event(function, held=self._held.names(leaves))
+        self._names = list(map(self._held.name, leaves))
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):  # parameters of other ranks
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
@@ -105,21 +115,23 @@ class _TraceRun:
         for leaf in leaves:
             if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
+                self._change(self._held_values.get(leaf.label))
         found, structure = tree_flatten(result)
         return self._end(event, leaves, found, structure, changed, dynamic)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
-        event = Event(unit, units=[unit])
+        leaves, _ = tree_flatten((args, kwargs))
+        event = Event(unit, units=[unit], held=self._held.names(leaves))
+        self._names = list(map(self._held.name, leaves))
         if unit.is_listened and unit not in self.trace.listened:
             self.trace.listened.append(unit)
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
-        leaves, _ = tree_flatten((args, kwargs))
         self.see(leaves)
         position = self._begin(event, leaves)
         outline = self.outline(event, unit, args, kwargs)
-        event.saved_bytes = outline.saved_bytes
+        event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
@@ -137,15 +149,11 @@ class _TraceRun:
             if known is not None:
                 return known
             inside = _Inside(self, event)
-            with (
-                self._nothing_drawn(),
-                following(inside),
-                self.seen.apart() as seen,
-                attributes_kept(unit.module) as kept,
-            ):
+            seen = TensorsSeen(inside, self._held)
+            with self._nothing_drawn(), following(inside), seen, attributes_kept(unit.module) as kept:
                 outline = outline_call(unit.module, unit.forward, tree_unflatten(leaves, structure), self._device)
-            event.parameters += seen.values()  # of other modules; its own are replaced meanwhile
-            if kept and not seen and not inside.was_asked:
+            event.held += seen.names  # of other modules; its own are replaced meanwhile
+            if kept and not seen.names and not inside.was_asked:
                 outlines_of(unit).keep(key, leaves, outline)
             return outline
 
@@ -157,10 +165,14 @@ class _TraceRun:
     def note(self, values: Any) -> None:
         """Note that values are wanted at the end, as what is logged."""
         self.trace.use(values, FOREVER)
+        self.trace.at_end += self._held.names(tree_leaves(values))
 
     def finish(self, result: Any) -> None:
         """The step has returned."""
         self.note(result)
+        for name, buffer in self._held.assigned().items():
+            if isinstance(buffer, Tracked) and is_value(buffer):
+                self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)
         if self._glue_state is not None:
@@ -175,7 +187,6 @@ class _TraceRun:
             self._glue_state = random_state.get_state(self._device)
         position = len(self.trace.events)
         self.trace.events.append(event)
-        event.parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         self.trace.use(leaves, position)
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
         return position
@@ -212,8 +223,14 @@ class _TraceRun:
         lines = (self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf))
         return next((line for line in lines if line), "")
 
+    def _change(self, name: str | None) -> None:
+        if name is not None:
+            self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
+
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
+        name = self._names[index]
+        self._change(name)
         if type(tensor) is not torch.Tensor:
             return
         base = base_of(tensor)
@@ -223,6 +240,8 @@ class _TraceRun:
                 adopted = tracked(each)
                 self._adopted.append(adopted)
                 event.adopted.append(Adopted(index, is_base, self._new(adopted, line)))
+                if name is not None:
+                    self._held_values[adopted.label] = name
 
     def see(self, leaves: list[Any]) -> None:
         """Notice ordinary tensors whose values a stage has changed through another view of theirs."""

@@ -365,7 +365,7 @@ def checkpointed_layers(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused=f"{NOT_SENT}|can only be called inside")
+@case()
 def checkpointed_groups(net, x, y):
     def group(x, layers):
         for layer in layers:
@@ -609,6 +609,14 @@ def results_of_a_buffer_of_the_module(net, x, y):
         state.add_(x.detach())
         x = layer(x) + 0.1 * state
     return net.loss(x, y)
+
+
+@case()
+def weights_through_views(net, x, y):
+    x = net.stem(x)
+    for index, layer in enumerate(net.layers):
+        x = layer(x) * net.scale[index]
+    return net.loss(x @ net.stem.weight.T + net.stem.weight.detach()[0], y)
 
 
 @case()

@@ -1,0 +1,92 @@
+"""Buffers that a user's step changes by itself, outside of the modules that stages run.
+
+Every stage runs the step, but the values from which a buffer is made are there on one stage only. So each stage changes
+a copy of its own, and after the iteration all ranks get that of the stage which has the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, no_longer_tracked
+from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
+from lightning_pfo.strategy.parallel.groups import Shared, global_rank
+
+Changes = Mapping[str, int | None]
+"""The stage whose values change a tensor, by its name; None where all stages change it alike."""
+
+
+class StepBuffers:
+    """The buffers of an iteration on one rank.
+
+    Args:
+        owner: The user's module.
+        changes: What its step changes.
+        num_stages: Number of stages of this rank; with several of them each needs a copy.
+
+    Raises:
+        ConfigurationError: If several stages would change a parameter.
+    """
+
+    def __init__(self, owner: nn.Module, changes: Changes, num_stages: int) -> None:
+        self._owner = owner
+        self._changes = changes
+        self._several = num_stages > 1
+        self._before = {name: t.detach().clone() for name, t in self._changed()} if self._several else {}
+        self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
+        parameters = [name for name, tensor in self._changed() if isinstance(tensor, nn.Parameter)]
+        if parameters and self._several:
+            raise ConfigurationError(
+                f"Each stage runs the step, so on a rank of {num_stages} stages it would change the parameter "
+                f"{parameters[0]!r} {num_stages} times. Change it in on_train_batch_end, or use stages_per_rank=1."
+            )
+
+    @contextmanager
+    def of(self, stage: int) -> Iterator[None]:
+        """Let a stage change its own while the context is open."""
+        if self._several:  # other objects, as autograd may have saved those of another microbatch
+            for name, value in self._before.items():
+                self._set(name, self._of_stage.get(stage, {}).get(name, value.clone()))
+        objects = dict(self._changed())
+        try:
+            yield
+        finally:
+            for name, before in objects.items():
+                now = self._get(name)
+                if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
+                    self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
+            self._of_stage[stage] = dict(self._changed())
+
+    def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
+        """Give all who hold a buffer the value of the stage that has changed it; a collective call of the pipeline."""
+        for name, stage in self._changes.items():
+            if self._several and stage in self._of_stage and name in self._of_stage[stage]:
+                self._set(name, self._of_stage[stage][name])
+        tensors = dict(self._changed())
+        for each in shared:
+            for name in each.names:
+                stage = self._changes.get(name)
+                if stage is not None and placement[stage] in each.ranks:
+                    value = tensors[name].detach().contiguous()
+                    dist.broadcast(value, src=global_rank(group, placement[stage]), group=each.group)
+                    with torch.no_grad():
+                        tensors[name].copy_(value)
+
+    def _changed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._changes:
+            tensors = named_tensors(self._owner)
+            yield from ((name, tensors[name]) for name in self._changes if name in tensors)
+
+    def _get(self, name: str) -> torch.Tensor | None:
+        path, _, key = name.rpartition(".")
+        return tensors_of(self._owner.get_submodule(path)).buffers.get(key)
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        path, _, key = name.rpartition(".")
+        tensors_of(self._owner.get_submodule(path)).buffers[key] = value

@@ -1,0 +1,123 @@
+"""What is said of memory: what several ranks hold, which stage is heavy, why, and what to do."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.memory import memory_of, warnings_of
+from lightning_pfo.strategy.model.split import layer_calls, split_units
+from tests.strategy.model.stages import Followed, Holder
+
+
+def divide(root, step, boundaries):
+    """A model as its step shows it; the step, followed, must be closed."""
+    followed = Followed(root, step, len(boundaries) - 1)
+    trace = followed.trace()
+    return split_units(root, followed.units, layer_calls(followed.units, trace), boundaries, trace), followed
+
+
+def of(root, step, boundaries, placement=None):
+    """What is said of a model that is divided as its step shows."""
+    placement = placement or range(len(boundaries) - 1)
+    split, followed = divide(root, step, boundaries)
+    followed.close()
+    memory = memory_of(root, split, placement)
+    return memory, warnings_of(memory, split, placement)
+
+
+def layers(*widths):
+    return nn.Sequential(*(nn.Linear(4, 4) if width == 4 else Wide(width) for width in widths))
+
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def chain(owner):
+    return owner.model(torch.ones(2, 4)).mean()
+
+
+def test_nothing_is_said_of_equal_stages():
+    memory, warnings = of(Holder(layers(4, 4)), chain, (0, 1, 2))
+    assert [amount.number for amount in memory.of_stages] == [20, 20]
+    assert (str(memory), warnings) == ("  held twice: nothing", [])
+
+
+def test_parameters_of_the_users_own_code_are_held_by_the_stages_that_use_them():
+    root = Holder(layers(4, 4, 4))
+    root.scale, root.shift, root.gain = (nn.Parameter(torch.ones(2, 4)) for _ in range(3))
+
+    def step(owner, gain=1.0):
+        x = owner.model[1](owner.model[0](torch.ones(2, 4)) * owner.scale[:1])
+        return (owner.model[2](x) + owner.shift.t().t()).mean() * gain
+
+    split, followed = divide(root, lambda owner: step(owner) * owner.gain.sum(), (0, 1, 2, 3))
+    try:
+        held = {name: stages for name, stages in split.held.items() if "." not in name}
+        assert held == {"scale": {0}, "shift": {2}, "gain": {0, 1, 2}}  # all make the sum
+        assert split.cuts(followed.trace()) == [2, 3]
+        followed.step = lambda: step(root, root.shift.sum())
+        with pytest.raises(
+            ConfigurationError, match=r"'shift' is held by stage 2.*this step uses it on stages 0, 1, 2"
+        ):
+            split.cuts(followed.trace())
+        followed.step = lambda: (root.model(torch.ones(2, 4)) * root.scale).mean()
+        with pytest.raises(ConfigurationError, match=r"'scale', which stage 0 has, is used after 'model.2'"):
+            split.cuts(followed.trace())
+    finally:
+        followed.close()
+
+
+def tied():
+    root = Holder(embedding=nn.Embedding(30, 4), model=layers(4, 4, 4), head=nn.Linear(4, 30, bias=False))
+    root.head.weight = root.embedding.weight
+    return root, lambda owner: owner.head(owner.model(owner.embedding(torch.arange(8)))).mean()
+
+
+def test_tied_weights_are_held_by_their_users_or_once_where_these_are_one_rank():
+    memory, (warning,) = of(*tied(), (0, 1, 2, 3))
+    assert memory.share_held_twice == pytest.approx(120 / 180)
+    assert "held twice: 120 parameters (480 B), 66.7% of all, most of it in 'embedding'" in str(memory)
+    assert "'embedding', which stages 0, 2 use, as tied weights are." in warning
+    assert "schedule='zbv'" in warning
+    memory, warnings = of(*tied(), (0, 1, 2, 3), placement=[0, 1, 0])
+    assert (memory.held_twice.number, warnings) == (0, [])
+
+
+def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
+    def repeated(owner):
+        x = torch.ones(2, 4)
+        for _ in range(2):
+            x = owner.model(x)
+        return x.mean()
+
+    _, (warning,) = of(Holder(layers(4, 4)), repeated, (0, 2, 4))
+    assert "'model.0', which is called on stages 0, 1" in warning
+    assert "data_parallel_size=2 with fully_shard=True" in warning
+    _, warnings = of(Holder(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))), repeated, (0, 2, 4))
+    assert [warning for warning in warnings if "'model.0' changes its buffers, such as running statistics" in warning]
+
+    def penalised(owner):
+        return chain(owner) + sum(parameter.square().sum() for parameter in owner.parameters())
+
+    _, (warning,) = of(Holder(layers(4, 4)), penalised, (0, 1, 2))
+    assert "'model.0', which the step uses by itself" in warning
+    _, (warning,) = of(Holder(layers(4, 4), unused=nn.Linear(4, 4)), chain, (0, 1, 2))
+    assert "33.3% of the parameters" in warning
+    assert "'unused', which no layer holds that the first batch is known to call" in warning
+
+
+def test_a_heavy_stage_is_named_with_boundaries_that_are_better():
+    root = Holder(layers(*[16] * 6))
+    memory, (warning,) = of(root, chain, (0, 4, 5, 6))
+    assert memory.imbalance == pytest.approx(2)
+    assert "Stage 0 has 2.00 times the mean" in warning
+    assert "partition='custom:0,2,4,6' gives 1.00 times the mean" in warning
+    _, (warning,) = of(Holder(layers(4, 4, 64)), chain, (0, 1, 2, 3))
+    assert "most of it in 'model.2', which is not divided. Hold the parts of 'model.2' in an nn.Sequential" in warning
