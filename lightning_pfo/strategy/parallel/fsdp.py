@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import finish_backward
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP, finish_backward
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"
@@ -73,6 +74,19 @@ def _exchange_gradients(layer: FSDPModule, enabled: bool) -> None:
     layer.set_is_last_backward(enabled)
     layer.set_reshard_after_backward(enabled)
     layer.set_requires_gradient_sync(enabled)
+
+
+def check_torch_can_shard() -> None:
+    """Check that the installed torch can divide layers.
+
+    Raises:
+        ConfigurationError: If it is too old.
+    """
+    if torch.__version__ < OLDEST_FSDP:
+        raise ConfigurationError(
+            f"fully_shard=True takes torch {OLDEST_FSDP} or newer; got {torch.__version__}. Use a newer torch, or "
+            "fully_shard=False."
+        )
 
 
 def check_not_sharded(model: nn.Module) -> None:
