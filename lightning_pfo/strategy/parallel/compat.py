@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pfo.strategy.parallel.patches import Patches
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import StorageReader
+    from torch.distributed.checkpoint.storage import StorageReader
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -121,8 +121,11 @@ PRIVATE = {
 OLDER_LACK = {"torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"}
 """Names that the newest versions have, and the oldest do not; they are looked for where they are used."""
 
-OLDEST_FSDP = "2.7"
-"""The oldest torch whose `fully_shard` leaves out parameters, as `shard_over_replicas` asks of it, and runs on CPUs."""
+OLDEST_FSDP = {"cpu": "2.9"}
+"""The oldest torch that divides layers rightly, by device; 2.7 on others, as 2.6 has no `ignored_params`.
+
+Up to 2.8, gloo returns the sum of gradients where FSDP2 asks for their mean, and says nothing.
+"""
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 """Module and name of the function that a pickled layout of a tensor calls."""
 

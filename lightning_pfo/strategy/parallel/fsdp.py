@@ -34,7 +34,11 @@ def shard_over_replicas(
 
     Returns:
         What is to be called in place of the `forward` of a divided layer.
+
+    Raises:
+        ConfigurationError: If the installed torch cannot.
     """
+    _check_torch(mesh.device_type)
     ignored = set(kept_whole)
     for layer in dict.fromkeys(layers):
         if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
@@ -76,16 +80,12 @@ def _exchange_gradients(layer: FSDPModule, enabled: bool) -> None:
     layer.set_requires_gradient_sync(enabled)
 
 
-def check_torch_can_shard() -> None:
-    """Check that the installed torch can divide layers.
-
-    Raises:
-        ConfigurationError: If it is too old.
-    """
-    if torch.__version__ < OLDEST_FSDP:
+def _check_torch(device_type: str) -> None:
+    oldest = OLDEST_FSDP.get(device_type, "2.7")
+    if torch.__version__ < oldest:
         raise ConfigurationError(
-            f"fully_shard=True takes torch {OLDEST_FSDP} or newer; got {torch.__version__}. Use a newer torch, or "
-            "fully_shard=False."
+            f"fully_shard=True takes torch {oldest} or newer where the accelerator is {device_type!r}; got "
+            f"{torch.__version__}. Use a newer torch, or fully_shard=False."
         )
 
 

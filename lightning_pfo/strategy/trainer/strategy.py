@@ -24,7 +24,6 @@ from lightning_pfo.strategy.build import Pipeline, build_pipeline
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.fsdp import check_torch_can_shard
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
@@ -149,8 +148,6 @@ class PfoPipelineStrategy(StepStrategy):
         )
         check_schedule_name(schedule)
         check_partition(partition)
-        if fully_shard:
-            check_torch_can_shard()
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         order_file = file_of(schedule)

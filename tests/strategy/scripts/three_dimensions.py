@@ -21,7 +21,7 @@ from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
 
 NUM_EPOCHS = 2
-CAN_SHARD = torch.__version__ >= OLDEST_FSDP
+CAN_SHARD = torch.__version__ >= OLDEST_FSDP["cpu"]
 ORDER = "dp_pp_tp" if hasattr(parallel_api, "_validate_tp_mesh_dim") else "dp_tp_pp"
 """Older torch refuses a mesh in which tensor parallelism is not innermost, by this function; seen in 2.7."""
 RUNS = {
