@@ -23,7 +23,7 @@ from tests.ranks import run_ranks
 NUM_EPOCHS = 2
 CAN_SHARD = torch.__version__ >= OLDEST_FSDP["cpu"]
 ORDER = "dp_pp_tp" if hasattr(parallel_api, "_validate_tp_mesh_dim") else "dp_tp_pp"
-"""Older torch refuses a mesh in which tensor parallelism is not innermost, by this function; seen in 2.7."""
+"""Older torch refuses a mesh in which tensor parallelism is not innermost, by this function; seen in 2.6 to 2.8."""
 RUNS = {
     "tensor": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     "sharded": {"tensor_parallel_size": 2, "data_parallel_size": 2, "fully_shard": CAN_SHARD, "mesh_order": ORDER},
