@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, metadata, packages_distributions
 
 import pytest
 
@@ -100,3 +100,21 @@ def test_what_an_extra_brings_is_imported_where_it_is_needed_only():
         at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {name for node in at_import for name in imported(node)} - {"lightning_pfo"}
         assert set().union(*map(providers_of, names)) & optional == set(), path
+
+
+def oldest_python(distribution):
+    """The oldest Python that what is installed of a distribution runs on; nothing of one that is not installed."""
+    try:
+        asked = re.search(r">=(3\.\d+)", metadata(distribution).get("Requires-Python", ""))
+    except PackageNotFoundError:
+        return None
+    return asked and asked.group(1)
+
+
+def test_pins_are_for_the_pythons_that_have_them():
+    """Otherwise nothing can be installed on an older Python, whatever pyproject.toml says."""
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    oldest = {line: oldest_python(line.partition("==")[0]) for line in pins}
+    newer = {line: python for line, python in oldest.items() if python in ("3.11", "3.12", "3.13", "3.14")}
+    assert len(newer) > 5
+    assert [line for line, python in newer.items() if f'python_version >= "{python}"' not in line] == []

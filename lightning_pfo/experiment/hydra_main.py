@@ -30,6 +30,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.experiment.compat import helps_of_any_kind
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.processes import is_first_process
 
@@ -84,7 +85,7 @@ def hydra_main(
             run = hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)
             # Asked for a full error, Hydra raises it instead of printing its own text.
             try:
-                with _environment(_TRACEBACK, "1"), _errors_explained(wants_traceback):
+                with _environment(_TRACEBACK, "1"), _errors_explained(wants_traceback), helps_of_any_kind():
                     _check_folder(sys.argv[1:])
                     run()
                     if not is_first_process():

@@ -11,6 +11,7 @@ import sys
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -19,6 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dir
 from lightning_pfo.device import EmulatedGpu
 from lightning_pfo.device.emulated.time import VirtualTime
+from lightning_pfo.experiment.compat import helps_of_any_kind
 from lightning_pfo.experiment.config import ExperimentConfig, TrainerConfig
 from lightning_pfo.experiment.hydra_main import check_no_foreign_keys, with_folder, with_selection
 from tests.example_scripts import ROOT, load_example
@@ -334,3 +336,11 @@ def test_the_schema_imports_quickly():
     code = "import sys, lightning_pfo.experiment.hydra_main; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_the_helps_of_hydras_command_line_can_be_looked_into():
+    """As Python 3.14 does; one of Hydra's is no text."""
+    with helps_of_any_kind():
+        helps = [action.help for action in get_args_parser()._actions]
+    assert not all(isinstance(text, str) for text in helps)
+    assert not any("%" in text for text in helps)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-SEEN_IN = "transformers 5.23, torch 2.13"
+SEEN_IN = "transformers 5.20 to 5.23, torch 2.6 to 2.15"
 PRIVATE = {
     "transformers.PreTrainedModel._init_weights": (
         "Hugging Face models could not be made from the meta device: their layers have no initialisation of their own."

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_pfo.strategy.parallel.patches import Patches
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
@@ -42,7 +43,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-SEEN_IN = "torch 2.13"
+SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch.utils._pytree": (
         "Batches, outputs and arguments of any form could not be taken apart and put together; torch has no public "
@@ -113,6 +114,10 @@ PRIVATE = {
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict": (
+        "Every rank would have to read a sharded checkpoint at the same time; the public `load` can be told otherwise "
+        "from torch 2.7 on."
+    ),
     "torch.serialization._get_layout": (
         "The index of a sharded checkpoint could not be read with weights_only=True: it names this function."
     ),
@@ -121,6 +126,11 @@ PRIVATE = {
 OLDER_LACK = {"torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups"}
 """Names that the newest versions have, and the oldest do not; they are looked for where they are used."""
 
+OLDEST_FSDP = {"cpu": "2.9"}
+"""The oldest torch that divides layers rightly, by device; 2.7 on others, as 2.6 has no `ignored_params`.
+
+Up to 2.8, gloo returns the sum of gradients where FSDP2 asks for their mean, and says nothing.
+"""
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 """Module and name of the function that a pickled layout of a tensor calls."""
 
@@ -230,6 +240,13 @@ def finish_backward(layer: FSDPModule) -> None:
         if group is not None:
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def load_alone(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
+    """Fill tensors from a sharded checkpoint; nothing is communicated."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # here, for those who load none
+
+    _load_state_dict(tensors, reader, no_dist=True)
 
 
 Unscale = Callable[[Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor]]

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import finish_backward
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP, finish_backward
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"
@@ -33,7 +34,11 @@ def shard_over_replicas(
 
     Returns:
         What is to be called in place of the `forward` of a divided layer.
+
+    Raises:
+        ConfigurationError: If the installed torch cannot.
     """
+    _check_torch(mesh.device_type)
     ignored = set(kept_whole)
     for layer in dict.fromkeys(layers):
         if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
@@ -73,6 +78,15 @@ def _exchange_gradients(layer: FSDPModule, enabled: bool) -> None:
     layer.set_is_last_backward(enabled)
     layer.set_reshard_after_backward(enabled)
     layer.set_requires_gradient_sync(enabled)
+
+
+def _check_torch(device_type: str) -> None:
+    oldest = OLDEST_FSDP.get(device_type, "2.7")
+    if torch.__version__ < oldest:
+        raise ConfigurationError(
+            f"fully_shard=True takes torch {oldest} or newer where the accelerator is {device_type!r}; got "
+            f"{torch.__version__}. Use a newer torch, or fully_shard=False."
+        )
 
 
 def check_not_sharded(model: nn.Module) -> None:

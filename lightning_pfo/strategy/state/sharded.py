@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
-from lightning_pfo.strategy.parallel.compat import LAYOUT_READER
+from lightning_pfo.strategy.parallel.compat import LAYOUT_READER, load_alone
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.state.files import is_remote, save_file
 from lightning_pfo.strategy.state.full import (
@@ -117,7 +116,7 @@ def load(
     checkpoint["state_dict"] = _model_targets(stored, local_module_state(module), wanted)
     states = [_optimizer_targets(stored, f"optimizer_{index}", opt, wanted) for index, opt in enumerate(optimizers)]
     if wanted:
-        load_shards(wanted, storage_reader=reader, no_dist=True)
+        load_alone(wanted, reader)
     for part in others:
         checkpoint["state_dict"] |= part.get("model", {})
     checkpoint["optimizer_states"] = [_complete(states[index], others, index) for index in range(len(states))]

@@ -18,7 +18,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
-from lightning_pfo.strategy.trainer.compat import move_optimizers
+from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.finetuning import restore_groups
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
@@ -50,7 +50,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
         if is_remote(path) or not Path(path).is_file():
             return super().load_checkpoint(path, map_location, **options)
-        return load_file(Path(path), map_location, weights_only=weights_only)
+        return load_file(Path(path), map_location, weights_only=WEIGHTS_ONLY if weights_only is None else weights_only)
 
 
 class CheckpointStrategy(MeshStrategy):
@@ -116,7 +116,8 @@ class CheckpointStrategy(MeshStrategy):
             weights_only = getattr(self.launcher, "weights_only", None)
         path = self.broadcast(checkpoint_path)
         if sharded_checkpoint.is_sharded(Path(path)):
-            return sharded_checkpoint.load(Path(path), self._module(), self.optimizers, weights_only=weights_only)
+            trusted = WEIGHTS_ONLY if weights_only is None else weights_only
+            return sharded_checkpoint.load(Path(path), self._module(), self.optimizers, weights_only=trusted)
         options = {} if weights_only is None else {"weights_only": weights_only}
         return self.checkpoint_io.load_checkpoint(path, **options)
 

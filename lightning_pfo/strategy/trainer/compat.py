@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -149,6 +150,10 @@ class ForkLauncherBase(_MultiProcessingLauncher):
     @override
     def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
         return self.collect_results(trainer, results)
+
+
+WEIGHTS_ONLY = None if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else False
+"""How Lightning reads a checkpoint where a user does not say: from 2.6 on as torch does, before that all of it."""
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:

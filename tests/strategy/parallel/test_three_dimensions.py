@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed.tensor.parallel import api as parallel_api
 
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.parallel.fsdp import shard_over_replicas
 from tests.launch import run_script
 
 pytestmark = pytest.mark.timeout(600)
@@ -59,6 +64,7 @@ def test_processes_are_where_the_mesh_order_says(folder):
     assert read(folder, "sharded_0")["dimensions"] == ["data_parallel", "tensor_parallel", "pipeline_parallel"]
 
 
+@pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
 def test_what_is_divided_is_held_in_parts(folder):
     whole = {"norm.weight": 8, "up.weight": 128, "down.bias": 8}
     num_parts = {
@@ -72,3 +78,11 @@ def test_what_is_divided_is_held_in_parts(folder):
             assert seen["num_held"][f"model.0.{key}"] == whole[key] / number
         assert seen["num_held"]["stem.weight"] == 48  # outside the layers: on every rank
         assert seen["num_states"] == sum(seen["num_held"].values())
+
+
+@pytest.mark.parametrize(("version", "device", "oldest"), [("2.8.0", "cpu", "2.9"), ("2.6.0", "cuda", "2.7")])
+def test_a_torch_that_would_divide_wrongly_is_refused(monkeypatch, version, device, oldest):
+    """FSDP2 of older torch trains on CPUs with sums of gradients in place of means."""
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    with pytest.raises(ConfigurationError, match=rf"torch {oldest} or newer .*{device}.*got {version}"):
+        shard_over_replicas([torch.nn.Linear(2, 2)], SimpleNamespace(device_type=device), [])

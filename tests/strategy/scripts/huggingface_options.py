@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, Subset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
 from tests.strategy import families
 
@@ -28,7 +29,7 @@ PLAN = {
     **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
     "mlp.down_proj": RowwiseParallel(),
 }
-SHARDED = {"data_parallel_size": 2, "fully_shard": True}
+SHARDED = {"data_parallel_size": 2, "fully_shard": torch.__version__ >= OLDEST_FSDP["cpu"]}
 RECOMPUTED = {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble", "num_microbatches": 4}
 RUNS = {  # family, processes, the strategy's options, precision
     "sharded_recomputed": ("llama", 4, SHARDED | RECOMPUTED, "32-true"),

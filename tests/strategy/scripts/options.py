@@ -3,6 +3,7 @@
 Usage: options.py FOLDER [RUN...].
 """
 
+import inspect
 import json
 import sys
 import weakref
@@ -171,6 +172,8 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "swa": (Module, swa, {}),
     "compiled": (Module, dict, {"compile": True}),
 }
+# with torch 2.6 schedulers of averages hold what weights_only=True refuses; Lightning 2.5 takes no such argument
+TRUST = {"weights_only": False} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
 
 
 def fit(name, where):
@@ -198,7 +201,7 @@ def fit(name, where):
         resumed = trainer.max_epochs > 1
         if resumed and ckpt_path is None:
             trainer.callbacks.append(SavesFirstEpoch(checkpoint))
-        trainer.fit(module, train, val, ckpt_path=ckpt_path)
+        trainer.fit(module, train, val, ckpt_path=ckpt_path, **TRUST)
         if not resumed:
             break
     weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}

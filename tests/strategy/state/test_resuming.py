@@ -70,8 +70,9 @@ def test_top_k_and_last_are_kept_and_resumed(seen, sharded):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_weights_only_is_honoured(seen, sharded):
-    if "weights_only" not in inspect.signature(lightning.Trainer.fit).parameters:
-        pytest.skip("Lightning 2.5 does not ask how a checkpoint is loaded")
+    if "weights_only" not in inspect.signature(lightning.Trainer.fit).parameters:  # Lightning 2.5: loads what there is
+        assert seen["weights_only"] == {f"{sharded} None": "loaded" for sharded in (False, True)}
+        return
     assert seen["weights_only"][f"{sharded} False"] == "loaded"
     for choice in (None, True):
         assert "weights_only" in seen["weights_only"][f"{sharded} {choice}"]
