@@ -148,6 +148,8 @@ def _report(
             "model is not deterministic.",
             report.max_loss_difference,
         )
+    for where, failure in report.clock_failures.items():
+        _log.warning("The figures are not those of the plan, as clocks were not set (%s): %s", where, failure)
     output_dir = Path(config.output_dir)
     report.write(output_dir / "report.json")
     draw_pictures(frontier, chosen, report, output_dir)

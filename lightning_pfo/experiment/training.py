@@ -61,12 +61,18 @@ class LossHistory(Callback):
 
 
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
-    """Train while scanning the clocks, until the profile at `path` is complete."""
+    """Train while scanning the clocks, until the profile at `path` is complete.
+
+    Raises:
+        DeviceError: On every rank, if any may not set clocks or fails to.
+    """
     profiler = EnergyProfilerCallback(
         path, gpu=config.gpu, cluster=config.cluster, stop_when_done=True, **vars(config.profiler)
     )
     with progress_messages():
         _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
+    if profiler.error is not None:
+        raise profiler.error
 
 
 def train(
@@ -108,6 +114,7 @@ def train(
         None if val_loss is None else float(val_loss),
         applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
         applied.mean_energy_j(len(measured)),
+        {rank: clocks.as_dict() for rank, clocks in applied.clock_statistics_of_ranks().items()},
     )
 
 
