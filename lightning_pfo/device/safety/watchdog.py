@@ -45,11 +45,11 @@ def main(backend: str, gpu_uuid: str, pid: str, start_ticks: str, signals: str) 
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     with contextlib.suppress(OSError):  # only root may: let the system end the trainer rather than us
         Path("/proc/self/oom_score_adj").write_text("-1000")
-    with contextlib.suppress(DeviceError, ImportError):  # later the disk may be gone; if it fails it does so again then
-        importlib.import_module(BACKENDS[backend]).load()
     received = socket.socket(fileno=int(signals))
     with contextlib.suppress(BrokenPipeError):  # killed meanwhile: there may be something to restore all the same
         os.write(sys.stdout.fileno(), READY)
+    with contextlib.suppress(DeviceError, ImportError):  # now, as the disk may be gone later; it fails again then
+        importlib.import_module(BACKENDS[backend]).load()
     holder = process_of(int(pid), int(start_ticks) if start_ticks else None)
     _wait_for_end(holder, received, gpu_uuid)
     if not _restore(gpu_uuid, holder):
