@@ -143,7 +143,7 @@ def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int 
     with exclusive(gpu_uuid, folder):
         check_free(gpu_uuid, gpu_name)
         for other in own_dirs():
-            _undo_all(leases_of(gpu_uuid, other))
+            _undo_all([found for found in leases_of(gpu_uuid, other) if not found[1].holder.is_elsewhere])
         lease = Lease(gpu_uuid, gpu_name, backend, this_process(), dict(found))
         watchdog = Watchdog(lease, folder)  # first, so that there is no lease that nobody watches
         try:
