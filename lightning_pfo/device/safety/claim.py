@@ -72,8 +72,6 @@ class ClockClaim:
     def note_change(self, what: str = GRAPHICS_CLOCK) -> None:
         """Write down that `what` is about to be changed; returns when it is on disk. Cheap when noted already.
 
-        The first call waits until the watchdog is ready.
-
         Raises:
             DeviceError: If nobody would restore the clocks: the watchdog has ended, or the lease is another job's now.
         """
@@ -127,7 +125,7 @@ def _whose(lease: Lease) -> str:
 
 
 def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int | None]) -> ClockClaim:
-    """Claim the clocks of a GPU, after undoing what a dead holder left.
+    """Claim the clocks of a GPU, after undoing what a dead holder left; returns when the watchdog is ready.
 
     Args:
         gpu_uuid: The GPU.
@@ -147,10 +145,16 @@ def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int 
         lease = Lease(gpu_uuid, gpu_name, backend, this_process(), dict(found))
         watchdog = Watchdog(lease, folder)  # first, so that there is no lease that nobody watches
         try:
-            return ClockClaim(lease, write_lease(lease, folder), watchdog)
+            claim = ClockClaim(lease, write_lease(lease, folder), watchdog)
         except BaseException:
             watchdog.end()
             raise
+    try:
+        watchdog.check(gpu_name)  # ready now: the first change need not wait for it then
+    except BaseException:
+        claim.release()
+        raise
+    return claim
 
 
 def undo_stale(
