@@ -125,6 +125,19 @@ def accelerator_of(config: ExperimentConfig) -> str:
     return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
 
 
+def few_gpus(config: ExperimentConfig) -> str:
+    """What follows, in a line, where the machine has some GPUs, but not one for each rank; empty otherwise."""
+    num_gpus, num_ranks = torch.cuda.device_count(), config.trainer.devices
+    if config.trainer.accelerator != "auto" or not 0 < num_gpus < num_ranks:
+        return ""
+    is_modelled = config.gpu.kind in ("auto", "emulated")
+    modelled = f", and times, clocks and energies are those of an emulated {config.gpu.model}" if is_modelled else ""
+    return (
+        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model trains "
+        f"on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
+    )
+
+
 def is_emulated(config: ExperimentConfig) -> bool:
     """Whether neither the training nor the GPU that is measured needs a driver, whose state forks cannot share."""
     return accelerator_of(config) == "cpu" and config.gpu.kind == "emulated"
