@@ -133,8 +133,8 @@ def few_gpus(config: ExperimentConfig) -> str:
     is_modelled = config.gpu.kind in ("auto", "emulated")
     modelled = f", and times, clocks and energies are those of an emulated {config.gpu.model}" if is_modelled else ""
     return (
-        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model trains "
-        f"on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
+        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model "
+        f"trains on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
     )
 
 
