@@ -25,7 +25,8 @@ _NAME = "lightning-pfo"
 _READABLE = 0o644  # by other users who share the folder, whatever the umask: they must see who holds a GPU
 _MOST_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.005
-_SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO is opened at once, and then refused
+# a FIFO is opened at once, and then refused; Windows, which has none of these, imports this only
+_SAFELY: int = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 
 
 def runtime_dir() -> Path:

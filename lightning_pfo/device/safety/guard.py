@@ -214,5 +214,6 @@ def _forget_in_a_fork() -> None:
     _pipe = _listener = None
 
 
-os.register_at_fork(after_in_child=_forget_in_a_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_in_a_fork)
 atexit.register(_close_all)
