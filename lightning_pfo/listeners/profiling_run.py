@@ -116,6 +116,8 @@ def clocks_to_scan(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple
 class ProfilingRun:
     """Scans clocks while a pipeline trains, and writes the profile; `close` it, or use it as a context manager.
 
+    Where any rank cannot set its clocks, the scan is over on all of them: `done`, with the reason as `error`.
+
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
         output: The CSV file to write; the first process replaces it, whole, after each clock.
@@ -130,7 +132,7 @@ class ProfilingRun:
     Raises:
         ConfigurationError: If no clock is left to scan, the file cannot be written, or something else sets this GPU's
             clocks.
-        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+        DeviceError: If the GPU cannot be opened.
 
     Example::
 
