@@ -59,6 +59,7 @@ class Settings:
     microbatches: int = 8
     instruction_ms: float = 20.0
     sets_clocks: bool = False
+    share: bool = False
 
 
 class _Sleep(torch.autograd.Function):
@@ -150,7 +151,7 @@ def run(settings: Settings) -> dict[str, Any]:
     device = torch.device("cuda", 0) if is_real else torch.device("cpu")
     config: GpuConfig = load_gpu_config(settings.gpu)
     config.time = "real"  # what its threads cost is to be measured
-    config.dry_run = not settings.sets_clocks
+    config.dry_run, config.share = not settings.sets_clocks, settings.share
     opened = open_gpu(config, 0)
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if is_real else "gloo"

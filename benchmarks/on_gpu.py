@@ -1,14 +1,19 @@
 """What to run first on a machine with GPUs: one command, no further thought.
 
-    python benchmarks/on_gpu.py [output_dir=outputs/on_gpu] [gpu=nvml] [limit_s=570]
+    python benchmarks/on_gpu.py [set_clocks=true] [share=true] [output_dir=outputs/on_gpu] [gpu=nvml] [limit_s=570]
 
-Runs, one after the other and each on its own, what could not be tested without a GPU:
+No clock is changed unless set_clocks=true asks for it, and then on GPUs only that nobody else uses (share=true: on
+those too). Runs, one after the other and each on its own, what could not be tested without a GPU:
 
 1. `lightning-pfo gpu`: GPUs, permission, latency of clock changes, ticks of the energy counter
 2. `benchmarks/clock_overhead.py`: events and clock control cost at most 0.5 % of a step, the clocks left alone
-3. the same with clocks that change, where this process may change them
-4. a process that changes clocks is killed with SIGKILL: its lease goes within 5 s, where it may change them
-5. `examples/gpt/train.py`: profile, plan and training on up to 4 GPUs over nccl (on one GPU a pipeline of one stage)
+3. `examples/gpt/train.py`: profile, plan and training on up to 4 GPUs over nccl (on one GPU a pipeline of one stage);
+   clocks and energy are those of an emulated GPU unless clocks may be changed
+
+With set_clocks=true, and where this process may change clocks, also
+
+4. the overhead with clocks that change
+5. a process that changes clocks is killed with SIGKILL: its lease goes within 5 s
 6. `lightning-pfo p2p-power`, where there are two GPUs
 
 Prints a line for each, and writes what each said into `output_dir`. Exits with the number of those that failed. Nothing
@@ -22,12 +27,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_pfo.cli.settings import read_settings, without_dashes
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.device import open_gpu
+from lightning_pfo.device import load_gpu_config, open_gpu
 from lightning_pfo.device.backends import nvml
 from lightning_pfo.device.report import probe_permission
 from lightning_pfo.device.safety.lease import read_leases
@@ -47,6 +52,8 @@ class Settings:
     output_dir: str = "outputs/on_gpu"
     gpu: str = "nvml"
     limit_s: float = 570.0
+    set_clocks: bool = False
+    share: bool = False
     train: str = GPT
 
 
@@ -91,14 +98,17 @@ class Session:
         print(f"skipped {name}: {why}", flush=True)
 
 
-def may_set_clocks(gpu_name: str) -> bool:
-    """Whether this process may set the clocks of the first GPU."""
+def why_not_set_clocks(settings: Settings) -> str:
+    """Why the clocks of the first GPU are left alone; empty: they may be set."""
+    if not settings.set_clocks:
+        return "it changes clocks: set_clocks=true"
     try:
-        gpu = open_gpu(gpu_name, 0)
-    except PfoError:
-        return False
+        gpu = open_gpu(replace(load_gpu_config(settings.gpu), share=settings.share), 0)
+    except PfoError as error:
+        return str(error)
     try:
-        return probe_permission(gpu)[0] is True
+        may_set, why = probe_permission(gpu)
+        return "" if may_set else why
     finally:
         gpu.close()
 
@@ -134,21 +144,25 @@ def main(arguments: list[str]) -> int:
     session = Session(folder, settings.limit_s)
     gpu = f"gpu={settings.gpu}"
 
-    session.run("gpu", "-m", "lightning_pfo", "gpu", gpu)
+    why_not = why_not_set_clocks(settings)
+    share = f"share={str(settings.share).lower()}"
+    session.run("gpu", "-m", "lightning_pfo", "gpu", gpu, share, f"probe={str(not why_not).lower()}")
     overhead = ("benchmarks/clock_overhead.py", gpu, "steps=40")
     session.run("overhead_dry_run", *overhead)
-    if may_set_clocks(settings.gpu):
-        session.run("overhead", *overhead, "sets_clocks=true")
-        session.say("kill", *killed_process_is_cleaned_up(settings.gpu))
+    trains = ("examples/gpt/train.py", f"trainer.devices={min(4, max(1, num_gpus))}", *settings.train.split())
+    chosen = ("gpu=emulated_a100",) if why_not else (gpu, f"gpu.{share}")
+    session.run("train", *trains, *chosen, f"output_dir={folder / 'train'}")
+    if why_not:
+        for name in ("overhead", "kill", "p2p_power"):
+            session.skip(name, why_not)
+        return session.num_failures
+    session.run("overhead", *overhead, "sets_clocks=true", share)
+    if settings.share:
+        session.skip("kill", "it is not tried on a GPU that others use: share=false")
     else:
-        for name in ("overhead", "kill"):
-            session.skip(name, "this process may not set clocks, see gpu.log")
-    devices = f"trainer.devices={min(4, max(1, num_gpus))}"
-    session.run(
-        "train", "examples/gpt/train.py", gpu, devices, f"output_dir={folder / 'train'}", *settings.train.split()
-    )
+        session.say("kill", *killed_process_is_cleaned_up(settings.gpu))
     if num_gpus >= 2:
-        session.run("p2p_power", "-m", "lightning_pfo", "p2p-power", gpu)
+        session.run("p2p_power", "-m", "lightning_pfo", "p2p-power", gpu, share)
     else:
         session.skip("p2p_power", f"it needs two GPUs; {num_gpus} here")
     return session.num_failures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.strategy.zoo import CASES, Outcome
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
 import model_zoo
+import on_gpu
 import planner_ablation
 from pipelines import emulate, evaluation_set
 
@@ -55,6 +57,21 @@ def test_without_permission_the_cost_of_setting_clocks_is_not_called_small(
     monkeypatch.setattr(EmulatedGpu, "lock_graphics_clock", refuse)
     assert clock_overhead.main([*SETTINGS, "sets_clocks=true"]) == 2
     assert capsys.readouterr().err.endswith("error: Ask root.\n")
+
+
+@pytest.mark.parametrize("asked", [[], ["set_clocks=true"]])
+def test_the_first_thing_to_run_on_a_gpu_changes_clocks_only_if_asked(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands: list[str] = []
+    monkeypatch.setattr(on_gpu.Session, "run", lambda session, name, *command: commands.append(" ".join(command)))
+    monkeypatch.setattr(on_gpu, "killed_process_is_cleaned_up", lambda gpu: (True, "cleaned up"))
+    code = on_gpu.main(["gpu=emulated_a40", f"output_dir={tmp_path}", *asked])
+    assert code == 0
+    setting = [command for command in commands if "probe=true" in command or "sets_clocks=true" in command]
+    assert len(setting) == 2 * len(asked)
+    assert ("gpu=emulated_a100" in commands[2]) == (not asked)  # the training's
+    assert ("skipped kill: it changes clocks: set_clocks=true" in capsys.readouterr().out) == (not asked)
 
 
 def test_pipelines_to_judge_the_planner_on_are_made_without_measured_profiles() -> None:

@@ -106,7 +106,7 @@ MAY_KNOW = {
     "listeners.plan_cursor": {"core"},
     "listeners.clock_requests": {"core", "device.time", "listeners.device_follower"},
     "listeners.meters": {"core", "device", "listeners.device_follower"},
-    "listeners.frequency_scan": {"core", "device", "listeners.meters"},
+    "listeners.frequency_scan": {"core", "device", "listeners.agreement", "listeners.meters"},
     "listeners.gpu_session": {
         *("core", "device"),
         *("listeners.agreement", "listeners.device_follower", "listeners.emulated"),

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_pfo.callbacks.glue import RunCallback, instruction_source_of, ranks_per_node
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings
 
@@ -25,6 +26,9 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
     The CSV has a row per stage, instruction and clock (s and J per microbatch and GPU), with standard errors and the
     P2P blocking power measured at that clock; it is replaced, whole, after each clock. Replicas of the pipeline and
     the processes of tensor parallelism have rows of their own, told apart by columns `dp_rank` and `tp_rank`.
+
+    A scan sets clocks. Where any rank may not, it stops on all ranks, writes no profile and says why (`error`);
+    training goes on, unless `stop_when_done`.
 
     Logged metrics: `pfo/clock_mhz` (the clock being measured on rank 0, also in the progress bar).
 
@@ -84,8 +88,13 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
 
     @property
     def done(self) -> bool:
-        """Whether the scan is finished."""
+        """Whether the scan is finished, or has ended early."""
         return self._run is not None and self._run.done
+
+    @property
+    def error(self) -> PfoError | None:
+        """What has ended the scan early, on whichever rank; the same on every rank."""
+        return self._run.error if self._run is not None else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -109,7 +118,8 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         clock_mhz = float(self._run.scan.clock_mhz)
         pl_module.log("pfo/clock_mhz", clock_mhz, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         if self._run.done and self._run.is_open:
-            _report(f"the profile is complete: {self.output}")
+            if self.error is None:
+                _report(f"the profile is complete: {self.output}")
             self._run.close()
         if self._stop_when_done and self._run.done:
             trainer.should_stop = True

@@ -79,6 +79,10 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         """What became of this rank's clock changes; None before training."""
         return self._run.clock_statistics if self._run is not None else None
 
+    def clock_statistics_of_ranks(self) -> dict[str, ClockStatistics]:
+        """What became of all ranks' clock changes, by name, such as `rank 1`; a collective call."""
+        return self._run.clock_statistics_of_ranks() if self._run is not None else {}
+
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._run = PlannedRun(

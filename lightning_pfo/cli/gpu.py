@@ -1,8 +1,10 @@
 """List GPUs: clocks, the range worth scanning, permission to set clocks and how long it takes, the energy counter.
 
+No clock is touched unless probe=true asks for it, and then on GPUs only that nobody else uses.
 write=conf/gpu/NAME.yaml makes a configuration for the GPU model: afterwards gpu=NAME works everywhere. Examples:
 
   lightning-pfo gpu
+  lightning-pfo gpu probe=true
   lightning-pfo gpu gpu=emulated_a40 json=true
   lightning-pfo gpu --write conf/gpu/my_gpu.yaml
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -38,9 +40,10 @@ class Settings:
     )
     index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
     probe: bool = field(
-        default=True,
+        default=False,
         metadata={"help": "test the permission to set clocks, and the latency, by setting and restoring some"},
     )
+    share: bool = field(default=False, metadata={"help": "with probe=true: also while others use the GPU"})
     watch_s: float = field(default=1.0, metadata={"help": "how long to watch the energy counter, seconds"})
 
 
@@ -59,7 +62,7 @@ def run(settings: Settings) -> None:
         )
     if settings.write:
         check_can_write("write", settings.write)
-    config = load_gpu_config(settings.gpu)
+    config = replace(load_gpu_config(settings.gpu), share=settings.share)
     num_gpus = 1 if config.kind == "emulated" else max(1, num_visible(config))  # without any, opening says why
     if not 0 <= settings.index < num_gpus:
         raise ConfigurationError(f"index counts the GPUs from 0 to {num_gpus - 1}; got {settings.index}. Use index=0.")

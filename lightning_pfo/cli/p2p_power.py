@@ -1,5 +1,6 @@
 """Measure the P2P blocking power: what a GPU draws while it waits for its neighbour, at several clocks.
 
+Clocks are set and restored, unless the process may not or others use the GPU: then only its own clock is measured.
 A profile made by `EnergyProfilerCallback` holds this power already, measured in the real pipeline. Example:
 
   lightning-pfo p2p-power gpu=nvml num_clocks=5 seconds=5
@@ -9,13 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.table import Table
 
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.ranges import check_between
-from lightning_pfo.device import open_gpu
+from lightning_pfo.device import load_gpu_config, open_gpu
 from lightning_pfo.experiment.p2p_power import measure_blocked_power
 
 
@@ -26,6 +27,7 @@ class Settings:
     gpu: str = field(default="auto", metadata={"help": "auto, nvml, emulated_a40, ...: a file of conf/gpu"})
     num_clocks: int = field(default=3, metadata={"help": "clocks to measure, from the top to half of it"})
     seconds: float = field(default=3.0, metadata={"help": "how long to wait at each clock"})
+    share: bool = field(default=False, metadata={"help": "set the GPU's clocks although others use it"})
     json: bool = field(default=False, metadata={"help": "print JSON, for programs"})
 
 
@@ -38,7 +40,7 @@ def run(settings: Settings) -> None:
     """
     check_between("num_clocks", settings.num_clocks, 1, 1000)
     check_between("seconds", settings.seconds, 0.1, 3600)
-    gpu = open_gpu(settings.gpu, 0)
+    gpu = open_gpu(replace(load_gpu_config(settings.gpu), share=settings.share), 0)
     try:
         measured = measure_blocked_power(gpu, settings.num_clocks, settings.seconds)
         name = gpu.name

@@ -56,6 +56,10 @@ class GpuConfig:
     """Do everything but change clocks: requests are checked and read back, the GPU keeps its own clocks. (Only
     for real GPUs.)"""
 
+    share: bool = False
+    """Set clocks although processes of others compute on the GPU, or somebody seems to have locked its clock; both are
+    said otherwise, and the GPU keeps its own clocks. (Only for real GPUs.)"""
+
     power_limit_w: float = 500.0
     """Power cap, W: where computing would exceed it the clock is held lower. Above static_power_w."""
 

@@ -48,6 +48,7 @@ def open_gpu(choice: str | GpuConfig | Gpu, index: int, *, num_gpus: int | None 
             "such as gpu=emulated_a100."
         )
     gpu = zeus.open_zeus_gpu(index) if config.kind == "zeus" else nvml.NvmlGpu(index)
+    gpu.shares = config.share
     return DryRunGpu(gpu) if config.dry_run else gpu
 
 

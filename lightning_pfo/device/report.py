@@ -16,6 +16,7 @@ _SCAN_DOWN_TO = 0.5  # of the top clock; energy valleys of measured profiles lie
 _MAX_SCANNED_CLOCKS = 32
 _WATCH_EVERY_S = 0.001
 _LATENCY_PAIRS = 4
+_NOT_TESTED = "Whether clocks may be set was not tested, as that sets some and restores them: probe=true tests it."
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class GpuReport:
     counter_tick_s: float | None
 
 
-def report_gpu(gpu: Gpu, index: int, *, probe: bool = True, watch_s: float = 1.0) -> GpuReport:
+def report_gpu(gpu: Gpu, index: int, *, probe: bool = False, watch_s: float = 1.0) -> GpuReport:
     """Find out what a GPU can do.
 
     Args:
@@ -73,7 +74,7 @@ def report_gpu(gpu: Gpu, index: int, *, probe: bool = True, watch_s: float = 1.0
         watch_s: How long to watch the energy counter.
     """
     clocks_mhz = gpu.supported_clocks_mhz()
-    may_set, why = probe_permission(gpu) if probe else (None, "not tested (probe=false)")
+    may_set, why = probe_permission(gpu) if probe else (None, _NOT_TESTED)
     latency = probe_latency(gpu) if may_set else None
     source, tick_s = watch_counter(gpu, watch_s)
     step_mhz = (clocks_mhz[0] - clocks_mhz[-1]) / max(1, len(clocks_mhz) - 1)
@@ -103,8 +104,9 @@ def report_gpu(gpu: Gpu, index: int, *, probe: bool = True, watch_s: float = 1.0
 def probe_permission(gpu: Gpu) -> tuple[bool | None, str]:
     """Test whether this process may set clocks: lock the top clock and restore at once, under a lease.
 
-    Killed in between, the watchdog restores. NVML cannot tell whether somebody else has locked the clocks (say
-    `nvidia-smi --lock-gpu-clocks`); such a lock would be lost.
+    Killed in between, the watchdog restores. A GPU is left alone while others compute on it, or where somebody seems to
+    have locked its clock. NVML does not tell of every such lock (say `nvidia-smi --lock-gpu-clocks` at the top clock);
+    one that cannot be seen would be lost.
 
     Returns:
         Whether it may (None: not known), and why not.

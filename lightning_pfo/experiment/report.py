@@ -26,6 +26,7 @@ class TrainingResult:
         val_loss: Validation loss after the last step; None without validation.
         clocks: What became of rank 0's clock changes; see `ClockStatistics.as_dict`.
         mean_energy_j: Mean energy of the measured iterations, where counters tick; None where they do not.
+        clocks_of_ranks: `clocks` of every rank, by its name.
     """
 
     iteration_times_s: tuple[float, ...]
@@ -34,11 +35,17 @@ class TrainingResult:
     val_loss: float | None
     clocks: dict[str, Any] = field(default_factory=dict)
     mean_energy_j: float | None = None
+    clocks_of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def iteration_time_s(self) -> float:
         """Median, which an iteration disturbed by the machine does not move."""
         return statistics.median(self.iteration_times_s)
+
+    @property
+    def clock_failures(self) -> dict[str, str]:
+        """Why ranks did not set their clocks, by rank; empty if all did."""
+        return {rank: clocks["failure"] for rank, clocks in self.clocks_of_ranks.items() if "failure" in clocks}
 
     @property
     def iteration_energy_j(self) -> float:
@@ -88,6 +95,16 @@ class Report:
         """Largest difference of the losses of a step; clocks do not change arithmetic, so 0 is expected."""
         return max(abs(a - b) for a, b in zip(self.baseline.losses, self.plan.losses, strict=True))
 
+    @property
+    def clock_failures(self) -> dict[str, str]:
+        """Why clocks were not set, by training and rank: then the plan was not what was trained under."""
+        trainings = {"baseline": self.baseline, "plan": self.plan}
+        return {
+            f"{name}, {rank}": failure
+            for name, training in trainings.items()
+            for rank, failure in training.clock_failures.items()
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """The content of `report.json`."""
         pairs = {
@@ -109,6 +126,7 @@ class Report:
                 "identical": self.max_loss_difference == 0,
                 "max_difference": self.max_loss_difference,
             },
+            "clock_failures": self.clock_failures,
             "settings": self.settings,
         }
 
@@ -119,6 +137,8 @@ class Report:
     def table(self) -> Table:
         """The table at the end of an experiment."""
         note = "EMULATED: times, clocks and energies are modelled." if self.is_emulated else None
+        if self.clock_failures:
+            note = f"NOT THE PLAN: clocks were not set ({', '.join(self.clock_failures)})."
         title = f"One iteration on {self.device}"
         table = Table(title=title, caption=note, min_width=len(title))  # on one line
         table.add_column("")

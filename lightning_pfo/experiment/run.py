@@ -39,6 +39,7 @@ from lightning_pfo.experiment.training import (
     MakeData,
     MakeModule,
     accelerator_of,
+    few_gpus,
     is_emulated,
     profile,
     quiet_lightning,
@@ -69,6 +70,8 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
         ConfigurationError: If a setting cannot work; before any training.
         PlanError: If no plan meets `config.plan.select`.
     """
+    if few_gpus(config):
+        _log.warning("%s", few_gpus(config))
     config = dataclasses.replace(config, gpu=gpu_for(config))
     quiet_lightning()
     if is_emulated(config) and "OMP_NUM_THREADS" not in os.environ:
@@ -148,6 +151,8 @@ def _report(
             "model is not deterministic.",
             report.max_loss_difference,
         )
+    for where, failure in report.clock_failures.items():
+        _log.warning("The figures are not those of the plan, as clocks were not set (%s): %s", where, failure)
     output_dir = Path(config.output_dir)
     report.write(output_dir / "report.json")
     draw_pictures(frontier, chosen, report, output_dir)

@@ -61,12 +61,18 @@ class LossHistory(Callback):
 
 
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
-    """Train while scanning the clocks, until the profile at `path` is complete."""
+    """Train while scanning the clocks, until the profile at `path` is complete.
+
+    Raises:
+        DeviceError: On every rank, if any may not set clocks or fails to.
+    """
     profiler = EnergyProfilerCallback(
         path, gpu=config.gpu, cluster=config.cluster, stop_when_done=True, **vars(config.profiler)
     )
     with progress_messages():
         _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
+    if profiler.error is not None:
+        raise profiler.error
 
 
 def train(
@@ -108,6 +114,7 @@ def train(
         None if val_loss is None else float(val_loss),
         applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
         applied.mean_energy_j(len(measured)),
+        {rank: clocks.as_dict() for rank, clocks in applied.clock_statistics_of_ranks().items()},
     )
 
 
@@ -116,6 +123,19 @@ def accelerator_of(config: ExperimentConfig) -> str:
     if config.trainer.accelerator != "auto":
         return config.trainer.accelerator
     return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
+
+
+def few_gpus(config: ExperimentConfig) -> str:
+    """What follows, in a line, where the machine has some GPUs, but not one for each rank; empty otherwise."""
+    num_gpus, num_ranks = torch.cuda.device_count(), config.trainer.devices
+    if config.trainer.accelerator != "auto" or not 0 < num_gpus < num_ranks:
+        return ""
+    is_modelled = config.gpu.kind in ("auto", "emulated")
+    modelled = f", and times, clocks and energies are those of an emulated {config.gpu.model}" if is_modelled else ""
+    return (
+        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model "
+        f"trains on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
+    )
 
 
 def is_emulated(config: ExperimentConfig) -> bool:

@@ -25,6 +25,25 @@ def check_together(source: InstructionSource, check: Callable[[], None]) -> None
         check()
     except PfoError as error:
         problem = error
-    for found in source.all_gather(problem, everywhere=True):
-        if found is not None:
-            raise found
+    found = first_problem(source, problem)
+    if found is not None:
+        raise found[1]
+
+
+def first_problem(source: InstructionSource, problem: PfoError | None) -> tuple[str, PfoError] | None:
+    """Exchange what each rank has met; returns who has the first problem, and which; a collective call."""
+    met = source.all_gather((name_of(source), problem), everywhere=True)
+    return next((found for found in met if found[1] is not None), None)
+
+
+def name_of(source: InstructionSource) -> str:
+    """Which process of the run this is, for messages."""
+    dp_rank, tp_rank = source.place
+    parts = [f"replica {dp_rank}"] if dp_rank else []
+    parts += [f"tensor-parallel rank {tp_rank}"] if tp_rank else []
+    return " of ".join([f"rank {source.rank}", *parts])
+
+
+def is_first(source: InstructionSource) -> bool:
+    """Whether this process speaks for all of the run."""
+    return (source.rank, *source.place) == (0, 0, 0)

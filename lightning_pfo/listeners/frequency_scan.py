@@ -6,6 +6,9 @@
     state    settle  measure  measure | settle  measure  measure | settle
                                       ^ all ranks exchange what they measured; the first writes the profile
 
+A scan needs clock control: where any rank cannot set its clock, it stops on all of them. Whether the clock was really
+there is measured too, and flagged where it was not (`core.flags`).
+
 Where the energies are more uncertain than wanted (`target_error`), all ranks measure more iterations at that clock.
 
 An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
@@ -21,12 +24,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_pfo.core.errors import ClockPermissionError, DeviceError, PfoError
 from lightning_pfo.core.events import InstructionListener, InstructionSource
+from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN
 from lightning_pfo.device import ClockController
+from lightning_pfo.listeners.agreement import first_problem
 from lightning_pfo.listeners.meters.instructions import InstructionMeter, Kind, Measured
 from lightning_pfo.listeners.meters.transfers import measured_transfers
 
-_CLOCK_TIMEOUT_S = 5.0
+_CLOCK_TIMEOUT_S = 30.0  # drivers of busy nodes take seconds now and then
 _CLOCK_TOLERANCE = 0.01
 _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
 
@@ -35,7 +41,8 @@ _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
 class ProfileRow:
     """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W.
 
-    `transfer_time` is None where the instruction sends nothing, or nobody waited for it. The ranks of replicas and of
+    `clock_seen_mhz` is the mean clock at which the GPU ran, nan where it does not tell. `transfer_time` is None where
+    the instruction sends nothing, or nobody waited for it. The ranks of replicas and of
     tensor parallelism are columns only where there are several.
     """
 
@@ -50,6 +57,7 @@ class ProfileRow:
     p2p_blocking_power_w: float
     transfer_time: float | None = None
     flags: str = ""
+    clock_seen_mhz: float = math.nan
     gpu: str = ""
     dp_rank: int = 0
     tp_rank: int = 0
@@ -90,6 +98,12 @@ class FrequencyScan(InstructionListener):
         gpu_name: Name of this rank's GPU, for the rows.
         on_clock_done: Called on every rank after each clock with all rows so far.
         is_ready: Scanning waits until this returns true.
+        failure: Why this rank sets no clocks, if it does not.
+
+    Attributes:
+        position: How many clocks were measured.
+        done: Whether there is nothing more to measure; the same on every rank.
+        error: What has ended the scan early, on whichever rank; the same on every rank.
     """
 
     def __init__(
@@ -107,6 +121,7 @@ class FrequencyScan(InstructionListener):
         gpu_name: str,
         on_clock_done: Callable[[list[ProfileRow]], None],
         is_ready: Callable[[], bool],
+        failure: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         self._source = source
         self._clocks = clocks
@@ -121,12 +136,14 @@ class FrequencyScan(InstructionListener):
         self._gpu_name = gpu_name
         self._on_clock_done = on_clock_done
         self._is_ready = is_ready
+        self._failure = failure
         self._valleys: dict[tuple[int, str], EnergyValley] = {}
         self._rows: list[ProfileRow] = []
         self._num_iterations = 0
         self._running = False
         self.position = 0
         self.done = False
+        self.error: PfoError | None = None
 
     @property
     def clock_mhz(self) -> int:
@@ -147,7 +164,8 @@ class FrequencyScan(InstructionListener):
         self._running = not self.done and self._is_ready()
         if self._running and self._num_iterations == 0:
             self._clocks.request(self.clock_mhz)
-            self._clocks.wait(_CLOCK_TIMEOUT_S)
+            is_set = self._clocks.wait(_CLOCK_TIMEOUT_S)
+            self._stop_if_any_failed(is_set)
         if self._running and self._num_iterations == self._warmup_iterations:
             self._meter.reset()
 
@@ -159,6 +177,8 @@ class FrequencyScan(InstructionListener):
         if self._num_iterations < self._warmup_iterations + self._num_wanted or self._wants_more():
             return
         self._num_iterations, self._num_wanted = 0, self._iterations_per_clock
+        if self._stop_if_any_failed():  # what was measured since then was so at other clocks
+            return
         transfers_s = measured_transfers(self._source, self._meter)
         mine = [] if self._exhausted() else self._measure(transfers_s)
         self.position += 1
@@ -167,6 +187,23 @@ class FrequencyScan(InstructionListener):
         self._look_for_valleys(rows)
         self.done = all(self._source.all_gather(self._exhausted(), everywhere=True))
         self._on_clock_done(self._rows)
+
+    def _stop_if_any_failed(self, is_set: bool = True) -> bool:
+        """End the scan on all ranks if one of them does not set its clock; a collective call."""
+        failure = self._failure()
+        own = failure if isinstance(failure, PfoError) else DeviceError(str(failure)) if failure is not None else None
+        if own is None and not is_set:
+            own = DeviceError(
+                f"{self._gpu_name} did not take a clock of {self.clock_mhz} MHz within {_CLOCK_TIMEOUT_S:g} s."
+            )
+        found = first_problem(self._source, own)
+        if found is None:
+            return False
+        where, problem = found
+        kind = ClockPermissionError if isinstance(problem, ClockPermissionError) else DeviceError
+        self.error = kind(f"A frequency scan sets clocks, which {where} cannot: {problem}")
+        self.done, self._running = True, False
+        return True
 
     def _look_for_valleys(self, rows: Sequence[ProfileRow]) -> None:
         energies_j: dict[tuple[int, str], list[float]] = {}
@@ -210,6 +247,7 @@ class FrequencyScan(InstructionListener):
                     p2p_blocking_power_w=blocked_power_w,
                     transfer_time=transfers_s.get((stage, kind)),
                     flags=_flags(measured, clock_mhz, self._target_error),
+                    clock_seen_mhz=round(measured.clock_mhz, 1),
                     gpu=self._gpu_name,
                     dp_rank=dp_rank,
                     tp_rank=tp_rank,
@@ -219,10 +257,12 @@ class FrequencyScan(InstructionListener):
 
 
 def _flags(measured: Measured, clock_mhz: int, target_error: float) -> str:
-    """What a reader should know: limits, `clock_not_reached`, `energy_uncertain`; separated by blanks."""
+    """What a reader should know; see `core.flags`."""
     flags = set(measured.limits)
     if measured.energy_error > target_error:
-        flags.add("energy_uncertain")
-    if measured.clock_mhz < (1 - _CLOCK_TOLERANCE) * clock_mhz:
-        flags.add("clock_not_reached")
+        flags.add(ENERGY_UNCERTAIN)
+    if abs(measured.clock_mhz - clock_mhz) > _CLOCK_TOLERANCE * clock_mhz:
+        flags.add(CLOCK_NOT_REACHED)
+    if measured.clock_mhz > (1 + _CLOCK_TOLERANCE) * clock_mhz:
+        flags.add(CLOCK_ABOVE)
     return " ".join(sorted(flags))

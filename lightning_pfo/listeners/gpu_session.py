@@ -8,11 +8,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lightning_pfo.core.errors import ConfigurationError, DeviceError
+from lightning_pfo.core.errors import ConfigurationError, DeviceError, PfoError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import ClockController, EmulatedGpu, Gpu, GpuConfig, load_gpu_config, open_gpu
 from lightning_pfo.device.emulated.cluster import ClusterConfig, load_cluster_config
-from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.device.safety.others import our_job
+from lightning_pfo.device.safety.process_id import ProcessId, this_process
+from lightning_pfo.listeners.agreement import check_together, first_problem, is_first
 from lightning_pfo.listeners.device_follower import DeviceFollower, cuda_device_index, no_mark, record_mark
 from lightning_pfo.listeners.emulated.emulation import EmulationListener
 
@@ -88,27 +90,57 @@ class GpuSession:
                 error,
             )
 
-    def own_clocks(self, user: object) -> None:
+    def own_clocks(self, user: object, *, is_quiet: bool = False) -> None:
         """Claim the right to set clocks, against other callbacks and other jobs; a collective call.
+
+        Where any rank's GPU cannot be claimed, because another job sets its clocks or computes on it say, no rank sets
+        clocks: `clocks.error` says why, and the first rank warns. Training goes on.
+
+        Args:
+            user: The callback.
+            is_quiet: It tells itself why clocks are not set.
 
         Raises:
             ConfigurationError: If another callback sets them; on every rank, if CUDA trains on another GPU.
-            DeviceError: On every rank, if another job sets the clocks of any rank's GPU; the message names its process.
         """
         if self._clock_owner not in (None, user):
             raise ConfigurationError(
                 f"One callback sets the clocks of a GPU at a time; {type(self._clock_owner).__name__} does already, "
                 f"and {type(user).__name__} wants to. Use them in two runs: profile first, then apply a plan."
             )
-        check_together(self._source, self._claim_clocks)
+        check_together(self._source, lambda: check_same_gpu(self.gpu))
         self._clock_owner = user
+        self.clocks.is_quiet = is_quiet or self.clocks.is_quiet
+        self._note_our_job()
+        found = first_problem(self._source, self._claim_clocks())
+        if found is not None:
+            self._do_without_clocks(*found, is_quiet=is_quiet)
+            return
         # On the main thread, as on CUDA requests come from the follower's; and late enough to be installed over
         # Lightning's own SIGTERM handler, which waits for other ranks before it calls the handlers it replaced.
         self.clocks.guard()
 
-    def _claim_clocks(self) -> None:
-        check_same_gpu(self.gpu)
-        self.gpu.claim_clocks()
+    def _note_our_job(self) -> None:
+        """The other ranks on this machine may compute on this GPU too."""
+        here = this_process()
+        ranks: list[ProcessId] = self._source.all_gather(here, everywhere=True)
+        our_job.update(rank.pid for rank in ranks if (rank.boot_id, rank.namespace) == (here.boot_id, here.namespace))
+
+    def _claim_clocks(self) -> DeviceError | None:
+        try:
+            self.gpu.claim_clocks()
+        except DeviceError as error:
+            return error
+        return None
+
+    def _do_without_clocks(self, where: str, problem: PfoError, *, is_quiet: bool) -> None:
+        try:
+            self.gpu.restore()  # gives up a claim of ours; nothing was changed
+        except DeviceError as error:
+            logger.warning("The claim of %s could not be given up: %s", self.gpu.name, error)
+        self.clocks.refuse(problem)
+        if is_first(self._source) and not is_quiet:
+            logger.warning("Training goes on without clock control on all ranks, as %s meets: %s", where, problem)
 
 
 def open_session(

@@ -14,7 +14,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.device.time import time_of
-from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.agreement import check_together, is_first, name_of
 from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.gpu_session import (
     DEFAULT_CLUSTER,
@@ -78,7 +78,7 @@ class PlannedRun(InstructionListener):
 
     Raises:
         ConfigurationError: If something else sets this GPU's clocks.
-        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+        DeviceError: If the GPU cannot be opened.
         PlanMismatchError: At the first iteration, on every rank, if the plan does not fit the pipeline.
 
     Example::
@@ -103,6 +103,7 @@ class PlannedRun(InstructionListener):
     ) -> None:
         self.plan = plan
         self.measurements: list[IterationMeasurement] = []
+        self._is_told = False
         self._source = source
         self._report = report
         self._user = self if user is None else user
@@ -120,6 +121,7 @@ class PlannedRun(InstructionListener):
         )
         try:
             session.own_clocks(self._user)
+            self._is_told = session.clocks.error is not None
         except BaseException:
             session.release(self._user)
             raise
@@ -175,10 +177,21 @@ class PlannedRun(InstructionListener):
         None if it was not measured: an emulated GPU spends the first iteration counting work. On CUDA it is the
         iteration before the last one, for the host would have to wait for the GPU to know about the last.
         """
-        measurement = self._meter.take()
+        measurement = self._meter.take(self._news())
+        if is_first(self._source):
+            for failure in self._meter.remarks:
+                log.warning("The plan is not what is trained under: no clocks are set by %s", failure)
         if measurement is not None:
             self.measurements.append(measurement)
         return measurement
+
+    def _news(self) -> str:
+        """Why this rank sets no clocks any more, once; the first rank and claims, which all share, are told already."""
+        error = self._session.clocks.error
+        if error is None or self._is_told or is_first(self._source):
+            return ""
+        self._is_told = True
+        return f"{name_of(self._source)} ({self.gpu_name}): {error}"
 
     def mean_energy_j(self, count: int) -> float | None:
         """Mean energy of all GPUs in the last `count` iterations, where counters tick; a collective call.
@@ -196,6 +209,10 @@ class PlannedRun(InstructionListener):
     def clock_statistics(self) -> ClockStatistics:
         """What became of this rank's clock changes: how quickly clocks were reached, and which were not."""
         return self._session.clocks.statistics()
+
+    def clock_statistics_of_ranks(self) -> dict[str, ClockStatistics]:
+        """The same of all ranks, by name, such as `rank 1 of replica 1`; a collective call."""
+        return dict(self._source.all_gather((name_of(self._source), self.clock_statistics), everywhere=True))
 
     def close(self) -> None:
         """Stop listening and restore the clocks; a second call does nothing."""

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
-from lightning_pfo.listeners.agreement import check_together
+from lightning_pfo.listeners.agreement import check_together, is_first
 from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
 from lightning_pfo.listeners.gpu_session import (
     DEFAULT_CLUSTER,
@@ -116,6 +116,8 @@ def clocks_to_scan(settings: ScanSettings, gpu: Gpu, config: GpuConfig) -> tuple
 class ProfilingRun:
     """Scans clocks while a pipeline trains, and writes the profile; `close` it, or use it as a context manager.
 
+    Where any rank cannot set its clocks, the scan is over on all of them: `done`, with the reason as `error`.
+
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
         output: The CSV file to write; the first process replaces it, whole, after each clock.
@@ -130,7 +132,7 @@ class ProfilingRun:
     Raises:
         ConfigurationError: If no clock is left to scan, the file cannot be written, or something else sets this GPU's
             clocks.
-        DeviceError: If the GPU cannot be opened, or another job sets its clocks.
+        DeviceError: If the GPU cannot be opened.
 
     Example::
 
@@ -162,7 +164,7 @@ class ProfilingRun:
         self._meter = InstructionMeter(session.gpu, source)
         try:
             check_together(source, self._check_output)
-            session.own_clocks(self._user)
+            session.own_clocks(self._user, is_quiet=True)
             self._scan = self._make_scan(clocks_to_scan(settings, session.gpu, session.config), settings)
         except BaseException:
             session.release(self._user)
@@ -192,12 +194,18 @@ class ProfilingRun:
             gpu_name=session.gpu.name,
             on_clock_done=self._write,
             is_ready=lambda: session.ready,
+            failure=lambda: session.clocks.error,
         )
 
     @property
     def done(self) -> bool:
-        """Whether the scan is finished; the same on every rank."""
+        """Whether the scan is finished, or has ended early; the same on every rank."""
         return self._scan.done
+
+    @property
+    def error(self) -> PfoError | None:
+        """What has ended the scan early, on whichever rank; the same on every rank."""
+        return self._scan.error
 
     @property
     def scan(self) -> FrequencyScan:
@@ -206,7 +214,7 @@ class ProfilingRun:
 
     @property
     def _writes(self) -> bool:
-        return (self._source.rank, *self._source.place) == (0, 0, 0)
+        return is_first(self._source)
 
     def _check_output(self) -> None:
         if self._writes:
@@ -229,6 +237,10 @@ class ProfilingRun:
         for listener in (self._meter, self._scan):
             self._source.remove_listener(listener)
         self._meter.close()
+        if self.error is not None and self._writes:
+            count = self._scan.position
+            kept = f"the profile holds the {counted(count, 'clock')} before" if count else "it writes no profile"
+            log.warning("%s The scan has stopped on all ranks; %s. Training goes on without it.", self.error, kept)
         statistics = self._session.clocks.statistics()
         if statistics.num_changes:
             self._report(f"{self._session.gpu.name}: {statistics}.")

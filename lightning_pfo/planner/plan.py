@@ -46,6 +46,7 @@ from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.profile.unreached import check_reached
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
@@ -133,6 +134,8 @@ def plan_frontier(
         raise ConfigurationError(f"schedule is a name or a PipelineSchedule; got {shortened(schedule)}.")
     if not isinstance(profile, Profile):
         profile = read_profile(profile)
+    if not settings.use_unreached:
+        check_reached(profile)
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)

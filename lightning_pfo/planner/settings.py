@@ -29,6 +29,7 @@ class PlanSettings:
             MHz, a list with one of these per stage, or the path of a file that `lightning-pfo p2p-power` wrote; None
             takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
         regularise: Take out of the profile what only noise explains (see `profile.denoise`).
+        use_unreached: Plan on measurements flagged `clock_not_reached` too, instead of refusing them.
         switch_latency_s: Time from a request until a clock changes. With it or the next two, plans change clocks less
             often, and say how much energy that costs (see `limits`).
         least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
@@ -50,6 +51,9 @@ class PlanSettings:
     )
     regularise: bool = field(
         default=False, metadata={"help": "take out what only noise explains, instead of planning on the raw points"}
+    )
+    use_unreached: bool = field(
+        default=False, metadata={"help": "plan on measurements whose clock was not reached, instead of refusing them"}
     )
     switch_latency_s: float = field(
         default=0.0, metadata={"help": "time from a clock request until the clock changes, to plan with"}

@@ -29,12 +29,23 @@ def test_real_gpus_as_json(fake_driver: FakeDriver) -> None:
     assert (first["top_clock_mhz"], first["min_clock_mhz"], first["clock_step_mhz"]) == (1410, 210, 15)
     assert first["num_clocks"] == 81
     assert (first["scan_max_mhz"], first["scan_min_mhz"], first["scan_step_mhz"]) == (1410, 705, 30)
-    assert (first["may_set_clocks"], first["permission"]) == (True, "")
+    assert first["may_set_clocks"] is None
+    assert "probe=true tests it" in first["permission"]
     assert first["energy_source"] == "counter"
 
 
+def test_clocks_are_touched_only_where_that_is_asked_for_and_nobody_else_is(fake_driver: FakeDriver) -> None:
+    assert "unknown" in run(fake_driver.environment())
+    assert fake_driver.changes() == []
+    output = " ".join(run(fake_driver.environment(processes="1:4000000"), "probe=true").split())
+    assert "Fake GPU 1 (GPU-11111111-fake) is left alone: 1 process of others compute on it (4000000)" in output
+    assert {change.gpu for change in fake_driver.changes()} == {0}
+    assert "yes" in run(fake_driver.environment(processes="1:4000000"), "probe=true", "share=true")
+    assert {change.gpu for change in fake_driver.changes()} == {0, 1}
+
+
 def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
-    run(fake_driver.environment())
+    run(fake_driver.environment(), "probe=true")
     for gpu in (0, 1):
         changes = [change.clock_mhz for change in fake_driver.changes() if change.gpu == gpu]
         assert changes == [1410, None, *[1050, 1410] * 4, None]
@@ -42,22 +53,17 @@ def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
 
 
 def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
-    (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true"))
+    (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true", "probe=true"))
     assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"] < 0.25
-    hidden = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json")  # no clock shows what was asked for
-    assert json.loads(hidden)[0]["clock_latency_s"] is None
-
-
-def test_without_the_probe_no_clock_is_touched(fake_driver: FakeDriver) -> None:
-    assert "unknown" in run(fake_driver.environment(), "probe=false")
-    assert fake_driver.changes() == []
+    capped = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json", "--probe")  # no request is reached
+    assert json.loads(capped)[0]["clock_latency_s"] is None
 
 
 def test_no_permission_says_how_to_get_it(fake_driver: FakeDriver) -> None:
-    output = " ".join(run(fake_driver.environment("no_permission", num_gpus=1)).split())
+    output = " ".join(run(fake_driver.environment("no_permission", num_gpus=1), "probe=true").split())
     assert "needs root or the capability CAP_SYS_ADMIN" in output
     assert "set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip install 'lightning-pfo[zeus]'" in output
-    unsupported = " ".join(run(fake_driver.environment("not_supported", num_gpus=1)).split())
+    unsupported = " ".join(run(fake_driver.environment("not_supported", num_gpus=1), "probe=true").split())
     assert "GPU or driver cannot do it" in unsupported
     assert "root" not in unsupported  # which would not help
     assert fake_driver.changes() == []
@@ -104,7 +110,7 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
     from omegaconf import OmegaConf
 
     path = tmp_path / "copy.yaml"
-    assert cli.main(["gpu", "gpu=emulated_a40", "json=true", "watch_s=0.02", f"write={path}"]) == 0
+    assert cli.main(["gpu", "gpu=emulated_a40", "json=true", "probe=true", "watch_s=0.02", f"write={path}"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["name"] == "NVIDIA A40 (emulated, virtual time)"
     assert (report["uuid"], report["is_emulated"], report["may_set_clocks"]) == ("", True, True)

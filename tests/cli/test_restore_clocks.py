@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import configparser
+import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lightning_pfo.cli import main
+from lightning_pfo.cli.restore_clocks import Settings
+from lightning_pfo.cli.settings import read_settings
 from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease, write_lease
 from lightning_pfo.device.safety.process_id import this_process
-from tests.device.fake_driver import FakeDriver, fake_driver
+from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
 from tests.device.processes import kill_with_watchdog, start
 from tests.waiting import wait_until
 
@@ -53,6 +60,52 @@ time.sleep(60)
     assert fake_driver.locked_gpus() == {}
     process.kill()
     process.wait()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act for two users")
+def test_an_administrator_restores_what_dead_jobs_of_all_users_left(
+    fake_driver: FakeDriver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what living ones hold, and no file that somebody has laid there."""
+    dead, living = replace(this_process(), start_ticks=1), this_process()
+    folders = {1001: "run/user/1001/lightning-pfo", 1002: "tmp/lightning-pfo-1002", 1003: "tmp/lightning-pfo-1004"}
+    for (user, name), holder in zip(folders.items(), (dead, living, dead), strict=True):
+        (folder := tmp_path / name).mkdir(parents=True)
+        monkeypatch.setenv(DIRECTORY_VARIABLE, str(folder))
+        uuid = f"GPU-{str(user % 1000 - 1) * 8}-fake"
+        write_lease(Lease(uuid, f"GPU of {user}", "nvml", holder, {}, ("graphics_clock",)))
+        os.chown(folder, user, user)
+    os.mkfifo(tmp_path / folders[1001] / "GPU-a.json")
+    (tmp_path / "tmp" / "lightning-pfo-1005").symlink_to(tmp_path / folders[1002])
+    done = restore_clocks(fake_driver.environment(num_gpus=3), "all=true", f"under={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "GPU of 1001 (GPU-00000000-fake): its clocks are restored" in done.stdout
+    assert f"GPU of 1002 (GPU-11111111-fake): left alone, as process {os.getpid()} lives" in done.stdout
+    assert "1003" not in done.stdout  # in a folder that is not named after its owner
+    assert "GPU-a.json is not a regular file" in done.stderr
+    assert [(change.gpu, change.clock_mhz) for change in fake_driver.changes()] == [(0, None)]
+
+
+def test_the_recipes_are_readable_and_their_commands_exist() -> None:
+    import yaml
+
+    texts = {path.name: path.read_text() for path in (PROJECT / "recipes").rglob("*.*")}
+    assert len(texts) == 6
+    commands = [
+        found for text in texts.values() for found in re.findall(r"lightning-pfo restore-clocks([ a-z=]*)", text)
+    ]
+    pod = yaml.safe_load(texts["pod.yaml"])
+    for container in (*pod["spec"]["initContainers"], *pod["spec"]["containers"]):
+        assert {"name": DIRECTORY_VARIABLE, "value": "/leases"} in container["env"]
+        if container["command"][0] == "lightning-pfo":
+            commands.append(" ".join(container["command"][2:]))
+    assert sum("all=true" in command for command in commands) >= 4
+    for command in commands:
+        read_settings(Settings, command.split())
+    for name in ("service", "timer"):
+        configparser.ConfigParser(strict=False).read_string(texts[f"lightning-pfo-restore-clocks.{name}"])
+    script = PROJECT / "recipes" / "slurm" / "restore_clocks.sh"
+    subprocess.run(["sh", "-n", str(script)], check=True)
 
 
 LEASES = {"GPU-aa11": "nvml", "GPU-aa22": "zeus", "GPU-bb33": "nvml"}

@@ -1,7 +1,8 @@
 /* A driver library for tests: the functions of NVML that the project calls, with GPUs that only exist here.
  *
  * Environment:
- *   FAKE_NVML_SCENARIO    normal, no_permission, not_supported, no_energy_counter, lost_gpu, no_driver (default: normal)
+ *   FAKE_NVML_SCENARIO    normal, no_permission, not_supported, no_energy_counter, lost_gpu, no_driver, ignores (changes
+ *                         are taken and logged, but nothing happens, as under some hypervisors) (default: normal)
  *   FAKE_NVML_GPUS        number of GPUs (default: 2)
  *   FAKE_NVML_LATENCY_MS  how long setting a clock takes (default: 0)
  *   FAKE_NVML_LANDING_MS  how long after that the clock changes (default: 0)
@@ -14,6 +15,10 @@
  *   FAKE_NVML_OLD         1: a driver without functions and fields of 2023 (default: 0)
  *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
  *   FAKE_NVML_REFUSED_GPU, FAKE_NVML_REFUSED_CODE  a GPU that cannot be opened, and what it says (default: none)
+ *   FAKE_NVML_KEPT_GPU    a GPU whose clocks this process may not set, as in a container of its own (default: none)
+ *   FAKE_NVML_PROCESSES   processes that compute on the GPUs: numbers, or GPU:number, separated by commas (default: none)
+ *   FAKE_NVML_CLOCK_LIST  full, none (GPUs tell their highest clock only), unknown (not even that) (default: full)
+ *   FAKE_NVML_MODULE      1: GPUs share a module, and the energy counter, with a CPU, as in a GH200 (default: 0)
  *   FAKE_NVML_LOG         file to which every change is appended: "<pid> <gpu> lock <min> <max>" or "<pid> <gpu> reset"
  *
  * All processes with the same log see the same clocks, as with a real driver.
@@ -87,19 +92,22 @@ static unsigned current_mhz(const gpu_t *gpu) {
 }
 static void change_clock(gpu_t *gpu, unsigned locked_mhz) {
     clock_state_t *state = &clock_states[gpu->index];
+    if (scenario_is("ignores")) return;
     state->before_mhz = current_mhz(gpu);
     state->since_s = now_s();
     state->locked_mhz = locked_mhz;
 }
 
 static int is_old(void) { return atoi(setting("FAKE_NVML_OLD", "0")); }
+static int is_in_module(void) { return atoi(setting("FAKE_NVML_MODULE", "0")); }
+static int lists_clocks(void) { return strcmp(setting("FAKE_NVML_CLOCK_LIST", "full"), "full") == 0; }
 static int is_lost(void) {
     const char *path = getenv("FAKE_NVML_LOST_FILE");
     return scenario_is("lost_gpu") || (path && access(path, F_OK) == 0);
 }
-static int may_change_clocks(void) {
+static int may_change_clocks(const gpu_t *gpu) {
     if (users == 0) return UNINITIALIZED;
-    if (scenario_is("no_permission")) return NO_PERMISSION;
+    if (scenario_is("no_permission") || gpu->index == atoi(setting("FAKE_NVML_KEPT_GPU", "-1"))) return NO_PERMISSION;
     if (scenario_is("not_supported")) return NOT_SUPPORTED;
     if (is_lost()) return GPU_IS_LOST;
     usleep(milliseconds("FAKE_NVML_LATENCY_MS") * 1000);
@@ -145,9 +153,10 @@ int nvmlDeviceGetIndex(gpu_t *gpu, unsigned *index) {
     *index = (unsigned)gpu->index;
     return SUCCESS;
 }
-int nvmlDeviceGetC2cModeInfoV(gpu_t *gpu, void *info) {
-    (void)gpu, (void)info;
-    return NOT_SUPPORTED; /* not a Grace Hopper */
+int nvmlDeviceGetC2cModeInfoV(gpu_t *gpu, unsigned *is_enabled) {
+    (void)gpu;
+    *is_enabled = 1;
+    return is_in_module() ? SUCCESS : NOT_SUPPORTED;
 }
 int nvmlDeviceGetName(gpu_t *gpu, char *name, unsigned size) {
     snprintf(name, size, "Fake GPU %d", gpu->index);
@@ -175,6 +184,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, gpu_t **gpu) {
 
 int nvmlDeviceGetSupportedMemoryClocks(gpu_t *gpu, unsigned *count, unsigned *clocks) {
     (void)gpu;
+    if (!lists_clocks()) return NOT_SUPPORTED;
     if (!clocks || *count < 2) { *count = 2; return INSUFFICIENT_SIZE; }
     *count = 2;
     clocks[0] = 405;
@@ -190,8 +200,34 @@ int nvmlDeviceGetSupportedGraphicsClocks(gpu_t *gpu, unsigned memory_mhz, unsign
     return SUCCESS;
 }
 
+int nvmlDeviceGetMaxClockInfo(gpu_t *gpu, int type, unsigned *clock_mhz) {
+    (void)gpu, (void)type;
+    *clock_mhz = TOP_MHZ;
+    return strcmp(setting("FAKE_NVML_CLOCK_LIST", "full"), "unknown") == 0 ? NOT_SUPPORTED : SUCCESS;
+}
+
+typedef struct {
+    unsigned pid;
+    unsigned long long used_bytes;
+    unsigned gpu_instance, compute_instance;
+} process_t;
+int nvmlDeviceGetComputeRunningProcesses_v3(gpu_t *gpu, unsigned *count, process_t *processes) {
+    unsigned found = 0, room = *count;
+    char entries[1024];
+    if (is_lost()) return GPU_IS_LOST;
+    snprintf(entries, sizeof entries, "%s", setting("FAKE_NVML_PROCESSES", ""));
+    for (char *entry = strtok(entries, ","); entry; entry = strtok(NULL, ",")) {
+        const char *colon = strchr(entry, ':');
+        if (colon && atoi(entry) != gpu->index) continue;
+        if (processes && found < room) processes[found].pid = (unsigned)atoi(colon ? colon + 1 : entry);
+        found++;
+    }
+    *count = found;
+    return found > room ? INSUFFICIENT_SIZE : SUCCESS;
+}
+
 int nvmlDeviceSetGpuLockedClocks(gpu_t *gpu, unsigned min_mhz, unsigned max_mhz) {
-    int code = may_change_clocks();
+    int code = may_change_clocks(gpu);
     if (code != SUCCESS) return code;
     char line[100];
     snprintf(line, sizeof line, "%d %d lock %u %u\n", getpid(), gpu->index, min_mhz, max_mhz);
@@ -200,7 +236,7 @@ int nvmlDeviceSetGpuLockedClocks(gpu_t *gpu, unsigned min_mhz, unsigned max_mhz)
     return SUCCESS;
 }
 int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
-    int code = may_change_clocks();
+    int code = may_change_clocks(gpu);
     if (code != SUCCESS) return code;
     char line[100];
     snprintf(line, sizeof line, "%d %d reset\n", getpid(), gpu->index);
@@ -214,7 +250,7 @@ int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_m
     if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
     double tick_s = 1e-3 * milliseconds("FAKE_NVML_TICK_MS"), time_s = now_s();
     if (tick_s > 0) time_s = (double)(uint64_t)(time_s / tick_s) * tick_s;
-    *energy_mj = (uint64_t)(POWER_MW * time_s);
+    *energy_mj = (uint64_t)(POWER_MW * time_s) * (is_in_module() ? 2 : 1);
     return SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(gpu_t *gpu, unsigned *power_mw) {
@@ -270,4 +306,10 @@ int nvmlDeviceGetMigMode(gpu_t *gpu, unsigned *now, unsigned *pending) {
     (void)gpu;
     *now = *pending = (unsigned)atoi(setting("FAKE_NVML_MIG", "0"));
     return SUCCESS;
+}
+
+/* Not NVML's: write a line and never return, as a rank that hangs in a collective; signal handlers run meanwhile. */
+void fake_hang(int file) {
+    if (write(file, "hangs\n", 6) != 6) abort();
+    for (;;) pause();
 }

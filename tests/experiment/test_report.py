@@ -85,3 +85,11 @@ def test_a_single_iteration_suffices():
     report = make_report(plan=TrainingResult((2.0,), (200.0,), (3.0, 2.0), None))
     assert report.saving_percent == 50
     assert not math.isnan(report.slowdown_percent)
+
+
+def test_clocks_that_were_not_set_are_said():
+    clocks = {"rank 0": {"num_changes": 9}, "rank 1": {"num_changes": 0, "failure": "You may not."}}
+    plan = TrainingResult((2.0,), (200.0,), (3.0, 2.0), None, clocks_of_ranks=clocks)
+    report = make_report(plan=plan)
+    assert report.as_dict()["clock_failures"] == {"plan, rank 1": "You may not."}
+    assert report.table().caption == "NOT THE PLAN: clocks were not set (plan, rank 1)."

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pfo.planner import load_frontier
+from tests.device.fake_driver import fake_driver  # noqa: F401
 from tests.example_scripts import ROOT
 from tests.launch import kill_session, run_script, session_is_empty, start_script
 from tests.waiting import wait_until
@@ -21,6 +22,30 @@ QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 def run_example(name, output_dir, *overrides, **options):
     script = ROOT / "examples" / name / "train.py"
     return run_script(script, *QUICK, f"output_dir={output_dir}", *overrides, timeout_s=120, **options)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error"),
+    [
+        ("no_permission", "Error: A frequency scan sets clocks, which rank 0 cannot: "),
+        ("ignores", "Error: A plan is made of clocks that were really there when they were measured; "),
+    ],
+)
+def test_without_clock_control_the_main_job_ends_and_says_so(tmp_path, fake_driver, scenario, error):  # noqa: F811
+    needed = ("LD_LIBRARY_PATH", "LIGHTNING_PFO_RUNTIME_DIR")
+    environment = {
+        name: value
+        for name, value in fake_driver.environment(scenario, num_gpus=1).items()
+        if name in needed or name.startswith("FAKE_NVML_")
+    }
+    clocks = ("profiler.clock_step_mhz=600", "profiler.min_clock_mhz=800", "profiler.max_iterations_per_clock=3")
+    settings = ("gpu=nvml", "trainer.devices=1", "trainer.accelerator=cpu", "model=gpt_tiny", *clocks)
+    done = run_example("gpt", tmp_path / "run", *settings, expect_success=False, **environment)
+    assert done.returncode == 1
+    assert error in done.stdout
+    assert "report.json" not in {path.name for path in (tmp_path / "run").iterdir()}
+    assert ("profile.csv" in {path.name for path in (tmp_path / "run").iterdir()}) == (scenario == "ignores")
+    assert fake_driver.locked_gpus() == {}
 
 
 def test_gpt_profiles_plans_trains_and_reports(tmp_path):
@@ -39,6 +64,9 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
         assert report[run]["iteration_energy_j"] > 0
         assert report[run]["clocks"]["num_changes"] > 0
         assert report[run]["val_loss"] > 0
+        assert list(report[run]["clocks_of_ranks"]) == ["rank 0", "rank 1"]
+        assert report[run]["clocks_of_ranks"]["rank 0"] == report[run]["clocks"]
+    assert report["clock_failures"] == {}
 
     frontier = load_frontier(tmp_path / "plans")
     assert (frontier.schedule.num_stages, frontier.schedule.num_microbatches) == (2, 8)

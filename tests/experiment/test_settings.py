@@ -1,6 +1,7 @@
 """What an experiment decides before it trains."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from lightning_pfo.device import GpuConfig
 from lightning_pfo.experiment.checks import check_experiment, check_settings
 from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.experiment.run import gpu_for
-from lightning_pfo.experiment.training import accelerator_of, check_trainer_options
+from lightning_pfo.experiment.training import accelerator_of, check_trainer_options, few_gpus
 from lightning_pfo.listeners.profiling_run import ScanSettings
 from tests.example_scripts import load_example
 
@@ -160,3 +161,20 @@ def test_unknown_trainer_options_are_refused():
     check_trainer_options({"gradient_clip_val": 1.0})
     with pytest.raises(ConfigurationError, match=r"got 'gradient_clip'. Did you mean gradient_clip_\w+\?"):
         check_trainer_options({"gradient_clip": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_gpus", "said"),
+    [
+        ({"devices": 4}, 1, "4 stages .* this machine has 1: .* on the CPU, and .* emulated .* Use trainer.devices=1"),
+        ({"devices": 4, "gpu": "nvml"}, 2, "has 2: the model trains on the CPU. Use trainer.devices=2"),
+        ({"devices": 4}, 4, "^$"),
+        ({"devices": 4}, 0, "^$"),  # NVML says that there is none
+        ({"devices": 4, "accelerator": "cpu"}, 1, "^$"),  # as was asked for
+    ],
+)
+def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    line = few_gpus(config(**settings))
+    assert re.search(said, line)
+    assert "\n" not in line

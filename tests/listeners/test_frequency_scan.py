@@ -2,6 +2,7 @@ import math
 
 import pytest
 
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.listeners.frequency_scan import EnergyValley, FrequencyScan
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from tests.listeners.fakes import FakeClocks, FakeGpu, FakeSource
@@ -34,6 +35,7 @@ def scan_until_done(
     iterations_per_clock=2,
     is_ready=lambda: True,
     energy_error=lambda: 0.0,
+    failure=lambda: None,
 ):
     source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu()
     meter = InstructionMeter(gpu, source)
@@ -52,6 +54,7 @@ def scan_until_done(
         gpu_name="A100 (emulated)",
         on_clock_done=lambda rows: written.append(list(rows)),
         is_ready=is_ready,
+        failure=failure,
     )
     source.add_listener(scan)
     source.add_listener(meter)
@@ -135,4 +138,16 @@ def test_flags_say_what_to_doubt():
 
     assert _flags(measured(1400.0, 0.05), 1410, 0.02) == ""
     assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410, 0.02) == "clock_not_reached power_cap"
+    assert _flags(measured(1410.0, 0.05), 1200, 0.02) == "clock_above clock_not_reached"  # the request was ignored
     assert _flags(measured(math.nan, 0.051), 1410, 0.02) == "energy_uncertain"
+
+
+@pytest.mark.parametrize(("fails_at", "num_written"), [(1, 0), (2, 0), (4, 1)])
+def test_without_clock_control_the_scan_stops_and_keeps_what_was_measured_before(fails_at, num_written):
+    calls = iter(range(1, 100))
+    _, _, scan, written = scan_until_done(
+        lambda *_: 1, (30, 20, 10), failure=lambda: DeviceError("GPU is lost.") if next(calls) >= fails_at else None
+    )
+    assert scan.done
+    assert str(scan.error) == "A frequency scan sets clocks, which rank 0 cannot: GPU is lost."
+    assert [len(rows) for rows in written] == [2] * num_written

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
+from lightning_pfo.device.backends import nvml_questions as questions
 from lightning_pfo.device.backends.visible_gpus import visible_gpus
 from lightning_pfo.device.safety.leased_gpu import LeasedGpu
 
@@ -39,10 +40,7 @@ _ERRORS: dict[int, tuple[type[DeviceError], str]] = {
 _NO_PERMISSION = 4
 _UNUSABLE = {_NO_PERMISSION, 15, 16}  # codes of GPUs that are there, but not for us
 _ABSENT = {9, 12}  # codes of nvmlInit on a machine without an NVIDIA GPU
-# newer drivers may lack the second function, older ones lack the first (nvml.h)
-_LIMITS_FUNCTIONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
-# bits that they return; the others are requests, not limits
-_LIMITS = {0x4: "power_cap", 0x8: "hw_slowdown", 0x20: "thermal", 0x40: "thermal", 0x80: "hw_slowdown"}
+_SCOPE_OF_THE_GPU = 0
 _REFUSED = {2, 3, 4, 13, 15}  # codes after which the driver has certainly not done what was asked
 
 
@@ -62,6 +60,15 @@ def _project_errors(action: str) -> Iterator[None]:
         code = int(error.value)
         error_class, advice = _ERRORS.get(code, (DeviceError, "See the description of this code in NVML's manual"))
         raise error_class(f"{action} failed: NVML says {str(error)!r} (code {code}). {advice}.") from error
+
+
+def load() -> None:
+    """Import NVML's library, so that it is there when it is needed.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    _pynvml()
 
 
 def _text(value: str | bytes) -> str:
@@ -201,15 +208,16 @@ class NvmlGpu(LeasedGpu):
                 name = _text(self._nvml.nvmlDeviceGetName(self._handle))
                 uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
             with _project_errors(f"Asking {name} for the clocks that it supports"):
-                memory_mhz = max(self._nvml.nvmlDeviceGetSupportedMemoryClocks(self._handle))
-                clocks_mhz = self._nvml.nvmlDeviceGetSupportedGraphicsClocks(self._handle, memory_mhz)
+                clocks_mhz, self._tells_clocks = questions.supported_clocks(self._nvml, self._handle)
+                self._is_in_module = questions.is_in_module(self._nvml, self._handle)
         except BaseException:
             self._leave()
             raise
-        super().__init__(name, uuid, tuple(sorted({int(clock) for clock in clocks_mhz}, reverse=True)))
+        super().__init__(name, uuid, clocks_mhz)
         if self.is_split:
             logger.warning(
-                "%s is split into MIG instances: its clock and its energy are those of all instances together.",
+                "%s is split into MIG instances: its clock and its energy are those of all instances together, and its "
+                "clocks are never set.",
                 self._name,
             )
 
@@ -238,6 +246,17 @@ class NvmlGpu(LeasedGpu):
         except self._nvml.NVMLError:
             return False
 
+    def _why_never(self) -> str:
+        if self.is_split:
+            return "it is split into MIG instances, which others may use, and a clock is that of all of them"
+        return "" if self._tells_clocks else "its driver does not tell which clocks it supports"
+
+    def _compute_pids(self) -> list[int]:
+        return questions.compute_pids(self._nvml, self._handle)
+
+    def _whose_lock(self) -> str:
+        return questions.unexplained_clock(self._nvml, self._handle, self._clocks_mhz[0])
+
     def _found(self) -> dict[str, int | None]:
         """What the driver tells of the settings that a lease is about; NVML cannot tell locked clocks."""
         nvml, handle = self._nvml, self._handle
@@ -258,8 +277,11 @@ class NvmlGpu(LeasedGpu):
         """Energy since the driver was loaded; the counter advances every 20 to 100 ms.
 
         Raises:
-            DeviceError: If the GPU has no energy counter (older than Volta).
+            NotSupportedError: If the GPU has no energy counter of its own: older than Volta, or part of a module with a
+                CPU (Grace Hopper), whose counter counts both. Power is integrated then.
         """
+        if self._is_in_module:
+            raise NotSupportedError(f"The energy counter of {self._name} counts the CPU of its module too.")
         with _project_errors(f"Reading the energy counter of {self._name}"):
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
 
@@ -272,7 +294,10 @@ class NvmlGpu(LeasedGpu):
     def _instant_power_mw(self) -> int | None:
         """What nvmlDeviceGetPowerUsage returns up to GA100; of newer GPUs it returns an average (nvml.h)."""
         try:
-            (field,) = self._nvml.nvmlDeviceGetFieldValues(self._handle, [self._nvml.NVML_FI_DEV_POWER_INSTANT])
+            # the scope is that of the GPU, where a module with a CPU has others
+            (field,) = self._nvml.nvmlDeviceGetFieldValues(
+                self._handle, [(self._nvml.NVML_FI_DEV_POWER_INSTANT, _SCOPE_OF_THE_GPU)]
+            )
         except self._nvml.NVMLError:
             return None
         return int(field.value.uiVal) if field.nvmlReturn == self._nvml.NVML_SUCCESS else None
@@ -284,13 +309,7 @@ class NvmlGpu(LeasedGpu):
 
     def clock_limits(self) -> frozenset[str]:
         """What holds the clock down now; empty where the driver does not tell."""
-        for name in _LIMITS_FUNCTIONS:
-            try:
-                reasons = int(getattr(self._nvml, name)(self._handle))
-            except (AttributeError, self._nvml.NVMLError):
-                continue
-            return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
-        return frozenset()
+        return questions.clock_limits(self._nvml, self._handle)
 
     def close(self) -> None:
         """Restore the clocks and leave NVML. May be called twice."""

@@ -21,7 +21,6 @@ from typing import Any
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
 from lightning_pfo.device.backends import nvml
-from lightning_pfo.device.gpu import Gpu
 from lightning_pfo.device.safety.leased_gpu import LeasedGpu
 
 _AMD_STEP_MHZ = 25  # amdsmi takes any clock of a range; these are close enough for an energy valley
@@ -43,7 +42,7 @@ def visible_gpu_count() -> int:
         return 0
 
 
-def open_zeus_gpu(index: int) -> Gpu:
+def open_zeus_gpu(index: int) -> ZeusNvidiaGpu | ZeusAmdGpu:
     """Open one GPU.
 
     Args:
@@ -54,6 +53,15 @@ def open_zeus_gpu(index: int) -> Gpu:
     """
     _zeus()
     return ZeusNvidiaGpu(index) if nvml.nvml_available() else ZeusAmdGpu(index)
+
+
+def load() -> None:
+    """Import the library, so that it is there when it is needed.
+
+    Raises:
+        DeviceError: If it is not installed.
+    """
+    _zeus()
 
 
 def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> None:
@@ -134,9 +142,21 @@ class ZeusAmdGpu(LeasedGpu):
         self._gpu = gpus[index]
         with _project_errors(f"Opening GPU {index} with zeus"):
             top_mhz, lowest_mhz = max(clocks := self._gpu.get_supported_graphics_clocks()), min(clocks)
-            super().__init__(
-                self._gpu.get_name(), _amd_uuid(self._gpu), tuple(range(top_mhz, lowest_mhz - 1, -_AMD_STEP_MHZ))
-            )
+            clocks_mhz = tuple(range(top_mhz, lowest_mhz - 1, -_AMD_STEP_MHZ))
+            super().__init__(self._gpu.get_name(), _amd_uuid(self._gpu), clocks_mhz)
+
+    def _compute_pids(self) -> list[int]:
+        try:
+            processes = _amdsmi().amdsmi_get_gpu_process_list(self._gpu.handle)
+            return [int(process["pid"]) for process in processes]
+        except Exception:  # as many kinds of errors as versions: then nobody tells
+            return []
+
+    def _whose_lock(self) -> str:
+        found = self._found()
+        lowest_mhz, top_mhz = found["min_graphics_clock_mhz"], found["max_graphics_clock_mhz"]
+        is_locked = lowest_mhz == top_mhz and len(self._clocks_mhz) > 1
+        return f"somebody has locked it at {top_mhz} MHz" if is_locked else ""
 
     def _found(self) -> dict[str, int | None]:
         info = _amd_clock(self._gpu)

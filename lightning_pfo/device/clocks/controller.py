@@ -16,19 +16,20 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
 from lightning_pfo.device.clocks.transition import ClockStatistics, TransitionLog
 from lightning_pfo.device.gpu import Gpu
 from lightning_pfo.device.safety import guard
-from lightning_pfo.device.time import Process, Task, time_of
+from lightning_pfo.device.time import HOST_TIME, Process, Task, time_of
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0002
+_CHECK_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
@@ -49,6 +50,8 @@ class _Target:
 class ClockController:
     """Applies clock requests to one GPU, in order, the latest first; restores the clocks at the end.
 
+    A real GPU is asked every second whether its lock would still be undone (`check_lock`), however constant its clock.
+
     Only the worker thread changes clocks, `restore` included, and the two sides share no lock: `close` may be called
     from a signal handler that has interrupted `request` at any point. From `guard` on, `safety.guard` closes the
     controller at exit and on signals; `with ClockController(gpu) as clocks` closes it earlier.
@@ -56,6 +59,7 @@ class ClockController:
     Attributes:
         gpu: The GPU, which stays open.
         error: The first failure, after which the clocks are restored and no more are set. None while all is well.
+        is_quiet: Whether somebody else says it where clocks may not be set at all.
         num_changes: How often a clock was set (repeated and overtaken requests do not count).
     """
 
@@ -67,13 +71,14 @@ class ClockController:
             is_quiet: Do not warn when the clocks cannot be set; another process of this node does.
         """
         self.gpu = gpu
-        self._warning_level = logging.DEBUG if is_quiet else logging.WARNING
+        self.is_quiet = is_quiet
         self.error: Exception | None = None
         self.num_changes = 0
         self._time = time_of(gpu)
         self._target = _Target()  # replaced as a whole, by the requesting side only
         self._applied_mhz: int | None = None
         self._transitions = TransitionLog(gpu)
+        self._check_lock: Callable[[], None] | None = getattr(gpu, "check_lock", None)
         self._is_guarded = False
         self._is_closed = False
         self._is_stopped = False
@@ -86,7 +91,11 @@ class ClockController:
         """
         if not self._is_guarded and not self._is_closed:
             self._is_guarded = True
-            guard.register(self)
+            guard.register(self, any_thread=self._time is HOST_TIME)  # virtual time passes in one thread only
+
+    def refuse(self, error: Exception) -> None:
+        """Set no clocks, for this reason; nothing was set yet."""
+        self.error = self.error or error
 
     def request(self, clock_mhz: int) -> None:
         """Ask for a clock and return at once. A repeated value costs nothing; after an error or `close`, neither."""
@@ -128,7 +137,8 @@ class ClockController:
 
     def statistics(self) -> ClockStatistics:
         """What became of the changes so far: how quickly clocks were reached, and which were not."""
-        return self._transitions.statistics(self.num_changes)
+        failure = "" if self.error is None else str(self.error)
+        return replace(self._transitions.statistics(self.num_changes), failure=failure)
 
     def close(self) -> None:
         """Stop and restore the clocks; later requests are ignored. May be called twice, and from signal handlers."""
@@ -162,7 +172,9 @@ class ClockController:
             while not self._is_closed:
                 clock_mhz, since_s = self._wanted()
                 if clock_mhz is None or clock_mhz == self._applied_mhz:
-                    yield from self._pause(math.inf)
+                    yield from self._pause(math.inf if self._check_lock is None else _CHECK_S)
+                    if self._check_lock is not None and not self._is_closed:
+                        self._check_lock()
                     continue
                 self.gpu.lock_graphics_clock(clock_mhz)
                 self.num_changes += 1
@@ -188,9 +200,8 @@ class ClockController:
 
     def _say(self, error: Exception) -> None:
         if isinstance(error, ClockPermissionError):
-            logger.log(
-                self._warning_level, "Training goes on without clock control, at the GPU's own clocks. %s", error
-            )
+            level = logging.DEBUG if self.is_quiet else logging.WARNING
+            logger.log(level, "Training goes on without clock control, at the GPU's own clocks. %s", error)
         elif isinstance(error, DeviceError):
             logger.warning("Clock control of %s stops; training goes on. %s", self.gpu.name, error)
         else:

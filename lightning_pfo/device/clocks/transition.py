@@ -62,6 +62,7 @@ class ClockStatistics:
         latency_p90_s: Time within which nine in ten were there, s; nan if none was observed.
         not_reached: How often each clock (MHz) was not reached.
         limits: What held those clocks down.
+        failure: Why no more clocks are set, or none ever were; empty while all is well.
     """
 
     num_changes: int
@@ -70,6 +71,7 @@ class ClockStatistics:
     latency_p90_s: float
     not_reached: dict[int, int]
     limits: frozenset[str]
+    failure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: without nan, and clocks as text."""
@@ -80,6 +82,7 @@ class ClockStatistics:
             "latency_p90_s": self.latency_p90_s if seen else None,
             "not_reached": {str(clock_mhz): count for clock_mhz, count in self.not_reached.items()},
             "limits": sorted(self.limits),
+            **({"failure": self.failure} if self.failure else {}),
         }
 
     def __str__(self) -> str:
@@ -94,6 +97,8 @@ class ClockStatistics:
             )
             reason = f" ({', '.join(sorted(self.limits))})" if self.limits else ""
             parts.append(f"not reached: {clocks}{reason}")
+        if self.failure:
+            parts.append("then clock control failed" if self.num_changes else "clock control failed")
         return "; ".join(parts)
 
 

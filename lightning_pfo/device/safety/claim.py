@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import lightning_pfo
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device.safety.folder import all_dirs, own_dirs, runtime_dir
 from lightning_pfo.device.safety.lease import (
-    DIRECTORY_VARIABLE,
     GRAPHICS_CLOCK,
     Lease,
     delete_lease,
     exclusive,
-    lease_path,
-    read_lease,
-    runtime_dir,
-    watched,
+    lease_paths,
+    leases_of,
+    read_file,
     write_lease,
 )
 from lightning_pfo.device.safety.process_id import ProcessId, boot_id, this_process
+from lightning_pfo.device.safety.watching import Watchdog
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = {"nvml": "lightning_pfo.device.backends.nvml", "zeus": "lightning_pfo.device.backends.zeus"}
-"""Modules by backend name; each has `unlock_graphics_clock(gpu_uuid, found)`."""
+"""Modules by backend name; each has `unlock_graphics_clock(gpu_uuid, found)`, and `load()`, to import its library."""
 
 
 class ClockClaim:
     """This process's right to set the clocks of one GPU, from `acquire` to `release`."""
 
-    def __init__(self, lease: Lease, watchdog: subprocess.Popen[bytes]) -> None:
+    def __init__(self, lease: Lease, path: Path, watchdog: Watchdog) -> None:
         self._lease = lease
+        self._folder = path.parent  # for good: the watchdog knows no other
+        self._path = path
         self._watchdog = watchdog
-        self._path = lease_path(lease.gpu_uuid)
-        self._written = _identity(self._path)
+        self._written = _identity(path)
 
     @property
     def is_ours(self) -> bool:
@@ -61,10 +60,14 @@ class ClockClaim:
     def is_taken(self) -> bool:
         """Whether somebody else holds the clocks now, after `lightning-pfo restore-clocks force=true`."""
         try:
-            lease = read_lease(self._lease.gpu_uuid)
+            others = [
+                (path, lease)
+                for path, lease in leases_of(self._lease.gpu_uuid, self._folder)
+                if lease.holder != self._lease.holder and not lease.holder.is_elsewhere
+            ]
+            return any(path == self._path or lease.is_held(self._folder) for path, lease in others)
         except DeviceError:
             return False
-        return lease is not None and lease.holder != self._lease.holder
 
     def note_change(self, what: str = GRAPHICS_CLOCK) -> None:
         """Write down that `what` is about to be changed; returns when it is on disk. Cheap when noted already.
@@ -72,34 +75,57 @@ class ClockClaim:
         Raises:
             DeviceError: If nobody would restore the clocks: the watchdog has ended, or the lease is another job's now.
         """
-        if self._watchdog.poll() is not None:
-            raise DeviceError(
-                f"Clocks are changed only under a watchdog process that can restore them; that of "
-                f"{self._lease.gpu_name} has ended (code {self._watchdog.returncode}). Start the job again."
-            )
+        self._watchdog.check(self._lease.gpu_name)
         if what in self._lease.changed and _identity(self._path) == self._written:
             return
-        with exclusive(self._lease.gpu_uuid):
+        with exclusive(self._lease.gpu_uuid, self._folder):
             if self.is_taken:
                 raise DeviceError(
                     f"One job at a time sets the clocks of a GPU; those of {self._lease.gpu_name} were restored by "
                     "force, and another job has claimed them since."
                 )
             self._lease = replace(self._lease, changed=tuple(dict.fromkeys((*self._lease.changed, what))))
-            write_lease(self._lease)
+            self._path = write_lease(self._lease, self._folder)
             self._written = _identity(self._path)
+
+    def check(self) -> None:
+        """Check that what was changed would still be undone; as `note_change`, if anything was changed."""
+        if self.is_changed:
+            self.note_change()
 
     def release(self) -> None:
         """Give the clocks up; whatever was changed must have been undone."""
-        if not self.is_taken:
-            delete_lease(self._lease.gpu_uuid)
-        # Without a lease the watchdog has nothing to do; ending it is quicker than letting it find out.
-        self._watchdog.kill()
-        self._watchdog.communicate()
+        try:
+            if not self.is_taken:
+                delete_lease(self._lease.gpu_uuid, self._path)
+        finally:
+            self._watchdog.end()  # without a lease it has nothing to do; ending it is quicker than letting it find out
+
+
+def check_free(gpu_uuid: str, gpu_name: str) -> None:
+    """Check that no living process holds the clocks of a GPU, as far as its lease can be seen.
+
+    Raises:
+        DeviceError: If one does (the message names it), or a lease cannot be read.
+    """
+    for folder in own_dirs():
+        for _, lease in leases_of(gpu_uuid, folder):
+            if not lease.holder.is_elsewhere and lease.is_held(folder):
+                raise DeviceError(
+                    f"One job at a time sets the clocks of a GPU; those of {gpu_name} ({gpu_uuid}) are held by process "
+                    f"{lease.holder.pid}, {_whose(lease)}. Wait until it has ended, or use another GPU."
+                )
+
+
+def _whose(lease: Lease) -> str:
+    here = this_process()
+    if lease.holder == here:
+        return "this process itself"
+    return "another job" if lease.holder.namespace == here.namespace else "a job in another container"
 
 
 def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int | None]) -> ClockClaim:
-    """Claim the clocks of a GPU, after undoing what a dead holder left.
+    """Claim the clocks of a GPU, after undoing what a dead holder left; returns when the watchdog is ready.
 
     Args:
         gpu_uuid: The GPU.
@@ -111,36 +137,42 @@ def acquire(gpu_uuid: str, gpu_name: str, backend: str, found: Mapping[str, int 
         DeviceError: If a living process holds them (the message names it), or there is no place for the lease.
         ClockPermissionError: If a dead holder's changes cannot be undone.
     """
-    with exclusive(gpu_uuid):
-        previous = read_lease(gpu_uuid)
-        if previous is not None:
-            if previous.is_held():
-                same_container = previous.holder.namespace == this_process().namespace
-                whose = "another job" if same_container else "a job in another container"
-                whose = "this process itself" if previous.holder == this_process() else whose
-                raise DeviceError(
-                    f"One job at a time sets the clocks of a GPU; those of {gpu_name} ({gpu_uuid}) are held by process "
-                    f"{previous.holder.pid}, {whose}. Wait until it has ended, or use another GPU."
-                )
-            _undo(previous)
+    folder = runtime_dir()
+    with exclusive(gpu_uuid, folder):
+        check_free(gpu_uuid, gpu_name)
+        for other in own_dirs():
+            _undo_all([found for found in leases_of(gpu_uuid, other) if not found[1].holder.is_elsewhere])
         lease = Lease(gpu_uuid, gpu_name, backend, this_process(), dict(found))
-        watchdog = _start_watchdog(lease)  # first, so that there is no lease that nobody watches
+        watchdog = Watchdog(lease, folder)  # first, so that there is no lease that nobody watches
         try:
-            write_lease(lease)
+            claim = ClockClaim(lease, write_lease(lease, folder), watchdog)
         except BaseException:
-            watchdog.kill()
-            watchdog.communicate()
+            watchdog.end()
             raise
-        return ClockClaim(lease, watchdog)
+    try:
+        watchdog.check(gpu_name)  # ready now: the first change need not wait for it then
+    except BaseException:
+        claim.release()
+        raise
+    return claim
 
 
-def undo_stale(gpu_uuid: str, holder: ProcessId | None = None, *, even_alive: bool = False) -> Lease | None:
+def undo_stale(
+    gpu_uuid: str,
+    holder: ProcessId | None = None,
+    *,
+    even_alive: bool = False,
+    insists: bool = False,
+    folder: Path | None = None,
+) -> Lease | None:
     """Restore the clocks that a dead process left changed.
 
     Args:
         gpu_uuid: The GPU.
         holder: Only if it was this process; None: any.
         even_alive: Also if it still lives.
+        insists: Also while another process keeps the lock of the leases.
+        folder: Where the leases are; `runtime_dir()` unless it is given.
 
     Returns:
         The lease that was undone and deleted; None if there was nothing to do.
@@ -148,14 +180,19 @@ def undo_stale(gpu_uuid: str, holder: ProcessId | None = None, *, even_alive: bo
     Raises:
         DeviceError: If the GPU refuses; the lease stays.
     """
-    with exclusive(gpu_uuid):
-        lease = read_lease(gpu_uuid)
-        if lease is None or (holder is not None and lease.holder != holder):
-            return None
-        if lease.is_held() and not even_alive:
-            return None
-        _undo(lease)
-        return lease
+    folder = folder or runtime_dir()
+    if not any(map(os.path.lexists, lease_paths(gpu_uuid, folder))):
+        return None  # nothing to lock for
+    with exclusive(gpu_uuid, folder, insists=insists):
+        stale = [
+            (path, lease)
+            for path, lease in leases_of(gpu_uuid, folder)
+            if not lease.holder.is_elsewhere
+            and (holder is None or lease.holder == holder)
+            and (even_alive or not lease.is_held(folder))
+        ]
+        _undo_all(stale)
+        return stale[0][1] if stale else None
 
 
 def repair_at_start(gpu_uuid: str) -> None:
@@ -174,15 +211,41 @@ def repair_at_start(gpu_uuid: str) -> None:
         )
 
 
-def _undo(lease: Lease) -> None:
-    """Undo what the lease says and delete it; a reboot has undone it before. Call inside `exclusive`."""
-    if lease.changed and lease.holder.boot_id == boot_id():
-        if lease.backend not in BACKENDS:
-            raise DeviceError(
-                f"Clocks are restored by one of {', '.join(BACKENDS)}; the lease names {lease.backend!r}."
+def _undo_all(leases: list[tuple[Path, Lease]]) -> None:
+    """Undo what leases say and delete them; a reboot has undone it before. Call inside `exclusive`.
+
+    The GPU is not touched while another process holds it. A lease that another user has left where nobody else may
+    delete it is undone, and stays.
+    """
+    for path, lease in leases:
+        if lease.changed and lease.holder.boot_id == boot_id() and not _is_held_by_another(lease):
+            if lease.backend not in BACKENDS:
+                raise DeviceError(
+                    f"Clocks are restored by one of {', '.join(BACKENDS)}; the lease names {lease.backend!r}."
+                )
+            importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid, lease.found)
+        try:
+            delete_lease(lease.gpu_uuid, path)
+        except DeviceError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            logger.warning(
+                "The lease %s of user number %d is undone, but only they or root may delete it: sudo lightning-pfo "
+                "restore-clocks all=true",
+                path,
+                path.stat().st_uid,
             )
-        importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid, lease.found)
-    delete_lease(lease.gpu_uuid)
+
+
+def _is_held_by_another(lease: Lease) -> bool:
+    """Whether a living process has claimed the GPU of a lease that is to be undone; leases of others as far as seen."""
+    for folder in all_dirs():
+        for path in lease_paths(lease.gpu_uuid, folder):
+            with contextlib.suppress(DeviceError):
+                other = read_file(path)
+                if other is not None and other.holder != lease.holder and other.is_held(folder):
+                    return True
+    return False
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -192,29 +255,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return state.st_ino, state.st_mtime_ns
-
-
-def _start_watchdog(lease: Lease) -> subprocess.Popen[bytes]:
-    holder = lease.holder
-    search_path = [str(Path(lightning_pfo.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = os.environ | {
-        DIRECTORY_VARIABLE: str(runtime_dir()),
-        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in search_path if entry),
-    }
-    start_ticks = "" if holder.start_ticks is None else str(holder.start_ticks)
-    command = [sys.executable, "-m", "lightning_pfo.device.safety.watchdog"]
-    try:
-        with watched(lease.gpu_uuid) as descriptor:
-            return subprocess.Popen(
-                [*command, lease.gpu_uuid, str(holder.pid), start_ticks],
-                stdin=subprocess.PIPE,  # nothing is ever written: its end means that we have ended
-                stdout=subprocess.DEVNULL,
-                env=environment,
-                cwd="/",  # a job's folder may be unmounted, and may hold modules named like Python's own
-                pass_fds=(descriptor,),
-                start_new_session=True,  # so that Ctrl-C and batch systems do not end both at once
-            )
-    except OSError as error:
-        raise DeviceError(
-            f"Clocks are changed only under a watchdog process that can restore them; it could not be started: {error}."
-        ) from error

@@ -7,8 +7,9 @@
             '--- whenever the process dies in between, the watchdog or the next start undoes what the lease says
 
 A lease is deleted only after the clocks were restored. Leases of one GPU are read and written under a file lock. They
-lie in `runtime_dir()`, one per GPU: `GPU-....json`. Beside it lies a file that the watchdog keeps locked as long as it
-lives: so it is known in other containers too, where process numbers are others.
+lie in `folder.runtime_dir()`: `GPU-....json`, or `GPU-....of-USER-HOST.json` where the file of that name is another
+user's or another machine's. Beside them lies a file that the watchdog keeps locked as long as it lives: so it is known
+in other containers too, where process numbers are others.
 """
 
 from __future__ import annotations
@@ -17,20 +18,31 @@ import json
 import logging
 import os
 import re
-import tempfile
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device.safety.folder import (
+    DIRECTORY_VARIABLE,
+    LOCK_TIMEOUT_S,
+    explained,
+    lock_file,
+    read_regular,
+    remove,
+    runtime_dir,
+    try_lock,
+    write_whole,
+)
 from lightning_pfo.device.safety.process_id import ProcessId, pid_namespace
+
+__all__ = ["DIRECTORY_VARIABLE", "Lease", "runtime_dir"]
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-DIRECTORY_VARIABLE = "LIGHTNING_PFO_RUNTIME_DIR"
-_READABLE = 0o644  # by other users who share the folder, whatever the umask: they must see who holds a GPU
 GRAPHICS_CLOCK = "graphics_clock"
 
 
@@ -54,132 +66,96 @@ class Lease:
     found: Mapping[str, int | None]
     changed: tuple[str, ...] = ()
 
-    def is_held(self) -> bool:
+    def is_held(self, folder: Path | None = None) -> bool:
         """Whether the holder still lives; where it runs in another container, whether its watchdog does."""
         if self.holder.namespace == pid_namespace():
             return self.holder.is_alive()
-        return _is_watched(self.gpu_uuid)
+        return _is_watched(self.gpu_uuid, folder)
 
 
-def runtime_dir() -> Path:
-    """The folder of leases: the same for all jobs of a user on this machine, and private.
-
-    LIGHTNING_PFO_RUNTIME_DIR, if set (let jobs of several users or containers share a folder by it); else for root
-    /run/lightning-pfo; else a folder in XDG_RUNTIME_DIR or, named by the user's number, among the temporary files.
-
-    Raises:
-        DeviceError: If it cannot be made, belongs to somebody else, or is given relative to the present folder.
-    """
-    given = os.environ.get(DIRECTORY_VARIABLE)
-    if given and not Path(given).is_absolute():
-        raise DeviceError(
-            f"{DIRECTORY_VARIABLE} is an absolute path, as jobs share the folder; got {given!r}. Use "
-            f"{str(Path(given).absolute())!r}."
-        )
-    if given:
-        folder = Path(given)
-    elif os.getuid() == 0 and os.access("/run", os.W_OK):
-        folder = Path("/run/lightning-pfo")
-    elif os.environ.get("XDG_RUNTIME_DIR"):
-        folder = Path(os.environ["XDG_RUNTIME_DIR"]) / "lightning-pfo"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"lightning-pfo-{os.getuid()}"
-    with _explained(f"{folder} cannot be made"):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        is_ours = bool(given) or folder.lstat().st_uid == os.getuid()
-    if not is_ours:
-        raise DeviceError(
-            f"The folder that remembers clock changes must belong to this user; {folder} belongs to user number "
-            f"{folder.lstat().st_uid}. Set {DIRECTORY_VARIABLE} to a folder of your own."
-        )
-    return folder
+def lease_path(gpu_uuid: str, folder: Path | None = None) -> Path:
+    """Where the lease of a GPU is, if there is one; `folder` is `runtime_dir()` unless it is given, here and below."""
+    return (folder or runtime_dir()) / f"{re.sub('[^A-Za-z0-9-]', '_', gpu_uuid)}.json"
 
 
-def lease_path(gpu_uuid: str) -> Path:
-    """Where the lease of a GPU is, if there is one."""
-    return runtime_dir() / f"{re.sub('[^A-Za-z0-9-]', '_', gpu_uuid)}.json"
+def lease_paths(gpu_uuid: str, folder: Path | None = None) -> list[Path]:
+    """All leases of a GPU: of users who may not delete each other's files there are several."""
+    path = lease_path(gpu_uuid, folder)
+    return [path, *sorted(path.parent.glob(f"{path.stem}.of-*.json"))]
 
 
 @contextmanager
-def exclusive(gpu_uuid: str) -> Iterator[None]:
-    """Keep other processes and threads from reading or writing the lease of a GPU meanwhile.
+def exclusive(gpu_uuid: str, folder: Path | None = None, *, insists: bool = False) -> Iterator[None]:
+    """Keep other processes and threads from reading or writing the leases of a GPU meanwhile.
+
+    Args:
+        gpu_uuid: The GPU.
+        folder: Where its leases are.
+        insists: Go on even where the lock cannot be had: who restores must not be kept from it.
 
     Raises:
-        DeviceError: If the folder cannot be written to.
+        DeviceError: If the folder cannot be written to, or another process keeps its lock.
     """
-    with _open(gpu_uuid, ".lock") as descriptor:
-        _lock(descriptor, "LOCK_EX")
+    path = lease_path(gpu_uuid, folder).with_suffix(".lock")
+    with lock_file(path) as descriptor:
+        _lock(descriptor, path, "LOCK_EX", insists=insists)
         try:
             yield
         finally:
-            _lock(descriptor, "LOCK_UN")  # closing is not enough while a forked child has a copy
+            try_lock(descriptor, "LOCK_UN")  # closing is not enough while a forked child has a copy
 
 
 @contextmanager
-def watched(gpu_uuid: str) -> Iterator[int]:
+def watched(gpu_uuid: str, folder: Path | None = None) -> Iterator[int]:
     """A descriptor for a watchdog to inherit: as long as it lives, the GPU counts as watched in other containers."""
-    with _open(gpu_uuid, ".watched") as descriptor:
-        _lock(descriptor, "LOCK_SH")
+    path = lease_path(gpu_uuid, folder).with_suffix(".watched")
+    with lock_file(path) as descriptor:
+        _lock(descriptor, path, "LOCK_SH")
         yield descriptor
 
 
-def _is_watched(gpu_uuid: str) -> bool:
-    with _open(gpu_uuid, ".watched") as descriptor:
-        try:
-            _lock(descriptor, "LOCK_EX", "LOCK_NB")
-        except BlockingIOError:
-            return True
-        return False
+def _is_watched(gpu_uuid: str, folder: Path | None = None) -> bool:
+    path = lease_path(gpu_uuid, folder).with_suffix(".watched")
+    with lock_file(path) as descriptor, explained(str(path)):
+        return not try_lock(descriptor, "LOCK_EX", timeout_s=0)
 
 
-@contextmanager
-def _open(gpu_uuid: str, suffix: str) -> Iterator[int]:
-    path = lease_path(gpu_uuid).with_suffix(suffix)
-    with _explained(str(path)):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)  # another user's may not be opened to create it
-        except FileNotFoundError:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW, _READABLE)
-            os.fchmod(descriptor, _READABLE)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, *flags: str) -> None:
-    import fcntl  # does not exist on Windows, where nothing else of this project's device layer needs it
-
-    fcntl.flock(descriptor, sum(getattr(fcntl, flag) for flag in flags))
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn errors of the file system into the project's, saying what to do."""
-    try:
-        yield
-    except OSError as error:
+def _lock(descriptor: int, path: Path, flag: str, *, insists: bool = False) -> None:
+    with explained(f"{path} cannot be locked"):
+        is_locked = try_lock(descriptor, flag)
+    if not (is_locked or insists):
         raise DeviceError(
-            f"Changing clocks needs a folder that remembers the change; {what}: {error}. "
-            f"Set {DIRECTORY_VARIABLE} to a folder on this machine that you may write to."
-        ) from error
+            f"Files that remember clock changes are locked for moments only; {path} was for {LOCK_TIMEOUT_S:g} s, by "
+            f"another process. Find it with `fuser {path}`, or set {DIRECTORY_VARIABLE} to a folder of your own."
+        )
 
 
-def read_lease(gpu_uuid: str) -> Lease | None:
-    """Read the lease of a GPU; None if there is none.
+def read_lease(gpu_uuid: str, folder: Path | None = None) -> Lease | None:
+    """Read the lease of a GPU; None if there is none. Where there are several, that of a living process.
 
     Raises:
-        DeviceError: If the file is damaged or of another version; the message says what to do.
+        DeviceError: If a file is damaged or of another version; the message says what to do.
     """
-    return _read(lease_path(gpu_uuid))
+    leases = [lease for _, lease in leases_of(gpu_uuid, folder) if not lease.holder.is_elsewhere]
+    return next((lease for lease in leases if lease.is_held(folder)), leases[0] if leases else None)
 
 
-def read_leases() -> list[Lease]:
-    """Read all leases of `runtime_dir()`; damaged ones are logged and left out."""
+def leases_of(gpu_uuid: str, folder: Path | None = None) -> list[tuple[Path, Lease]]:
+    """Read all leases of a GPU, with where they are.
+
+    Raises:
+        DeviceError: If a file is damaged or of another version; the message says what to do.
+    """
+    read = [(path, read_file(path)) for path in lease_paths(gpu_uuid, folder)]
+    return [(path, lease) for path, lease in read if lease is not None]
+
+
+def read_leases(folder: Path | None = None) -> list[Lease]:
+    """Read all leases of a folder; damaged ones are logged and left out."""
     leases = []
-    for path in sorted(runtime_dir().glob("*.json")):
+    for path in sorted((folder or runtime_dir()).glob("*.json")):
         try:
-            lease = _read(path)
+            lease = read_file(path)
         except DeviceError as error:
             logger.error("%s", error)
         else:
@@ -187,41 +163,53 @@ def read_leases() -> list[Lease]:
     return leases
 
 
-def write_lease(lease: Lease) -> None:
-    """Write a lease, whole or not at all.
+def write_lease(lease: Lease, folder: Path | None = None) -> Path:
+    """Write a lease, whole or not at all; returns where.
 
     Raises:
         DeviceError: If it cannot be written.
     """
-    path = lease_path(lease.gpu_uuid)
-    half_written = path.with_suffix(".tmp")  # always this name, so that killed processes do not fill the folder
-    with _explained(f"{path} cannot be written"):
-        half_written.unlink(missing_ok=True)
-        # never what another user has laid there: a file of theirs, or a link to one of ours
-        descriptor = os.open(half_written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _READABLE)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, _READABLE)
-            json.dump({"version": VERSION} | asdict(lease), file, indent=1)
-            file.flush()
-            os.fsync(descriptor)  # renamed before it is on the disk, it would be empty after a power cut
-        half_written.replace(path)
+    path = lease_path(lease.gpu_uuid, folder)
+    of_user = path.with_suffix(f".of-{os.getuid()}-{re.sub('[^A-Za-z0-9-]', '_', socket.gethostname())}.json")
+    text = json.dumps({"version": VERSION} | asdict(lease), indent=1)
+    with explained(f"{path} cannot be written"):
+        if not of_user.exists() and not _is_of_another_machine(path):
+            try:
+                write_whole(path, text)
+                return path
+            except PermissionError:  # another user's, in a folder where all may make files but delete only their own
+                pass
+        write_whole(of_user, text)
+    return of_user
 
 
-def delete_lease(gpu_uuid: str) -> None:
-    """Delete the lease of a GPU, if there is one.
+def _is_of_another_machine(path: Path) -> bool:
+    try:
+        lease = read_file(path)
+    except DeviceError:
+        return False
+    return lease is not None and lease.holder.is_elsewhere
+
+
+def delete_lease(gpu_uuid: str, path: Path | None = None) -> None:
+    """Delete a lease of a GPU, if it is there: `lease_path(gpu_uuid)`, or the one at `path`.
 
     Raises:
         DeviceError: If it cannot be deleted.
     """
-    path = lease_path(gpu_uuid)
-    with _explained(f"{path} cannot be deleted"):
-        path.unlink(missing_ok=True)
-        path.with_suffix(".tmp").unlink(missing_ok=True)
+    path = path or lease_path(gpu_uuid)
+    with explained(f"{path} cannot be deleted"):
+        remove(path)
 
 
-def _read(path: Path) -> Lease | None:
+def read_file(path: Path) -> Lease | None:
+    """Read one lease; None if there is none.
+
+    Raises:
+        DeviceError: If it is damaged or of another version; the message says what to do.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path))
         version = content.pop("version")
         if version != VERSION:
             raise ValueError(f"its version is {version}, this program reads {VERSION}")
@@ -229,7 +217,7 @@ def _read(path: Path) -> Lease | None:
         return Lease(**content | {"holder": holder, "changed": tuple(content["changed"])})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DeviceError(
             f"A lease says who changed a GPU's clocks; {path} cannot be read: {error}. If no job uses that GPU, run "
             "nvidia-smi --reset-gpu-clocks for it and delete the file."

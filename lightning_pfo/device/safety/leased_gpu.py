@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.device.gpu import check_clock_supported
 from lightning_pfo.device.safety import claim
+from lightning_pfo.device.safety.others import foreign
 
 
 class LeasedGpu(ABC):
@@ -15,10 +17,12 @@ class LeasedGpu(ABC):
 
     Attributes:
         backend: Key of `claim.BACKENDS`: who undoes a lock that this process leaves.
+        shares: Whether clocks are set although others use the GPU.
     """
 
     is_emulated = False
     backend: str
+    shares = False
 
     def __init__(self, name: str, uuid: str, clocks_mhz: tuple[int, ...]) -> None:
         """Touch nothing, unless a crashed job left the clocks locked: then they are restored.
@@ -57,10 +61,39 @@ class LeasedGpu(ABC):
         """Claim the clocks for this process: lease and watchdog; see `claim`. The GPU is not touched.
 
         Raises:
-            DeviceError: If a living process holds them (the message names it).
+            DeviceError: If a living process holds them (the message names it), the clocks of this GPU are never to be
+                set, or others use it and `shares` does not allow it.
         """
-        if self._claim is None:
-            self._claim = claim.acquire(self._uuid, self._name, self.backend, self._found())
+        if self._claim is not None:
+            return
+        reason = self._why_never()
+        if reason:
+            raise DeviceError(f"The clocks of {self._name} ({self._uuid}) are left alone: {reason}.")
+        claim.check_free(self._uuid, self._name)
+        if not self.shares:
+            self._check_unused()
+        self._claim = claim.acquire(self._uuid, self._name, self.backend, self._found())
+
+    def check_lock(self) -> None:
+        """Check that a lock of ours would be undone if this process died; cheap.
+
+        Raises:
+            DeviceError: If it would not.
+        """
+        if self._claim is not None:
+            self._claim.check()
+
+    def _check_unused(self) -> None:
+        pids = foreign(self._compute_pids())
+        if pids:
+            reason = f"{counted(len(pids), 'process', 'processes')} of others compute on it ({listed(pids)})"
+        else:
+            reason = self._whose_lock()
+        if reason:
+            raise DeviceError(
+                f"Clocks are set on GPUs that nobody else uses; {self._name} ({self._uuid}) is left alone: {reason}. "
+                "Use another GPU, or say that it may be shared: gpu.share=true (share=true of a command)."
+            )
 
     def lock_graphics_clock(self, clock_mhz: int) -> None:
         """Lock the graphics clock; drivers themselves would silently round an unsupported one.
@@ -93,6 +126,18 @@ class LeasedGpu(ABC):
         held, self._claim = self._claim, None
         if held is not None:
             held.release()
+
+    def _why_never(self) -> str:
+        """Why the clocks of this GPU are never to be set; empty: they may be."""
+        return ""
+
+    def _compute_pids(self) -> Iterable[int]:
+        """Numbers of the processes that compute on it, as far as the driver tells."""
+        return ()
+
+    def _whose_lock(self) -> str:
+        """What shows that somebody else has locked the clocks; empty: nothing."""
+        return ""
 
     @abstractmethod
     def _found(self) -> Mapping[str, int | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -16,12 +17,20 @@ class ProcessId:
         start_ticks: When it started, in the kernel's ticks since booting; None where the system does not tell.
         boot_id: Which booting of the machine; empty where the system does not tell.
         namespace: Where the number counts: containers have their own. Empty where the system does not tell.
+        host: Name of the machine, for people, and to tell another machine from an earlier booting of this one. A
+            container has a name of its own.
     """
 
     pid: int
     start_ticks: int | None
     boot_id: str
     namespace: str = ""
+    host: str = field(default="", compare=False)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it runs, or ran, on another machine, with which this one shares files."""
+        return self.boot_id != boot_id() and bool(self.host) and self.host != socket.gethostname()
 
     def is_alive(self) -> bool:
         """Whether it still runs; a process that has ended but was not waited for does not.
@@ -44,7 +53,12 @@ class ProcessId:
 
 def this_process() -> ProcessId:
     """The process that calls."""
-    return ProcessId(os.getpid(), _state_and_start(os.getpid())[1], boot_id(), pid_namespace())
+    return process_of(os.getpid(), _state_and_start(os.getpid())[1])
+
+
+def process_of(pid: int, start_ticks: int | None) -> ProcessId:
+    """A process of this machine and namespace."""
+    return ProcessId(pid, start_ticks, boot_id(), pid_namespace(), socket.gethostname())
 
 
 def pid_namespace() -> str:

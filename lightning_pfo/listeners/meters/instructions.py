@@ -152,6 +152,8 @@ class InstructionMeter(InstructionListener):
                 energy_j = power.power_w * time_s
                 energy_stderr_j = math.hypot(power.stderr_w * time_s, power.power_w * time_stderr_s)
             clock_mhz, limits = clock_within(states, samples.intervals_s)
+            if math.isnan(clock_mhz):  # too short to be met by a look: what was seen meanwhile has to do
+                clock_mhz, limits = clock_within(states, [(self._from_s, math.inf)])
             measured[kind] = Measured(
                 time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), clock_mhz, frozenset(limits)
             )

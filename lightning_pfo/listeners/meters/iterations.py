@@ -39,6 +39,9 @@ class IterationMeasurement:
 class IterationMeter(InstructionListener):
     """Measures every iteration; `take` aggregates over ranks.
 
+    Attributes:
+        remarks: What ranks have said with the last `take`, this one included.
+
     Args:
         gpu: This rank's GPU.
         source: The pipeline rank.
@@ -54,6 +57,7 @@ class IterationMeter(InstructionListener):
         self._time = time_of(gpu)
         self._reader = EnergyReader(gpu)
         self._is_ready = is_ready
+        self.remarks: list[str] = []
         self._is_measuring = False
         self._num_launched = 0  # iterations not taken yet
         self._begin = (0.0, 0.0)
@@ -100,21 +104,24 @@ class IterationMeter(InstructionListener):
     def _read(self) -> tuple[float, float]:
         return self._time.now_s(), self._reader.energy_j()
 
-    def take(self) -> IterationMeasurement | None:
+    def take(self, remark: str = "") -> IterationMeasurement | None:
         """Return the last iteration's measurement, the same on every rank; a collective call.
+
+        Each rank's `remark` reaches all others with it, as `remarks`.
 
         On CUDA it is the iteration before the last one: the device is still busy with the last.
 
         The first rank's time counts, of replicas that of the slowest: it runs the first and the last instruction, and
         the clocks of several nodes cannot be compared. The energy is that of all GPUs.
         """
-        gathered = self._source.all_gather((self._source.rank, self._take_own()), everywhere=True)
-        if any(own is None for _, own in gathered):
+        gathered = self._source.all_gather((self._source.rank, self._take_own(), remark), everywhere=True)
+        self.remarks = [remark for *_, remark in gathered if remark]
+        if any(own is None for _, own, _ in gathered):
             return None
         return IterationMeasurement(
             gathered[0][1][0],
-            max(own[1] for rank, own in gathered if rank == 0),
-            math.fsum(own[2] for _, own in gathered),
+            max(own[1] for rank, own, _ in gathered if rank == 0),
+            math.fsum(own[2] for _, own, _ in gathered),
         )
 
     def _take_own(self) -> tuple[int, float, float] | None:

@@ -114,7 +114,7 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
         {
             (_whole(row["stage"]), InstructionType.from_profile_name(row["instruction"])): InstructionProfile(
                 tuple(map(_whole, row["clocks_mhz"])),
-                **{column: _numbers(row[column]) for column in _MEASURED},
+                **_columns(row),
                 transfer_s=row.get("transfer_s"),
             )
             for row in data["profile"]
@@ -167,6 +167,10 @@ def _plan_from(record: Mapping[str, Any], schedule: PipelineSchedule) -> Frequen
     if not plan.iteration_time_s > 0:
         raise PlanError(f"An iteration takes time; got iteration_time_s={plan.iteration_time_s}.")
     return plan
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {column: _numbers(row[column]) for column in _MEASURED}
 
 
 def _whole(value: Any) -> int:

@@ -116,6 +116,7 @@ def _rows(measured: InstructionProfile, rows: Sequence[int]) -> InstructionProfi
         tuple(measured.energies_j[row] for row in rows),
         tuple(powers[row] for row in rows) if powers else (),
         transfer_s=measured.transfer_s,
+        unreached_mhz=tuple(clock for row in rows if (clock := measured.clocks_mhz[row]) in measured.unreached_mhz),
     )
 
 

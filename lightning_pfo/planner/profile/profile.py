@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
+from lightning_pfo.core.flags import CLOCK_NOT_REACHED
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, TRANSFER, Quantity, check_whole, items
 from lightning_pfo.core.wording import counted, listed, shortened
@@ -46,6 +47,7 @@ class InstructionProfile:
         energy_stderrs_j: Standard error of each energy; empty where not known.
         transfer_s: Time from the end of the instruction until the one on another rank that needs its output could have
             started; None where not known. It hardly depends on the clock, so that one number does for all.
+        unreached_mhz: Those of `clocks_mhz` at which the GPU did not run when it was asked to; see `unreached`.
     """
 
     clocks_mhz: tuple[int, ...]
@@ -55,6 +57,7 @@ class InstructionProfile:
     time_stderrs_s: tuple[float, ...] = ()
     energy_stderrs_j: tuple[float, ...] = ()
     transfer_s: float | None = None
+    unreached_mhz: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -147,7 +150,9 @@ class Profile:
                 if name != "clocks_mhz" and getattr(measured, name)
             }
             for clock, *values in zip(measured.clocks_mhz, *known.values(), strict=True):
-                row = {"stage": stage, "instruction": kind.profile_name, "frequency": clock}
+                row: dict[str, Any] = {"stage": stage, "instruction": kind.profile_name, "frequency": clock}
+                if clock in measured.unreached_mhz:
+                    row["flags"] = CLOCK_NOT_REACHED
                 transfer = {} if measured.transfer_s is None else {TRANSFER_COLUMN: measured.transfer_s}
                 rows.append({**row, **dict(zip(known, values, strict=True)), **transfer})
         table = pd.DataFrame(rows)

@@ -7,6 +7,8 @@ allowed. Some of them mean something here:
 - `time_stderr`, `energy_stderr`: standard errors of time and energy, which `regularise` weighs points by;
 - `transfer_time`: seconds from the end of the instruction until the one on another rank that needs its output could
   have started. Empty where not known; a profile has the median over the clocks, and 0 where none is known;
+- `flags`: what to doubt, separated by blanks, of which `clock_not_reached`, `power_cap` and `clock_above` matter here:
+  see `unreached`; `clock_seen_mhz` is the mean clock at which the GPU ran;
 - `gpu`: name of the GPU that was measured; an emulated one says so, and so do tables and pictures;
 - `rank` or `dp_rank`, `pp_rank`, `tp_rank`: several GPUs work on one stage. A stage is as slow as its slowest rank,
   and as late with its output as the latest, and energies add up, so that the energy of a stage is that of all its GPUs.
@@ -28,7 +30,7 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -36,9 +38,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.core.ranges import TRANSFER, Quantity
+from lightning_pfo.core.ranges import POWER, TRANSFER, Quantity
 from lightning_pfo.core.wording import cut, listed, shortened
 from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, TRANSFER_COLUMN, InstructionProfile, Profile
+from lightning_pfo.planner.profile.row import ProfileRow
+from lightning_pfo.planner.profile.unreached import is_unreached, merge_capped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,9 +50,10 @@ if TYPE_CHECKING:
 _NEEDED = ("stage", "instruction", "frequency", "time", "energy")
 """The columns every profile has."""
 
-_NUMBERS = {"stage": STAGE, **dict(COLUMNS.values()), TRANSFER_COLUMN: TRANSFER}
+_CLOCK_SEEN = "clock_seen_mhz"
+_NUMBERS = {"stage": STAGE, **dict(COLUMNS.values()), TRANSFER_COLUMN: TRANSFER, _CLOCK_SEEN: POWER}
 _RANK_COLUMNS = ("rank", "dp_rank", "pp_rank", "tp_rank")
-_TEXTS = ("instruction", "gpu", *_RANK_COLUMNS)
+_TEXTS = ("instruction", "gpu", "flags", *_RANK_COLUMNS)
 _SKIPPED_INSTRUCTIONS = ("load",)
 
 _log = logging.getLogger(__name__)
@@ -115,9 +120,9 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
     return _profile_of(str(where), rows)
 
 
-def _profile_of(where: str, rows: Sequence[_Row]) -> Profile:
+def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:
     """Merge the rows of a file or table; messages say `where` they are from."""
-    measured: dict[tuple[int, InstructionType], dict[int, dict[tuple[str, ...], _Row]]] = {}
+    measured: dict[tuple[int, InstructionType], dict[int, dict[tuple[str, ...], ProfileRow]]] = {}
     ranks_of_stage: dict[int, set[tuple[str, ...]]] = defaultdict(set)
     for row in rows:
         of_rank = measured.setdefault((row.stage, row.kind), {}).setdefault(row.clock_mhz, {})
@@ -140,25 +145,7 @@ def _profile_of(where: str, rows: Sequence[_Row]) -> Profile:
     return Profile(instructions, num_ranks.pop(), tuple(dict.fromkeys(row.gpu for row in rows if row.gpu)))
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A checked line of the file."""
-
-    line: int
-    stage: int
-    kind: InstructionType
-    clock_mhz: int
-    time_s: float
-    energy_j: float
-    blocking_w: float | None
-    time_stderr_s: float | None
-    energy_stderr_j: float | None
-    transfer_s: float | None
-    rank: tuple[str, ...]
-    gpu: str
-
-
-def _read_rows(where: str, lines: Iterable[str]) -> list[_Row]:
+def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:
     reader = csv.reader(lines)
     header = [name.strip() for name in next(reader, [])]
     missing = [column for column in _NEEDED if column not in header]
@@ -193,7 +180,7 @@ def _hint(header: Sequence[str]) -> str:
     return " Its points differ by power limit; a plan sets clocks, so profile over clocks."
 
 
-def _parse_row(where: str, line: int, record: Mapping[str, str]) -> _Row:
+def _parse_row(where: str, line: int, record: Mapping[str, str]) -> ProfileRow:
     try:
         kind = InstructionType.from_profile_name(record["instruction"].lower())
     except ValueError as error:
@@ -203,7 +190,7 @@ def _parse_row(where: str, line: int, record: Mapping[str, str]) -> _Row:
         for column, quantity in _NUMBERS.items()
         if record.get(column) or column in _NEEDED
     }
-    return _Row(
+    return ProfileRow(
         line=line,
         stage=int(values["stage"]),
         kind=kind,
@@ -214,6 +201,8 @@ def _parse_row(where: str, line: int, record: Mapping[str, str]) -> _Row:
         time_stderr_s=values.get("time_stderr"),
         energy_stderr_j=values.get("energy_stderr"),
         transfer_s=values.get(TRANSFER_COLUMN),
+        clock_seen_mhz=values.get(_CLOCK_SEEN),
+        flags=frozenset(record.get("flags", "").split()),
         rank=tuple(record[column] for column in _RANK_COLUMNS if column in record),
         gpu=record.get("gpu", ""),
     )
@@ -257,7 +246,7 @@ def _check_complete(where: str, present: set[tuple[int, InstructionType]]) -> No
 def _merge_ranks(
     where: str,
     key: tuple[int, InstructionType],
-    clocks: Mapping[int, Mapping[tuple[str, ...], _Row]],
+    clocks: Mapping[int, Mapping[tuple[str, ...], ProfileRow]],
     ranks: set[tuple[str, ...]],
 ) -> InstructionProfile:
     """Slowest rank's time, latest transfer, sum of energies; only clocks that every rank of the stage has measured."""
@@ -267,7 +256,8 @@ def _merge_ranks(
         raise ProfileError(f"No clock was measured on all {len(ranks)} ranks of {what} in {where}.")
     if len(complete) < len(clocks):
         _log.warning("%s: %d clocks of %s are not measured on all its ranks", where, len(clocks) - len(complete), what)
-    per_clock: Sequence[list[_Row]] = [list(clocks[clock].values()) for clock in complete]
+    per_clock: Sequence[list[ProfileRow]] = [list(rows.values()) for rows in merge_capped(clocks, complete)]
+    unreached = [clock for clock, rows in zip(complete, per_clock, strict=True) if any(map(is_unreached, rows))]
     slowest = [max(rows, key=lambda row: row.time_s) for rows in per_clock]
     transfers_s = [[row.transfer_s for row in rows if row.transfer_s is not None] for rows in per_clock]
     latest_s = [max(known) for known in transfers_s if known]
@@ -280,6 +270,7 @@ def _merge_ranks(
             time_stderrs_s=_known([[row.time_stderr_s] for row in slowest], sum),
             energy_stderrs_j=_known([[row.energy_stderr_j for row in rows] for rows in per_clock], _root_of_squares),
             transfer_s=median(latest_s) if latest_s else None,
+            unreached_mhz=tuple(unreached),
         )
     except ProfileError as error:  # too many clocks, or a sum out of range
         raise ProfileError(f"{where}, {what}: {error}") from None

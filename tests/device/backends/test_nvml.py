@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -121,21 +122,83 @@ def test_the_present_power_and_limits_are_read_by_new_names_and_old(
     assert output == f"{power_mw} thermal\n"
 
 
-def test_a_gpu_in_instances_is_one_gpu_and_says_so(fake_driver: FakeDriver) -> None:
-    script = """
+CLAIM = """
 import logging, os, sys
 logging.basicConfig(stream=sys.stdout)
-from lightning_pfo.device import open_gpu
-open_gpu("nvml", 0).claim_clocks()
-try:
-    open_gpu("nvml", 1).claim_clocks()
-except Exception as error:
-    print(error)
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device import GpuConfig, open_gpu
+for share in (False, True):
+    gpu = open_gpu(GpuConfig(kind="nvml", share=share), 0)
+    try:
+        gpu.lock_graphics_clock(gpu.supported_clocks_mhz()[-1])
+        print("locked")
+    except DeviceError as error:
+        print("refused:", error)
+    gpu.close()
 """
-    environment = fake_driver.environment() | {"FAKE_NVML_MIG": "1", "CUDA_VISIBLE_DEVICES": "MIG-1-0,MIG-1-1"}
-    output = run(environment, "-c", script)
+
+
+def test_a_gpu_in_instances_is_never_set(fake_driver: FakeDriver) -> None:
+    environment = fake_driver.environment(mig=1) | {"CUDA_VISIBLE_DEVICES": "MIG-1-0,MIG-1-1"}
+    output = run(environment, "-c", CLAIM)
     assert "Fake GPU 1 is split into MIG instances" in output
-    assert "(GPU-11111111-fake) are held by process" in output
+    assert (
+        output.count("refused: The clocks of Fake GPU 1 (GPU-11111111-fake) are left alone: it is split into MIG") == 2
+    )
+    assert fake_driver.changes() == []
+    assert fake_driver.leases() == []
+
+
+def test_a_gpu_that_others_use_is_set_only_if_told_that_it_is_shared(fake_driver: FakeDriver) -> None:
+    others = run(fake_driver.environment(processes=f"{os.getpid()},1:1,4000000"), "-c", CLAIM).splitlines()
+    assert others[0].startswith("refused: Clocks are set on GPUs that nobody else uses; Fake GPU 0 (GPU-00000000-fake)")
+    # the test run, which has started the process, is not another's; process 1 is on the other GPU
+    assert "is left alone: 1 process of others compute on it (4000000). " in others[0]
+    assert others[0].endswith("gpu.share=true (share=true of a command).")
+    assert others[1:] == ["locked"]
+    assert [change.clock_mhz for change in fake_driver.changes()] == [210, None]
+
+
+def test_a_low_clock_that_nothing_explains_is_taken_for_somebody_s_lock(fake_driver: FakeDriver) -> None:
+    by_hand = """
+import pynvml
+pynvml.nvmlInit()
+pynvml.nvmlDeviceSetGpuLockedClocks(pynvml.nvmlDeviceGetHandleByIndex(0), 1200, 1200)
+"""
+    run(fake_driver.environment(), "-c", by_hand)
+    seen = run(fake_driver.environment(), "-c", CLAIM)
+    assert "is left alone: it runs at 1200 of 1410 MHz without a reason, so somebody seems to have locked it" in seen
+    assert seen.endswith("locked\n")
+    run(fake_driver.environment(), "-c", by_hand)
+    explained = run(fake_driver.environment(reasons="0x1"), "-c", CLAIM)  # an idle GPU lowers its clock by itself
+    assert explained == "locked\n" * 2
+
+
+@pytest.mark.parametrize(("clock_list", "clocks"), [("none", (1410, 705, 48)), ("unknown", (1410, 1410, 1))])
+def test_gpus_that_list_no_clocks_can_be_opened(
+    clock_list: str, clocks: tuple[int, ...], fake_driver: FakeDriver
+) -> None:
+    script = """
+from lightning_pfo.device import open_gpu
+clocks = open_gpu("nvml", 0).supported_clocks_mhz()
+print(clocks[0], clocks[-1], len(clocks))
+"""
+    output = run(fake_driver.environment(clock_list=clock_list), "-c", script + CLAIM).splitlines()
+    assert output[0] == "{} {} {}".format(*clocks)
+    if clock_list == "none":
+        assert output[1:] == ["locked"] * 2
+    else:
+        assert all("left alone: its driver does not tell which clocks it supports" in line for line in output[1:])
+        assert fake_driver.changes() == []
+
+
+def test_the_energy_of_a_gpu_in_a_module_is_its_own(fake_driver: FakeDriver) -> None:
+    script = """
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.report import watch_counter
+print(watch_counter(open_gpu("nvml", 0), 0.01))
+"""
+    assert run(fake_driver.environment(module=1), "-c", script) == "('power', None)\n"
 
 
 FAILURES = {

@@ -66,7 +66,7 @@ def test_zeusd_s_clients_need_no_permission_and_are_restored_when_killed(
     assert "left clocks changed; restored those of Fake GPU 1" in done.stderr
     assert [(change.gpu, change.clock_mhz) for change in fake_driver.changes()] == [(1, 1350), (1, None)]
     wait_until(lambda: fake_driver.leases() == [])
-    output = run(zeusd, "-m", "lightning_pfo", "gpu", "gpu=zeus", "watch_s=0.02", "json=true").stdout
+    output = run(zeusd, "-m", "lightning_pfo", "gpu", "gpu=zeus", "probe=true", "watch_s=0.02", "json=true").stdout
     assert output.count('"may_set_clocks": true') == 2
     assert fake_driver.locked_gpus() == {}
 

@@ -237,6 +237,25 @@ def test_guarded_on_the_main_thread_signals_restore_what_another_thread_asked_fo
         signal.signal(signal.SIGTERM, replaced)
 
 
+def test_a_lock_that_nobody_would_undo_is_given_up_though_its_clock_stays_the_same(
+    real_gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_pfo.device.clocks.controller._CHECK_S", 0.001)
+    checks: list[int] = []
+
+    def check_lock() -> None:
+        checks.append(len(checks))
+        if len(checks) == 3:
+            raise DeviceError("The watchdog has ended.")
+
+    monkeypatch.setattr(real_gpu, "check_lock", check_lock, raising=False)
+    with ClockController(real_gpu) as clocks:
+        clocks.request(1200)
+        wait_until(lambda: real_gpu.calls == [1200, "restore"])
+    assert "The watchdog has ended." in caplog.text
+    assert clocks.statistics().failure == "The watchdog has ended."
+
+
 def test_many_threads_many_requests_end_consistently(real_gpu: RecordingGpu) -> None:
     supported = real_gpu.supported_clocks_mhz()
     clocks = ClockController(real_gpu)

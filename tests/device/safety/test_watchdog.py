@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_pfo.device.safety import watching
 from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
 from tests.device.processes import children_of, run, start
 from tests.waiting import wait_until
@@ -100,7 +101,6 @@ def test_ctrl_c_and_term_to_everybody_leave_the_watchdog_alone(fake_driver: Fake
     process = start(fake_driver.environment(), "nvml", "slow")
     (watchdog,) = children_of(process.pid)
     wait_until(lambda: Path(f"/proc/{watchdog}/stat").read_text().rpartition(")")[2].split()[0] == "S")
-    time.sleep(0.3)  # until it ignores signals
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(watchdog, signum)
     time.sleep(0.05)
@@ -114,3 +114,26 @@ def test_the_watchdog_imports_nothing_heavy() -> None:
     script = f"import sys, lightning_pfo.device.safety.watchdog; print(sorted({heavy} & set(sys.modules)))"
     done = run(dict(os.environ) | {"PYTHONPATH": str(PROJECT)}, script)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_nothing_is_changed_before_the_watchdog_is_ready(fake_driver: FakeDriver) -> None:
+    script = """
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.safety import watching
+watching._READY_TIMEOUT_S = 0.0
+gpu = open_gpu("nvml", 0)
+try:
+    gpu.lock_graphics_clock(1200)
+except Exception as error:
+    print(error)
+"""
+    assert "that of Fake GPU 0 was not ready within 0 s" in run(fake_driver.environment(), script).stdout
+    assert fake_driver.changes() == []
+    assert fake_driver.leases() == []
+
+
+def test_an_installed_package_is_found_without_pythonpath(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "relative")
+    assert watching._environment()["PYTHONPATH"] == f"{PROJECT}:{Path('relative').absolute()}"
+    monkeypatch.setattr(watching.site, "getsitepackages", lambda: [str(PROJECT)])
+    assert watching._environment()["PYTHONPATH"] == "relative"

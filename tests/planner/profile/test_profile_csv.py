@@ -1,3 +1,4 @@
+import math
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, read_profile, write_profile
+from lightning_pfo.planner.profile.denoise import regularise
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 HEADER = "stage,instruction,frequency,time,energy"
@@ -307,3 +309,58 @@ def test_whatever_is_measured_comes_back_from_any_order_of_rows_and_columns(data
         assert found.times_s == tuple(by_clock[clock]["time"] for clock in clocks)
         assert found.energies_j == tuple(by_clock[clock]["energy"] for clock in clocks)
         assert found.time_stderrs_s == tuple(by_clock[clock]["time_stderr"] for clock in clocks)
+
+
+def capped_rows(seen_mhz, flags):
+    """A stage whose forward meets its power limit above 1500 MHz; its backward does not."""
+    capped = {1700: (1.03, 10.2), 1600: (0.98, 9.9), 1500: (1.06, 9.6), 1400: (1.1, 9.0)}
+    for clock, (time_s, energy_j) in capped.items():
+        row = {"stage": 0, "frequency": clock, "energy_stderr": 0.3, "p2p_blocking_power_w": clock / 20}
+        forward_flags = flags.get(clock, "clock_not_reached power_cap" if clock >= 1500 else "")
+        yield row | {"instruction": "backward", "time": 3000 / clock, "energy": 20.0}
+        yield row | {
+            "instruction": "forward",
+            "time": time_s,
+            "energy": energy_j,
+            "clock_seen_mhz": seen_mhz.get(clock),
+            "flags": forward_flags,
+        }
+
+
+@pytest.mark.parametrize(
+    ("seen_mhz", "flags", "energies_j"),
+    [
+        ({}, {}, [9.9, 9.9, 9.9, 9.0]),  # as in older profiles, which do not tell the clock seen
+        ({1700: 1490.0, 1600: 1491.5, 1500: 1482.0}, {}, [9.9, 9.9, 9.9, 9.0]),
+        ({1700: 1590.0, 1600: 1585.0, 1500: 1450.0}, {}, [10.05, 10.05, 9.6, 9.0]),  # the limit was lowered meanwhile
+        ({}, {1700: "power_cap", 1500: "clock_not_reached power_cap thermal"}, [10.2, 9.75, 9.75, 9.0]),
+    ],
+)
+def test_clocks_under_a_power_cap_are_one_point(tmp_path, seen_mhz, flags, energies_j):
+    path = tmp_path / "capped.csv"
+    write_profile(path, capped_rows(seen_mhz, flags))
+    profile = read_profile(path)
+    forward = profile.of(0, F)
+    assert forward.clocks_mhz == (1700, 1600, 1500, 1400)  # so that the top clocks are those of all instructions
+    assert forward.energies_j == pytest.approx(energies_j)
+    assert len(set(forward.times_s)) == len(set(energies_j))
+    assert forward.p2p_blocking_powers_w == (85, 80, 75, 70)  # nobody is capped while it waits
+    assert forward.energy_stderrs_j[1] == pytest.approx(0.3 / math.sqrt(energies_j.count(energies_j[1])))
+    assert profile.of(0, B).energies_j == (20.0,) * 4
+    assert forward.unreached_mhz == ()
+
+
+@pytest.mark.parametrize(
+    "flag", ["clock_not_reached", "clock_above clock_not_reached power_cap", "clock_not_reached thermal"]
+)
+def test_clocks_that_were_not_reached_are_refused_unless_told_otherwise(tmp_path, flag):
+    path = tmp_path / "ignored.csv"
+    write_profile(path, capped_rows({}, {1600: flag, 1500: flag}))
+    profile = read_profile(path)
+    named = "stage 0 forward at 1600 MHz, stage 0 forward at 1500 MHz"
+    refusal = rf"2 measurements .* clock_not_reached\): {named}\. .*use_unreached=true"
+    for source in (path, profile, profile.to_frame()):
+        with pytest.raises(ProfileError, match=refusal):
+            plan_frontier(source, num_microbatches=2, num_plans=2)
+    assert set(regularise(profile).profile.of(0, F).unreached_mhz) <= {1600, 1500}
+    assert plan_frontier(path, num_microbatches=2, num_plans=2, use_unreached=True).plans

@@ -1,0 +1,13 @@
+"""Words in the column `flags` of a profile, separated by blanks: what to doubt about a measurement."""
+
+POWER_CAP, THERMAL, HW_SLOWDOWN = "power_cap", "thermal", "hw_slowdown"
+"""What held the clock down in a tenth of an instruction's time or more."""
+
+CLOCK_NOT_REACHED = "clock_not_reached"
+"""The mean clock was not the one asked for."""
+
+CLOCK_ABOVE = "clock_above"
+"""It was above it, beside `clock_not_reached`: the GPU took the request and ignored it, or somebody else has set it."""
+
+ENERGY_UNCERTAIN = "energy_uncertain"
+"""Two standard errors of the energy are more than was allowed."""
