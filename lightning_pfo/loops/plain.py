@@ -20,7 +20,7 @@ from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
-from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders, tree_map_only
+from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -29,7 +29,7 @@ from lightning_pfo.strategy.step.batch_check import check_same_batch
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
-from lightning_pfo.strategy.step.microbatches import default_num_microbatches
+from lightning_pfo.strategy.step.microbatches import default_num_microbatches, evaluation_microbatches
 
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -146,6 +146,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             max_in_flight=max_in_flight,
         )
         self._num_checks = {True: 0, False: 0}
+        self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
             self._make_schedule,
@@ -230,7 +231,7 @@ class PipelinedModel(ModuleWithPlaceholders):
                 average_over=self._mesh.replica_group,
             )
         else:
-            microbatches = self._evaluation_microbatches()
+            microbatches = self._evaluation_microbatches(batch)
             with torch.no_grad():
                 output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
         return LossOutput(output) if isinstance(output, dict) else output
@@ -259,13 +260,15 @@ class PipelinedModel(ModuleWithPlaceholders):
         """
         batch = (args, kwargs)
         with torch.no_grad():
-            merged = self._pipeline.runner.predict(
-                self._output, self._evaluation_microbatches(), self._step_seed(2), batch, ()
+            return self._pipeline.runner.evaluate(
+                "predict", self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
             )
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
 
     def _step_seed(self, kind: int) -> tuple[int, ...]:
-        return (kind, self.replica, self.iteration)
+        if kind == 0:
+            return (kind, self.replica, self.iteration)
+        self._num_evaluations += 1  # every batch has noise of its own
+        return (kind, self.replica, self.iteration, self._num_evaluations)
 
     def _loss(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         if self._loss_fn is None:
@@ -290,8 +293,10 @@ class PipelinedModel(ModuleWithPlaceholders):
             )
         return self._num_microbatches
 
-    def _evaluation_microbatches(self) -> int:
-        return self._num_microbatches or 4 * self._mesh.num_ranks
+    def _evaluation_microbatches(self, batch: Any) -> int:
+        batching = self._pipeline.runner.batching
+        size = None if batching.split_batch is not None else batching.size_of(batch)
+        return evaluation_microbatches(size, self._num_microbatches, self._mesh.num_ranks)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.

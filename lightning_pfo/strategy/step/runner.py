@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import host_group
@@ -24,6 +24,7 @@ from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batch
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
+from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
@@ -31,12 +32,14 @@ from lightning_pfo.strategy.step.gradients import (
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
-from lightning_pfo.strategy.step.programs import Programs, logging_to
+from lightning_pfo.strategy.step.programs import Programs
 from lightning_pfo.strategy.step.recording import LogRecorder
-from lightning_pfo.strategy.step.values import StepValues, ValueExchange
+from lightning_pfo.strategy.step.values import ValueExchange
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
+Outputs = Literal["all", "first", "last", "nobody"]
+"""Which ranks are to have what a step returned: all, the first, or the one that knows it."""
 
 
 class StepRunner:
@@ -80,7 +83,6 @@ class StepRunner:
         self._exchanges: dict[str, ValueExchange] = {}
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
-        self._rehearsed: set[str] = set()
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
@@ -94,6 +96,7 @@ class StepRunner:
         loss_scale: torch.Tensor | None = None,
         average_over: dist.ProcessGroup | None = None,
         keep_gradients: bool = True,
+        outputs: Outputs = "all",
     ) -> Any:
         """Run a training step with gradients.
 
@@ -108,10 +111,11 @@ class StepRunner:
                 is returned, logged and handed out does not have it.
             average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
+            outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
 
         Returns:
-            The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it. Its
-            `backward` hands out the gradients.
+            The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it; None
+            if the step returned None. Its `backward` hands out the gradients.
 
         Raises:
             ConfigurationError: On every rank, if the step does not return a loss, or returns on the first batch one
@@ -131,7 +135,7 @@ class StepRunner:
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, losses = self._run("train", step, microbatches, step_seed, rest, loss_scale)
+            outcome, results = self._run("train", step, microbatches, step_seed, rest, loss_scale, outputs)
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared, engine.group, self._hosts)
@@ -139,36 +143,46 @@ class StepRunner:
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
-        if is_first:
-            refuse_nan(engine, self.owner, batch, values.numbers[0], losses)
-        self._log(values, microbatches.size)
-        loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
-        return {"loss": loss} if values.structure[0] == "dict" else loss
+        loss = outcome["loss"]
+        if loss is not None:
+            loss = loss.to(torch.get_default_dtype())
+            if is_first:
+                refuse_nan(engine, self.owner, batch, loss, results)
+        self._leave_behind(outcome, microbatches.size)
+        if loss is None:
+            return None
+        loss = attach_gradients(loss, self._parameters, gradients, loss_scale)
+        return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def evaluate(
-        self, kind: str, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+        self,
+        kind: str,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        *,
+        outputs: Outputs = "all",
     ) -> Any:
-        """Run a validation or test step; returns its scalar result, or None if it has none."""
-        microbatches = self.batching.split(batch, num_microbatches)
-        values, _ = self._run(kind, step, microbatches, step_seed, rest)
-        self._log(values, microbatches.size)
-        result_kind = values.structure[0]
-        if result_kind is None:
-            return None
-        return {"loss": values.numbers[0]} if result_kind == "dict" else values.numbers[0]
+        """Run a validation, test or predict step.
 
-    def predict(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
-        """Run a predict step; every rank gets the merged outputs, on the CPU."""
-        engine = self.engine
+        Args:
+            kind: Which step it is.
+            step: The user's step.
+            num_microbatches: At most so many microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            batch: What the step takes first.
+            rest: Its other arguments.
+            outputs: Which ranks are wanted to have what it returned.
+
+        Returns:
+            What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
+        """
         microbatches = self.batching.split(batch, num_microbatches)
-        values, results = self._run("predict", step, microbatches, step_seed, rest)
-        self._log(values, microbatches.size)
-        merged = None
-        if engine.is_last:
-            weights = self.batching.weights(microbatches.parts, microbatches.sizes)
-            outputs = merge_outputs(results, microbatches.sizes, weights, batch_dim=self.batching.batch_dim)
-            merged = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
-        return engine.all_gather(merged)[engine.last_rank]
+        outcome, _ = self._run(kind, step, microbatches, step_seed, rest, outputs=outputs)
+        self._leave_behind(outcome, microbatches.size)
+        return outcome["output"]
 
     def _run(
         self,
@@ -178,39 +192,75 @@ class StepRunner:
         step_seed: tuple[int, ...],
         rest: Any,
         loss_scale: torch.Tensor | None = None,
-    ) -> tuple[StepValues, list[Any]]:
+        outputs: Outputs = "nobody",
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
         engine = self.engine
-        weights = self.batching.weights(microbatches.parts, microbatches.sizes) if engine.is_last else ()
-        recorder = LogRecorder(self.owner, weights)
+        sizes = microbatches.sizes
+        weights = self.batching.weights(microbatches.parts, sizes) if engine.is_last else ()
+        recorder = LogRecorder(self.owner, weights, sizes)
         results: list[Any] = []
-        error: BaseException | None = None
+        train = kind == "train"
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal error
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                if kind != "train":
-                    results.append(result)
-                    return torch.zeros(())
-                loss = loss_of(result)
-                # nothing else is kept: what a step returns besides may be large
-                results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
-                if not weights[index]:  # its loss may be NaN, as a mean over no labels
-                    return torch.zeros(())
-                loss = loss * weights[index]
-                return loss if loss_scale is None else loss * loss_scale
-            except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
-                error = error or exception
+            if not train:
+                # only what somebody wants is kept: it may be large
+                results.append(_detached(result) if outputs != "nobody" else None)
                 return torch.zeros(())
+            if result is None:
+                results.append(None)
+                return torch.zeros(())
+            loss = loss_of(result)
+            wanted = result if isinstance(result, dict) and outputs != "nobody" else {}
+            results.append(_detached({**wanted, "loss": loss}) if isinstance(result, dict) else loss.detach())
+            if not weights[index]:  # its loss may be NaN, as a mean over no labels
+                return torch.zeros(())
+            loss = loss * weights[index]
+            return loss if loss_scale is None else loss * loss_scale
 
-        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take)
-        mine = None
-        if engine.is_last:
-            mine = StepValues(error=error) if error is not None else recorder.step_values(results)
+        error: Exception | None = None
+        effects = Effects(self.owner)
+        outcome: dict[str, Any] = {}
+        try:
+            self.run(
+                kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take, effects
+            )
+            if engine.is_last:
+                outcome = effects.outcome(sizes, weights, is_sent=engine.num_ranks > 1) | {
+                    "logged": [tuple(logged) for logged in recorder.logged()]
+                }
+                outcome |= self._output(results, train, recorder, sizes, weights)
+        except Exception as exception:
+            error = exception
         if kind not in self._exchanges:
             self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
-        return self._exchanges[kind].share(mine), results
+        exchange = self._exchanges[kind]
+        apart = outcome.pop("output", None) if outputs in ("first", "last") else None
+        shared: dict[str, Any] = exchange.share(outcome, error)
+        if outputs in ("first", "last"):
+            shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
+        effects.leave(shared)
+        return shared, results
+
+    def _output(
+        self, results: list[Any], train: bool, recorder: LogRecorder, sizes: Sequence[int], weights: Sequence[float]
+    ) -> dict[str, Any]:
+        """What the step returned for the batch."""
+        merge = partial(merge_outputs, sizes=sizes, weights=weights, batch_dim=self.batching.batch_dim)
+        if not train:
+            return {"output": merge(results)}
+        skipped = [result is None for result in results]
+        if all(skipped):
+            return {"loss": None, "is_dict": False, "output": {}}
+        if any(skipped):
+            raise ConfigurationError(
+                f"A training_step that returns None skips the batch, so it does so for all microbatches; got None "
+                f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
+            )
+        is_dict = isinstance(results[0], dict)
+        losses = [result["loss"] if is_dict else result for result in results]
+        rest = merge([{key: value for key, value in r.items() if key != "loss"} for r in results]) if is_dict else {}
+        return {"loss": recorder.mean_loss(losses), "is_dict": is_dict, "output": rest}
 
     def run(
         self,
@@ -220,8 +270,9 @@ class StepRunner:
         step_seed: tuple[int, ...],
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
+        effects: Effects | None = None,
     ) -> list[list[StageProgram]]:
-        """Run a step on microbatches; the first time an error of any stage is raised on every rank.
+        """Run a step on microbatches; all ranks finish, whatever fails.
 
         Args:
             kind: Which step it is; `train` runs backward too.
@@ -229,11 +280,14 @@ class StepRunner:
             microbatches: The microbatches.
             step_seed: Makes the random numbers of this step differ from those of others.
             recorder: Where logs of the last stage go.
-            take: Takes, on the rank of the last stage, what the step returned for a microbatch (or the error that it
-                raised); returns the loss.
+            take: Takes, on the rank of the last stage, what the step returned for a microbatch; returns the loss.
+            effects: Takes what it leaves behind; None: nothing of it counts.
 
         Returns:
             What the stages have done of each microbatch.
+
+        Raises:
+            Exception: What went wrong on this rank; others may not know of it.
         """
         engine = self.engine
         train = kind == "train"
@@ -244,38 +298,30 @@ class StepRunner:
 
         def run_step(stage: int, index: int) -> Any:
             is_last = stage == engine.num_stages - 1
-            with logging_to(self.owner, log if is_last else _log_nothing), without_synchronisation(self._metrics):
-                recorder.index = index
-                try:
-                    return step(index)
-                except Exception as error:
-                    if is_last:
-                        return error
-                    raise
+            recorder.index = index
+            with kept.of(ends_here=is_last, log=log), without_synchronisation(self._metrics):
+                return step(index)
 
         with random_state.isolated(engine.device):
             programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
-            if kind not in self._rehearsed:
-                with untouched(self.owner):
-                    engine.rehearse(programs[0], step_seed, run_step, train=train)
-                self._rehearsed.add(kind)
+            kept = Effects(self.owner) if effects is None else effects
             engine.run(programs, step_seed, run_step, take, train=train)
         return programs
 
-    def _log(self, values: StepValues, batch_size: int) -> None:
-        result_kind, logged = values.structure
-        numbers = values.numbers[0 if result_kind is None else 1 :]
-        for (name, metric_path, arguments), number in zip(logged, numbers, strict=True):
-            value: Any = number
+    def _leave_behind(self, outcome: dict[str, Any], batch_size: int) -> None:
+        """Log what was logged, on every rank."""
+        for name, metric_path, arguments, number in outcome["logged"]:
+            value: Any = number.to(torch.get_default_dtype())
             if metric_path is not None:
-                value = self.owner.get_submodule(metric_path)
-                set_batch_value(value, number)
+                metric: Any = self.owner.get_submodule(metric_path)
+                set_batch_value(metric, value)
+                value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
 
 
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `self.log` where the step is not run to its end."""
+def _detached(result: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
 
 def loss_of(result: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as conn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -169,6 +170,25 @@ def training_data(trainer: pl.Trainer) -> Any:
 def average_of(callback: Any) -> Any:
     """The copy of the module in which a callback averages weights; None before it has made one."""
     return callback._average_model
+
+
+SKIPPED = object()
+"""What a strategy's `training_step` returns in place of None, which Lightning refuses with several processes."""
+
+
+class ClosureResult(_ClosureResult):
+    """What a training step returned, or that it has skipped its batch."""
+
+    @classmethod
+    @override
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _ClosureResult:
+        output = None if training_step_output is SKIPPED else training_step_output
+        return super().from_training_step_output(output, normalize)
+
+
+def allow_skipping(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let a batch be skipped by a `training_step` that returns None, as with one process."""
+    patches.set(trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls", ClosureResult)
 
 
 Handler = Callable[[int, FrameType | None], None]

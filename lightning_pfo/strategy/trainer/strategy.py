@@ -30,7 +30,7 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
-from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
+from lightning_pfo.strategy.trainer.compat import allow_skipping, move_optimizers, set_device_mesh, training_data
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
@@ -76,6 +76,8 @@ class PfoPipelineStrategy(StepStrategy):
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses, which is
             what the pipeline trains on. It is an error if no weighting of microbatches explains the difference, else a
             warning.
+        gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
+            stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
             one file. Either kind loads in any number of stages.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
@@ -124,6 +126,7 @@ class PfoPipelineStrategy(StepStrategy):
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
         check_loss: bool = True,
+        gather: str = "all",
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -165,6 +168,9 @@ class PfoPipelineStrategy(StepStrategy):
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._batching = Batching(batch_dim, split_batch, microbatch_weight)
         self._check_loss = check_loss
+        if gather not in ("all", "rank0", "none"):
+            raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
+        self._gather = gather
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
@@ -195,6 +201,7 @@ class PfoPipelineStrategy(StepStrategy):
         split_averages(trainer, self._module(), self._patches)
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
+        allow_skipping(trainer, self._patches)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if self.mesh.num_ranks > 1:

@@ -1,0 +1,269 @@
+"""What Lightning promises of steps, hooks, loggers and predictions; usage: promises.py FOLDER.
+
+The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it saw.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Experiment:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def add_scalar(self, name, value, global_step=None):
+        self.calls.append(["add_scalar", name, plain(value), global_step])
+
+    def add_histogram(self, name, values):
+        self.calls.append(["add_histogram", name, plain(values)])
+
+
+class Recording(Logger):
+    """Notes what it is told, as loggers do: on the first rank."""
+
+    name, version = "recording", 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @property
+    @L.pytorch.loggers.logger.rank_zero_experiment
+    def experiment(self):
+        return Experiment(self.calls)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    @L.pytorch.utilities.rank_zero_only
+    def log_metrics(self, metrics, step=None):
+        self.calls.append(["log_metrics", plain(metrics), step])
+
+
+def plain(value):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.count = 0.0, 0
+
+
+class Module(L.LightningModule):
+    """Lightning 2's idioms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("running", torch.zeros(3))
+        self.hooks, self.outs, self.losses, self.steps, self.total, self.correct = [], [], [], 0, 0.0, torch.tensor(0)
+        self.before, self.samples, self.last, self.texts, self.meter = 0, 0, None, [], Meter()
+        self.stats, self.everything, self.lines = {"max": -1.0}, [], []
+
+    def forward(self, x):
+        self.before += 1
+        return self.head(self.layers(x))
+
+    def loss(self, x):
+        return self(x).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.steps += 1
+        output = self(x)
+        loss = output.square().mean()
+        self.total += float(loss)
+        self.samples += len(x)
+        self.seen += len(x)
+        self.running.mul_(0.9).add_(0.1 * output.detach().mean(0))
+        self.losses.append(loss)
+        self.last = output
+        self.texts.append(f"batch {batch_idx}")
+        self.meter.sum += float(loss) * len(x)
+        self.meter.count += len(x)
+        self.stats["batch"] = batch_idx
+        self.correct = self.correct + (output[:, 0] > output[:, 1]).sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("batch_idx", 10 + batch_idx, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("sum", loss, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("max", loss, reduce_fx=max, on_step=False, on_epoch=True)
+        self.log("count", (output > 0).sum(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
+        self.logger.experiment.add_scalar("train", loss, global_step=self.global_step)
+        self.logger.experiment.add_histogram("outputs", output)
+        self.logger.log_metrics({"direct": loss.detach()}, step=self.global_step)
+        self.print(f"training {batch_idx}")
+        return {"loss": loss, "output": output.detach(), "name": f"batch {batch_idx}", "n": len(x)}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["train", plain(outputs), batch_idx])
+
+    def on_after_backward(self):
+        self.hooks.append(["gradients", self.trainer.strategy.grad_norm().item() if self.pipelined else self.norm()])
+
+    def norm(self):
+        return torch.cat([p.grad.flatten() for p in self.parameters()]).norm().item()
+
+    @property
+    def pipelined(self):
+        return hasattr(self.trainer.strategy, "grad_norm")
+
+    def on_train_epoch_end(self):
+        everything = torch.stack(self.losses)
+        self.hooks.append(["epoch", plain(everything), self.everything_left()])
+        self.losses.clear()
+
+    def everything_left(self):
+        return plain(
+            {
+                "counts": [self.steps, self.before, self.samples, self.seen, self.correct],
+                "total": self.total,
+                "last": self.last,
+                "running": self.running,
+                "texts": self.texts,
+                "meter": vars(self.meter),
+                "stats": self.stats,
+            }
+        )
+
+    def validation_step(self, batch, batch_idx):
+        output = self(batch[0])
+        loss = output.square().mean()
+        self.outs.append(loss)
+        self.everything.append(output)
+        self.log("val", loss)
+        return {"loss": loss, "outputs": [output, {"x": batch[0]}], "first": output[:, 0]}
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["validation", plain(outputs), batch_idx])
+
+    def on_validation_epoch_end(self):
+        self.hooks.append(["outs", plain(torch.stack(self.outs)), list(torch.cat(self.everything).shape)])
+        self.log("mean_of_outs", torch.stack(self.outs).mean())
+        self.outs.clear()
+        self.everything.clear()
+
+    def test_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_test_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["test", plain(outputs), batch_idx])
+
+    def predict_step(self, batch, batch_idx):
+        output = self(batch[0])
+        kinds = {
+            "tensor": output,
+            "list": [f"sample {value:.3f}" for value in output[:, 0].tolist()],
+            "same": ["a"] * len(output),
+            "arrays": output.numpy(),
+            "mean": output.mean(),
+            "float": output.mean().item(),
+            "one": 1,
+            "count": len(output),
+            "text": "b",
+            "none": None,
+            "pair": (output[:, :1], output[:, 0].long()),
+            "dicts": [{"id": float(value)} for value in output[:, 0]],
+            "parts": [row for row in output],
+        }
+        return kinds if batch_idx % 2 else list(kinds["list"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append([batch_idx, batch_indices, plain(prediction)])
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.written.append(["epoch", batch_indices, plain(predictions)])
+
+
+def trainer_of(where, callbacks=(), **options):
+    logger = Recording()
+    strategy_options = options.pop("strategy_options", {})
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if where == "two" else 1,
+        strategy="auto" if where == "plain" else PfoPipelineStrategy(**{"num_microbatches": 3} | strategy_options),
+        logger=logger,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+    return trainer, logger
+
+
+def train(where):
+    L.seed_everything(3, verbose=False)
+    module = Module()
+    trainer, logger = trainer_of(where, max_epochs=2, num_sanity_val_steps=1)
+    callbacks = list(trainer.callbacks)
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    trainer.fit(module, loader, loader)
+    metrics = plain(dict(trainer.callback_metrics))
+    assert trainer.callbacks == callbacks
+    trainer.test(module, loader, verbose=False)
+    return {"hooks": module.hooks, "calls": logger.calls, "metrics": metrics}
+
+
+def predict(where, gather="all"):
+    L.seed_everything(3, verbose=False)
+    writer = Writer()
+    trainer, _ = trainer_of(where, [writer], strategy_options={"gather": gather})
+    predictions = trainer.predict(Module(), DataLoader(TensorDataset(DATA), batch_size=6))
+    return {"predictions": plain(predictions), "written": writer.written}
+
+
+class Noisy(Module):
+    def predict_step(self, batch, batch_idx):
+        noisy = batch[0] + torch.randn_like(batch[0])
+        return self(noisy), noisy
+
+
+def noise(where):
+    L.seed_everything(3, verbose=False)
+    trainer, _ = trainer_of(where)
+    same = DataLoader(TensorDataset(torch.zeros(12, 4)), batch_size=4)
+    runs = [[plain(noisy) for _, noisy in trainer.predict(Noisy(), same)] for _ in range(2)]
+    return {"runs": runs}
+
+
+def one(where):
+    results = {"train": train(where), "predict": predict(where), "noise": noise(where)}
+    if where == "two":
+        results |= {f"predict_{gather}": predict(where, gather) for gather in ("rank0", "none")}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
+
+
+for where in ("plain", "one", "two"):
+    run_ranks(one, 2 if where == "two" else 1, where)
