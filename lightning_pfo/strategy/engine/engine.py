@@ -81,6 +81,10 @@ class PipelineEngine:
         """Number of ranks of the pipeline."""
         return dist.get_world_size(self.group)
 
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs a stage."""
+        return self._placement[stage]
+
     @property
     def is_first(self) -> bool:
         """Whether this rank feeds the pipeline."""

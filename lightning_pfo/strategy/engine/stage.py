@@ -130,6 +130,8 @@ class Stage:
 
     def _forward(self, microbatch: int, received: Tensors) -> Tensors:
         program = self.programs[microbatch]
+        for tensor, label in zip(received, program.received, strict=True):
+            tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         forms = [program.forms[label] for label in program.sent]
         outputs = None
         with self._noting_failures():
@@ -142,8 +144,6 @@ class Stage:
 
     def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor]:
         assert self.step is not None
-        for tensor, label in zip(received, program.received, strict=True):
-            tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         # the step's own numbers are the same on all stages, those of what a stage computes are its own
         random_state.seed(self._device, *self.seed, microbatch, 0)
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))

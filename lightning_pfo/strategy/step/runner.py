@@ -15,6 +15,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import host_group
@@ -25,6 +26,7 @@ from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
@@ -75,6 +77,7 @@ class StepRunner:
         self.batching = batching
         self.engine = engine
         self.owner = owner
+        self._split = split
         self._programs = Programs(owner, split, engine.device, patches)
         self._metrics = metrics_of(owner)
         self._parameters = parameters
@@ -242,6 +245,33 @@ class StepRunner:
         effects.leave(shared)
         return shared, results
 
+    def allow_calls_outside_steps(self, meet: Callable[[str], object]) -> None:
+        """Let hooks call the model on all ranks together: each unit runs where it is, forward only.
+
+        Args:
+            meet: Called first, so that ranks notice if others do not call it.
+        """
+
+        def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            ranks = {self.engine.rank_of(stage) for stage in self._split.owners.get(unit, ())}
+            everywhere = len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters())
+            if everywhere or within_step():  # the last stage follows nothing more, once it has begun
+                return unit.compute(*args, **kwargs)
+            meet(f"a call of {unit.name!r} outside of a step")
+            source = min(ranks)
+            result, error = None, None
+            if self.engine.rank == source:
+                try:
+                    with torch.no_grad():
+                        result = unit.compute(*args, **kwargs)
+                except Exception as exception:
+                    error = exception
+            exchange = ValueExchange(self.engine.device, self.engine.group, self._hosts, source)
+            return exchange.share(result, error)
+
+        for unit in self._split.units.all:
+            unit.outside = call
+
     def _output(
         self, results: list[Any], train: bool, recorder: LogRecorder, sizes: Sequence[int], weights: Sequence[float]
     ) -> dict[str, Any]:
@@ -305,7 +335,11 @@ class StepRunner:
         with random_state.isolated(engine.device):
             programs = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train)
             kept = Effects(self.owner) if effects is None else effects
-            engine.run(programs, step_seed, run_step, take, train=train)
+            try:
+                engine.run(programs, step_seed, run_step, take, train=train)
+            finally:
+                if effects is None:
+                    kept.discard()
         return programs
 
     def _leave_behind(self, outcome: dict[str, Any], batch_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -80,6 +81,16 @@ PRIVATE = {
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
+    ),
+    "lightning.pytorch.Trainer._logger_connector": (
+        "Ranks could agree to stop only where a callback is called, not after all hooks of a batch."
+    ),
+    "lightning.pytorch.Trainer._checkpoint_connector": "`on_fit_start` would see weights before they are restored.",
+    (
+        "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks"
+    ): "Likewise.",
+    "lightning.pytorch.loops.optimization.automatic.ClosureResult": (
+        "A `training_step` could not skip a batch by returning None, which Lightning refuses with several processes."
     ),
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn": (
         "SIGTERM would be handled within the signal handler, between the transfers of a pipeline."
@@ -206,6 +217,51 @@ def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler
     patches.set(connector, "_slurm_sigusr_handler_fn", on_requeue)
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
     return save_and_requeue
+
+
+def after_batches(trainer: pl.Trainer, agree: Callable[[str], None], patches: Patches) -> None:
+    """Call `agree` after each batch's hooks, after each validation, and after the hooks of each epoch of training.
+
+    That is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
+    """
+    connector: Any = trainer._logger_connector
+    fit_loop = trainer.fit_loop
+    places: tuple[tuple[Any, str, str], ...] = (
+        (connector, "on_batch_end", "a batch"),
+        (fit_loop.epoch_loop.val_loop, "run", "validation"),
+        (fit_loop, "on_advance_end", "an epoch of training"),
+    )
+    for owner, name, what in places:
+        patches.set(owner, name, _and_then(getattr(owner, name), partial(agree, what)))
+
+
+def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        then()
+        return result
+
+    return call
+
+
+def defer_restoring(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep Lightning from loading weights before the strategy's setup, where it would do so; returns what loads them.
+
+    Strategies that ask Lightning to load them after the setup get them after `on_fit_start`, and without the
+    `weights_only` that the user gave.
+    """
+    connector: Any = trainer._checkpoint_connector
+    given: list[tuple[Any, ...]] = [(None,)]
+
+    def note(*args: Any) -> None:
+        given[0] = args
+
+    def restore() -> None:
+        vars(connector).pop("_restore_modules_and_callbacks", None)
+        connector._restore_modules_and_callbacks(*given[0])
+
+    connector._restore_modules_and_callbacks = note
+    return restore
 
 
 def end_after_batch(trainer: pl.Trainer) -> None:

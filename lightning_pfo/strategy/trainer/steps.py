@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
@@ -22,6 +23,7 @@ from lightning_pfo.strategy.build import Pipeline
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batch_check import check_same_batch
 from lightning_pfo.strategy.step.microbatches import (
@@ -33,6 +35,7 @@ from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.compat import SKIPPED
 from lightning_pfo.strategy.trainer.precision import scaler_of
+from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
@@ -47,6 +50,8 @@ class StepStrategy(CheckpointStrategy):
     _num_microbatches: int | None = None
     _accumulating = False
     _gather = "all"
+    _signals: SignalsAtBatchEnd
+    _patches: Patches
     _evaluated = 0
     _evaluation_seed = 0
 
@@ -96,11 +101,13 @@ class StepStrategy(CheckpointStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, rest = self._batch_of(args)
+        batch_idx = self._module().trainer.fit_loop.batch_idx
+        self.meet(f"training step of batch {batch_idx}")
+        batch, rest = batch_of(args)
         if self._num_microbatches is None:
             self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch))
         assert self._num_microbatches is not None
-        self._check_batch(batch, self._module().trainer.fit_loop.batch_idx)
+        self._check_batch(batch, batch_idx)
         with self.precision_plugin.train_step_context():
             result = self._get_pipeline().runner.train(
                 self._step("training_step"),
@@ -127,10 +134,15 @@ class StepStrategy(CheckpointStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict", args, _GATHERED[self._gather])
+            predictions = self._evaluate("predict", args, _GATHERED[self._gather])
+        self._signals.agree(
+            self._module().trainer, "a batch", may_raise=True
+        )  # Lightning does not look for signals here
+        return predictions
 
     def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
-        batch, rest = self._batch_of(args)
+        self.meet(f"{kind} step number {self._evaluated}")
+        batch, rest = batch_of(args)
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1
         runner = self._get_pipeline().runner
@@ -148,13 +160,7 @@ class StepStrategy(CheckpointStrategy):
         )
 
     def _step(self, name: str) -> Callable[..., Any]:
-        step: Callable[..., Any] = getattr(self._module(), name)
-        return step
-
-    def _batch_of(self, args: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The batch of a step, and its other arguments."""
-        batch, *rest = args
-        return batch, rest
+        return fetching(getattr(self._module(), name))
 
     def _are_wanted(self, hook: str) -> bool:
         """Whether somebody may look at what a step returns: it is not sent to all ranks for nothing."""
@@ -169,8 +175,25 @@ class StepStrategy(CheckpointStrategy):
 
     def _begin_evaluation(self) -> None:
         """Random numbers of an evaluation derive from those of the process, as they are when it begins, and go on."""
+        self.meet("begin of an evaluation")
         self._evaluated = 0
         self._evaluation_seed = random_state.fingerprint(self.mesh.pipeline_group)
+
+    @override
+    def on_train_end(self) -> None:
+        self.meet("end of training")
+
+    @override
+    def on_validation_end(self) -> None:
+        self.meet("end of validation")
+
+    @override
+    def on_test_end(self) -> None:
+        self.meet("end of testing")
+
+    @override
+    def on_predict_end(self) -> None:
+        self.meet("end of prediction")
 
     @override
     def on_validation_start(self) -> None:
@@ -183,6 +206,9 @@ class StepStrategy(CheckpointStrategy):
     @override
     def on_predict_start(self) -> None:
         self._begin_evaluation()
+        engine = self._get_pipeline().engine
+        if engine.rank != (engine.last_rank if self._gather == "none" else 0):
+            silence_writers(self._module().trainer, self._patches)
 
     def _check_batch(self, batch: Any, index: int) -> None:
         if index < _CHECKED_BATCHES or index % _CHECK_EVERY == 0:
@@ -227,16 +253,53 @@ class StepStrategy(CheckpointStrategy):
             num_ranks=self.mesh.num_ranks,
         )
 
-    @override
-    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
-        """Gather over the replicas: the ranks of a pipeline hold the same values, and in a step only the last runs on.
 
-        As Lightning's where there is one process, a single replica gets its tensor as it is.
-        """
-        if group not in (None, dist.group.WORLD):
-            return super().all_gather(tensor, group, sync_grads)
-        replicas = self._mesh.replica_group if self._mesh is not None else None
-        return tensor if replicas is None else super().all_gather(tensor, replicas, sync_grads)
+def silence_writers(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let prediction writers write nothing: another rank of the pipeline has the same predictions."""
+
+    def write_nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BasePredictionWriter):
+            patches.set(callback, "write_on_batch_end", write_nothing)
+            patches.set(callback, "write_on_epoch_end", write_nothing)
+
+
+def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """The batch of a step, and its other arguments.
+
+    A step that takes a `dataloader_iter` fetches its batch itself; here it is fetched once, and each microbatch's step
+    gets an iterator over its part.
+    """
+    batch, *rest = args
+    if not isinstance(batch, Iterator) or rest:
+        return batch, rest
+    batch, *rest = next(batch)
+    return batch, [_FETCHED, *rest]
+
+
+_FETCHED = object()
+"""Marks a batch that was fetched for a step that does so itself."""
+
+
+def fetching(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as a function of a batch, also if it takes a `dataloader_iter`."""
+
+    def run(batch: Any, *rest: Any) -> Any:
+        if rest[:1] == (_FETCHED,):
+            return step(_once((batch, *rest[1:])))
+        return step(batch, *rest)
+
+    return run
+
+
+def _once(batch: tuple[Any, ...]) -> Iterator[Any]:
+    yield batch
+    raise ConfigurationError(
+        "A step on a pipeline runs once for each microbatch, so it fetches one batch from its dataloader_iter; it "
+        "asks for more. Let the loader yield what belongs together as one batch."
+    )
 
 
 def gradients_are_stale(module: pl.LightningModule) -> bool:

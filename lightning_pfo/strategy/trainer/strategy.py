@@ -30,7 +30,13 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
-from lightning_pfo.strategy.trainer.compat import allow_skipping, move_optimizers, set_device_mesh, training_data
+from lightning_pfo.strategy.trainer.compat import (
+    allow_skipping,
+    defer_restoring,
+    move_optimizers,
+    set_device_mesh,
+    training_data,
+)
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
@@ -177,6 +183,7 @@ class PfoPipelineStrategy(StepStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._restore = defer_restoring(self._module().trainer)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 
@@ -212,6 +219,7 @@ class PfoPipelineStrategy(StepStrategy):
             adapt_to_pipeline(
                 self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
             )
+        self._restore()
 
     def _split(self, module: pl.LightningModule) -> Pipeline:
         self._pipeline = pipeline = build_pipeline(
@@ -234,6 +242,7 @@ class PfoPipelineStrategy(StepStrategy):
             check_loss=self._check_loss,
             seed=self._seed,
         )
+        pipeline.runner.allow_calls_outside_steps(self.meet)
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
         return pipeline

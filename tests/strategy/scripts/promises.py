@@ -5,15 +5,18 @@ The same runs by a plain Trainer, and by the pipeline on one and two ranks; each
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -213,7 +216,7 @@ def trainer_of(where, callbacks=(), **options):
         strategy="auto" if where == "plain" else PfoPipelineStrategy(**{"num_microbatches": 3} | strategy_options),
         logger=logger,
         callbacks=list(callbacks),
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
@@ -257,8 +260,212 @@ def noise(where):
     return {"runs": runs}
 
 
+# ---- no hang, no foreign error ----
+
+
+class InSteps(Module):
+    """Calls in a step what all ranks would have to take part in, if they all ran it to its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric(dist_sync_on_step=True)
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.trainer.strategy.barrier()
+        gathered = self.all_gather(loss.detach())
+        self.metric(gathered)
+        self.found.append(MeanMetric().forward(gathered))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(outputs["loss"]), plain(self.all_gather(outputs["loss"]))])
+
+    def on_train_epoch_end(self):
+        with torch.no_grad():
+            self.hooks.append(plain(self(DATA[:2])))
+
+
+def in_steps(where):
+    module = fit(where, InSteps)
+    return {"hooks": module.hooks, "found": plain(module.found)}
+
+
+class Skips(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        return None if batch_idx == 1 else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(outputs), self.trainer.global_step])
+
+    def on_train_epoch_end(self):
+        pass
+
+
+def skips(where):
+    return fit(where, Skips).hooks
+
+
+class Fetches(Skips):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx + 2)
+
+
+def fetches(where):
+    return fit(where, Fetches).hooks
+
+
+class StopsInTheStep(Skips):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        if batch_idx == 1:
+            self.trainer.should_stop = True
+        return loss
+
+
+class StopsOnOneRank(Skips):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            self.trainer.should_stop = True
+
+
+def stops(where):
+    return {cls.__name__: fit(where, cls).hooks for cls in (StopsInTheStep, StopsOnOneRank)}
+
+
+class FailsBeforeTheModel(Skips):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise ValueError("the user's own mistake")
+        return self.loss(batch[0])
+
+
+class Leaves(Skips):
+    """One rank alone ends its epoch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 1 and self.global_rank == 0 else None
+
+
+def errors(where):
+    found = {}
+    for cls in (FailsBeforeTheModel, Leaves) if where == "two" else (FailsBeforeTheModel,):
+        folder = FOLDER / where / cls.__name__
+        try:
+            fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])
+        except Exception as error:
+            found[cls.__name__] = [type(error).__name__, str(error), (folder / "on_exception.ckpt").exists()]
+    return found
+
+
+class Restored(Module):
+    """Renames what it saves, and looks at what was restored."""
+
+    def __init__(self, optimizer=True):
+        super().__init__()
+        self.optimizer = optimizer
+        self.loads = 0
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state, prefix, *args):
+        for key in [key for key in state if key.startswith("old_")]:
+            state[key.removeprefix("old_")] = state.pop(key)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.loads += 1
+        return super().load_state_dict(*args, **kwargs)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {f"old_{key}": value for key, value in checkpoint["state_dict"].items()}
+
+    def on_fit_start(self):
+        own = [p.detach().sum().item() for p in self.parameters() if not p.is_meta]
+        counted = [callback.count for callback in self.trainer.callbacks if isinstance(callback, Counts)]
+        self.hooks.append([sum(own), counted, [type(callback).__name__ for callback in self.trainer.callbacks]])
+
+    def configure_optimizers(self):
+        return super().configure_optimizers() if self.optimizer else None
+
+
+class Counts(L.Callback):
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *args, **kwargs):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def restores(where):
+    path = FOLDER / where / "restored.ckpt"
+    module = fit(where, Restored, callbacks=[Counts()], save=path)
+    seen = [module.hooks[0][1:]]
+    trained = sum(p.detach().sum().item() for p in module.parameters() if not p.is_meta)
+    again = fit(where, Restored, callbacks=[Counts()], ckpt_path=path, max_epochs=2)
+    assert abs(again.hooks[0][0] - trained) < 1e-6, (again.hooks[0], trained)
+    seen += [again.hooks[0][1:], again.loads, len(again.hooks)]
+    without = fit(where, partial(Restored, optimizer=False), save=path)
+    again = fit(where, partial(Restored, optimizer=False), ckpt_path=path, max_epochs=2)
+    return [*seen, len(without.hooks), len(again.hooks), again.loads]
+
+
+class RunsOutOfMemory(Skips):
+    """Where the first layer is."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 2
+        self.layers[0].register_forward_hook(self.fail)
+
+    def fail(self, layer, args, output):
+        if self.batch_size > 4 and not self.layers[0][0].weight.is_meta:
+            raise RuntimeError("CUDA out of memory. Tried to allocate a lot.")
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+
+def scales(where):
+    module = RunsOutOfMemory()
+    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
+    return Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)
+
+
+def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
+    L.seed_everything(3, verbose=False)
+    module = make()
+    trainer, _ = trainer_of(where, callbacks, max_epochs=max_epochs, limit_val_batches=0)
+    trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=6), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module
+
+
 def one(where):
-    results = {"train": train(where), "predict": predict(where), "noise": noise(where)}
+    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, errors)
+    results = {}
+    for part in parts:
+        results[part.__name__] = part(where)
     if where == "two":
         results |= {f"predict_{gather}": predict(where, gather) for gather in ("rank0", "none")}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -10,6 +10,8 @@ batch the changes of all microbatches are put together as one batch would have m
   one for each sample, or not as many.
 - Tensors are merged like outputs; those that keep their shape, like numbers.
 - Of other values that differ, the last one stays.
+- Floating-point numbers grow by the sum where the module counts samples and does not count batches.
+- Simple objects, such as average meters, are not taken back on the last stage: microbatches are their batches.
 
 Attributes, containers in them, tensors and simple objects of the module itself count, not those of its layers.
 """
@@ -58,11 +60,14 @@ class Attributes:
         self._owner = owner
         self._containers: dict[Path, tuple[Any, Any]] = {}
         self._tensors: dict[Path, tuple[Any, int, Any]] = {}
+        self._objects: dict[Path, tuple[Any, dict[str, Any]]] = {}
+        self._entered: dict[Path, dict[str, Any]] = {}
         self._seen: set[int] = set()
         attributes = {name: value for name, value in vars(owner).items() if name not in _LEFT_ALONE}
         self._containers[()] = (vars(owner), attributes)
         for name, value in attributes.items():
             self._note((name,), value)
+        self.enter()
 
     def _note(self, path: Path, value: Any) -> None:
         if type(value) in PLAIN or isinstance(value, (nn.Module, nn.Parameter)) or id(value) in self._seen:
@@ -83,7 +88,7 @@ class Attributes:
                 for key, item in _items_of(value):
                     self._note((*path, key), item)
         elif _is_simple(value):
-            self._containers[path] = (vars(value), dict(vars(value)))
+            self._objects[path] = (vars(value), dict(vars(value)))
 
     def changed_values(self) -> list[Any]:
         """What the step has set and appended, but the dear."""
@@ -92,9 +97,23 @@ class Attributes:
         ]
         return [value for value in found if _bytes_of(value) <= _DEAR_BYTES]
 
+    def enter(self) -> None:
+        """A run of the step begins."""
+        self._entered = {path: dict(attributes) for path, (attributes, _) in self._objects.items()}
+
     def take_back(self) -> None:
-        """Take back what has changed."""
+        """Take back what has changed since the run has begun."""
         self.take_changes(values=False)
+        for path, entered in self._entered.items():
+            attributes, _ = self._objects[path]
+            attributes.clear()
+            attributes.update(entered)
+
+    def take_back_objects(self) -> None:
+        """Give simple objects what they had at the begin of the batch."""
+        for attributes, before in self._objects.values():
+            attributes.clear()
+            attributes.update(before)
 
     def take_changes(self, *, values: bool = True) -> Changes:
         """Return what has changed, and take it back.
@@ -117,8 +136,11 @@ class Attributes:
         return _with_values(changes) if values else {}
 
     def merged(self, changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float]) -> Changes:
-        """What one batch would have changed, from what its microbatches have; the first of them says what there is."""
+        """What one batch would have changed, from what its microbatches have."""
         merge = _Merge(sizes, weights)
+        growths = [merge.growth(path, changes, self._value_at(path)) for path in changes[0]] if changes else []
+        if merge.sizes in growths and (1,) * len(sizes) not in growths and max(sizes) > 1:
+            merge.floats_add_up = True
         merged: Changes = {}
         for path in dict.fromkeys(path for each in changes for path in each):
             found = [each[path] for each in changes if path in each]
@@ -129,7 +151,9 @@ class Attributes:
                 merged[path] = found[-1]
             else:
                 merged[path] = (found[0][0], merge.values(values, self._value_at(path)))
-        return merged
+        for path, (attributes, before) in self._objects.items():
+            merged |= {(*path, key): value for key, value in _changes_in(attributes, before)}
+        return _with_values(merged)
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
@@ -150,7 +174,7 @@ class Attributes:
                     with torch.no_grad():
                         self._tensors[path][0][...] = value
                 continue
-            container, _ = self._containers.get(path[:-1], (None, None))
+            container, _ = self._containers.get(path[:-1]) or self._objects.get(path[:-1]) or (None, None)
             if container is None:  # this rank has had something else there
                 continue
             if kind == "gone":
@@ -165,7 +189,7 @@ class Attributes:
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
             return self._tensors[path][2]
-        _, before = self._containers[path[:-1]]
+        before = self._containers[path[:-1]][1]
         return before.get(path[-1]) if isinstance(before, dict) else None
 
 
@@ -254,13 +278,20 @@ class _Merge:
     """How changes of microbatches are put together."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
-        self._sizes = tuple(sizes)
+        self.sizes = tuple(sizes)
         self._weights = tuple(weights)
+        self.floats_add_up = False
+
+    def growth(self, path: Path, changes: Sequence[Changes], before: Any) -> tuple[int, ...]:
+        """By how much an integer of the module has grown in the microbatches; nothing for other values."""
+        values = [each[path][1] for each in changes if path in each and len(path) == 1]
+        start = 0 if before is None else before
+        return tuple(value - start for value in values if type(value) is int and type(start) is int)
 
     def values(self, values: list[Any], before: Any) -> Any:
         """What one batch would leave where microbatches have left `values`, and `before` was."""
         first = values[0]
-        if len(self._sizes) == 1:
+        if len(self.sizes) == 1:
             return first
         if any(type(value) is not type(first) for value in values):
             return values[-1]
@@ -268,17 +299,18 @@ class _Merge:
             return self._integers(values, before if type(before) is int else 0)
         if isinstance(first, float):
             start = before if type(before) in (int, float) else 0.0
-            return start + self._outputs([value - start for value in values])
+            growth = [value - start for value in values]
+            return start + (sum(growth) if self.floats_add_up else self._outputs(growth))
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._arrays(values, before)
         return self._outputs(values) if isinstance(first, (dict, list, tuple)) else values[-1]
 
     def _outputs(self, values: list[Any]) -> Any:
-        return merge_outputs(values, self._sizes, self._weights)
+        return merge_outputs(values, self.sizes, self._weights)
 
     def _integers(self, values: list[int], before: int) -> int:
         growth = tuple(value - before for value in values)
-        counts_samples = growth == self._sizes and max(growth) > 1
+        counts_samples = growth == self.sizes and max(growth) > 1
         return before + (growth[0] if len(set(growth)) == 1 and not counts_samples else sum(growth))
 
     def _arrays(self, values: list[Any], before: Any) -> Any:
@@ -293,7 +325,7 @@ class _Merge:
             weights = torch.tensor(self._weights, dtype=torch.float64).to(stacked)
             grown = torch.tensordot(weights, stacked, 1)
         else:  # a counter of batches, or of something in them
-            is_counter = max(self._sizes) > 1 and bool((stacked == 1).all())
+            is_counter = max(self.sizes) > 1 and bool((stacked == 1).all())
             grown = stacked[0] if is_counter else stacked.sum(0)
         after = torch.as_tensor(before) + grown
         return after.numpy() if isinstance(before, np.ndarray) else after.to(values[0].dtype)
@@ -302,8 +334,8 @@ class _Merge:
         """What one batch would append where microbatches have appended `values`."""
         lengths = tuple(map(len, values))
         together = [item for value in values for item in value]
-        one_per_sample = lengths == self._sizes and max(lengths) > 1
-        if len(values) < len(self._sizes) or len(set(lengths)) > 1 or one_per_sample:
+        one_per_sample = lengths == self.sizes and max(lengths) > 1
+        if len(values) < len(self.sizes) or len(set(lengths)) > 1 or one_per_sample:
             return together
         columns = [list(column) for column in zip(*values, strict=True)]
         if any(isinstance(column[0], (str, int)) and len(set(column)) > 1 for column in columns):

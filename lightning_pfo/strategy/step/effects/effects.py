@@ -45,6 +45,7 @@ class Effects:
             calls.append(with_values(call))
 
         has_ended = False
+        self._attributes.enter()
         try:
             with (
                 redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),
@@ -59,6 +60,10 @@ class Effects:
                     self._calls.append(calls)
                 else:
                     self._attributes.take_back()
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._attributes.take_back_objects()
 
     def outcome(self, sizes: Sequence[int], weights: Sequence[float], *, is_sent: bool) -> dict[str, Any]:
         """What the batch leaves behind, where the step was run to its end.

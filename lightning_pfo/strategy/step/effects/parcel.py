@@ -124,4 +124,3 @@ def unpack(outline: bytes, numbers: torch.Tensor, tensors: list[torch.Tensor], d
         else:
             leaves.append(mark)
     return tree_unflatten(leaves, structure)
-
