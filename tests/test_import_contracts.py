@@ -80,6 +80,7 @@ MAY_KNOW = {
     },
     "strategy.step": {"core", "strategy.engine", "strategy.model", "strategy.parallel"},
     "strategy.step.batches": {"core"},
+    "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.parallel"},

@@ -88,7 +88,7 @@ PRIVATE = {
     "lightning.pytorch.Trainer._checkpoint_connector": "`on_fit_start` would see weights before they are restored.",
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks"
-    ): "Likewise.",
+    ): "Likewise, and the user's `weights_only` would be lost.",
     "lightning.pytorch.loops.optimization.automatic.ClosureResult": (
         "A `training_step` could not skip a batch by returning None, which Lightning refuses with several processes."
     ),
