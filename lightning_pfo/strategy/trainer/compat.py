@@ -244,24 +244,31 @@ def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callabl
     return call
 
 
-def defer_restoring(trainer: pl.Trainer) -> Callable[[], None]:
-    """Keep Lightning from loading weights before the strategy's setup, where it would do so; returns what loads them.
+class Restoring:
+    """Keeps Lightning from loading weights before the strategy's setup, where it would, and loads them when called.
 
     Strategies that ask Lightning to load them after the setup get them after `on_fit_start`, and without the
     `weights_only` that the user gave.
+
+    Args:
+        trainer: The Trainer, before it has loaded them.
+
+    Attributes:
+        path: The checkpoint, once Lightning would have loaded it; None: there is none.
     """
-    connector: Any = trainer._checkpoint_connector
-    given: list[tuple[Any, ...]] = [(None,)]
 
-    def note(*args: Any) -> None:
-        given[0] = args
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.path: Any = None
+        self._arguments: tuple[Any, ...] = (None,)
+        self._connector: Any = trainer._checkpoint_connector
+        self._connector._restore_modules_and_callbacks = self._note
 
-    def restore() -> None:
-        vars(connector).pop("_restore_modules_and_callbacks", None)
-        connector._restore_modules_and_callbacks(*given[0])
+    def _note(self, path: Any = None, *others: Any) -> None:
+        self.path, self._arguments = path, (path, *others)
 
-    connector._restore_modules_and_callbacks = note
-    return restore
+    def __call__(self) -> None:
+        vars(self._connector).pop("_restore_modules_and_callbacks", None)
+        self._connector._restore_modules_and_callbacks(*self._arguments)
 
 
 def end_after_batch(trainer: pl.Trainer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,14 +26,15 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
+from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
+    Restoring,
     allow_skipping,
-    defer_restoring,
     move_optimizers,
     set_device_mesh,
     training_data,
@@ -183,7 +185,7 @@ class PfoPipelineStrategy(StepStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._restore = defer_restoring(self._module().trainer)
+        self._restore = Restoring(self._module().trainer)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 
@@ -209,6 +211,10 @@ class PfoPipelineStrategy(StepStrategy):
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)
+        path = self.broadcast(self._restore.path)
+        has_shards = path is not None and is_sharded(Path(path))
+        if not has_shards:  # as early as Lightning does
+            self._restore()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if self.mesh.num_ranks > 1:
@@ -219,7 +225,8 @@ class PfoPipelineStrategy(StepStrategy):
             adapt_to_pipeline(
                 self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
             )
-        self._restore()
+        if has_shards:  # with the states of optimizers
+            self._restore()
 
     def _split(self, module: pl.LightningModule) -> Pipeline:
         self._pipeline = pipeline = build_pipeline(

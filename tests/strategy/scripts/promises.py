@@ -451,6 +451,73 @@ def scales(where):
     return Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)
 
 
+HOOKS = (
+    *(name for name in dir(L.LightningModule) if name.startswith(("on_", "optimizer_")) and name != "on_gpu"),
+    *("configure_model", "configure_optimizers", "configure_callbacks", "configure_gradient_clipping"),
+    *("setup", "teardown", "backward", "lr_scheduler_step", "transfer_batch_to_device"),
+    *("training_step", "validation_step", "predict_step"),
+)
+CALLBACK_HOOKS = (*(name for name in dir(L.Callback) if name.startswith("on_")), "setup", "teardown", "state_dict")
+
+
+def noting(base, names, prefix):
+    """A subclass that notes when its hooks are called."""
+
+    def noted(name):
+        def hook(self, *args, **kwargs):
+            self.called.append(prefix + name)
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return hook
+
+    cls = type(f"Noting{base.__name__}", (base,), {name: noted(name) for name in names})
+    return cls
+
+
+class Quiet(Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    on_after_backward = on_train_epoch_end = on_validation_epoch_end = lambda self: None
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+def hooks(where):
+    path = FOLDER / where / "hooks.ckpt"
+    called = []
+    options = {
+        "num_sanity_val_steps": 1,
+        "gradient_clip_val": 1.0,
+        "accumulate_grad_batches": 2,
+        "limit_val_batches": 2,
+    }
+    for resumed in (False, True):
+        L.seed_everything(3, verbose=False)
+        module, callback = noting(Quiet, HOOKS, "")(), noting(L.Callback, CALLBACK_HOOKS, "callback.")()
+        module.called = callback.called = []
+        trainer, _ = trainer_of(where, [callback], max_epochs=2 if resumed else 1, **options)
+        loader = DataLoader(TensorDataset(DATA), batch_size=6)
+        trainer.fit(module, loader, loader, ckpt_path=path if resumed else None)
+        if not resumed:
+            trainer.save_checkpoint(path)
+        trainer.validate(module, loader, verbose=False)
+        trainer.predict(module, loader)
+        called.append(module.called)
+    return called
+
+
 def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
     L.seed_everything(3, verbose=False)
     module = make()
@@ -462,7 +529,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
 
 
 def one(where):
-    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, errors)
+    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

@@ -79,6 +79,14 @@ def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_hooks_are_called_in_the_order_of_lightning(seen, rank):
+    """Of the module and of callbacks; also when a training is resumed."""
+    for found, expected in zip(seen[rank]["hooks"], seen["plain_0"]["hooks"], strict=True):
+        assert found == expected
+        assert {"on_fit_start", "training_step", "callback.on_train_batch_end", "on_predict_end"} <= set(expected)
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
     assert seen[rank]["errors"]["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
 
