@@ -19,7 +19,6 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
 from lightning_pfo.strategy.trainer.compat import move_optimizers
-from lightning_pfo.strategy.trainer.finetuning import restore_groups
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
@@ -123,7 +122,6 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        restore_groups(self._module().trainer)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as Lightning
             if state:
                 whole.load_optimizer_state(optimizer, state)

@@ -261,7 +261,7 @@ class Restoring:
         self.path: Any = None
         self._arguments: tuple[Any, ...] = (None,)
         self._connector: Any = trainer._checkpoint_connector
-        self._connector._restore_modules_and_callbacks = self._note
+        vars(self._connector)["_restore_modules_and_callbacks"] = self._note
 
     def _note(self, path: Any = None, *others: Any) -> None:
         self.path, self._arguments = path, (path, *others)
