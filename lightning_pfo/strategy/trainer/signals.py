@@ -4,6 +4,7 @@ That is SIGTERM, SLURM's request to save and be requeued, and `trainer.should_st
 handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts each rank;
 between the transfers of a pipeline that would be a wait for each other until the timeout. Here a signal is only noted,
 and when each batch is done the hosts agree on what was noted, in place of the broadcast Lightning does for SIGTERM.
+Where others do not come, a process ends nevertheless.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
+from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.compat import Handler, after_batches, end_after_batch, handle_signals
+from lightning_pfo.strategy.watch.stuck import end_if_stuck
 
 
 class SignalsAtBatchEnd:
@@ -31,8 +35,10 @@ class SignalsAtBatchEnd:
         self._terminate, self._requeue = False, None
 
         def note_sigterm(signum: int, frame: FrameType | None) -> None:
-            if not self._terminate and trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signum)
+            if not self._terminate:
+                if trainer.strategy.launcher is not None:
+                    trainer.strategy.launcher.kill(signum)
+                end_if_stuck(abort_process_group, WAITS_IN, progress)
             self._terminate = True
 
         def note_requeue(signum: int, frame: FrameType | None) -> None:
