@@ -47,8 +47,9 @@ def end_if_stuck(
         return True
 
     def watch() -> None:
-        while main.is_alive() and not waits_for(patience_s):
-            threading.Event().wait(_LOOK_EVERY_S)
+        while not waits_for(patience_s):
+            if not main.is_alive():
+                return
         _log.error("SIGTERM ends this process while it waits for others, because they do not come.")
         try:
             break_off()
