@@ -253,9 +253,10 @@ class StepRunner:
         """
 
         def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if within_step():  # on the last stage, which follows nothing more once it has begun
+                return unit.compute(*args, **kwargs)
             ranks = {self.engine.rank_of(stage) for stage in self._split.owners.get(unit, ())}
-            everywhere = len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters())
-            if everywhere or within_step():  # the last stage follows nothing more, once it has begun
+            if len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters()):
                 return unit.compute(*args, **kwargs)
             meet(f"a call of {unit.name!r} outside of a step")
             source = min(ranks)
