@@ -229,11 +229,12 @@ class PipelinedModel(ModuleWithPlaceholders):
                 (),
                 loss_scale_of(self._scaler, self.device),
                 average_over=self._mesh.replica_group,
+                outputs="nobody",  # beside the loss
             )
         else:
             microbatches = self._evaluation_microbatches(batch)
             with torch.no_grad():
-                output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
+                output = runner.evaluate("evaluation", self._loss_alone, microbatches, self._step_seed(1), batch, ())
         return LossOutput(output) if isinstance(output, dict) else output
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,6 +276,10 @@ class PipelinedModel(ModuleWithPlaceholders):
             return self._output(batch)
         (*inputs, target), kwargs = batch
         return self._loss_fn(self.module(*inputs, **kwargs), target)
+
+    def _loss_alone(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        result = self._loss(batch)
+        return {"loss": result["loss"]} if isinstance(result, dict) and "loss" in result else result
 
     def _output(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = batch

@@ -90,6 +90,14 @@ class MeshStrategy(StrategyBase):
         return self.parallel_devices[self.local_rank]
 
     @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process; within a step, whether it runs that to its end, for the first replica."""
+        if within_step():
+            return step_ends_here() and self.mesh.replica == 0
+        return super().is_global_zero
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes; set by the Trainer."""
         return self._num_nodes

@@ -82,6 +82,7 @@ class Module(L.LightningModule):
         self.register_buffer("running", torch.zeros(3))
         self.hooks, self.outs, self.losses, self.steps, self.total, self.correct = [], [], [], 0, 0.0, torch.tensor(0)
         self.before, self.samples, self.last, self.texts, self.meter = 0, 0, None, [], Meter()
+        self.zeros = 0
         self.stats, self.everything, self.lines = {"max": -1.0}, [], []
 
     def forward(self, x):
@@ -102,6 +103,7 @@ class Module(L.LightningModule):
         self.running.mul_(0.9).add_(0.1 * output.detach().mean(0))
         self.losses.append(loss)
         self.last = output
+        self.zeros += self.trainer.is_global_zero
         self.texts.append(f"batch {batch_idx}")
         self.meter.sum += float(loss) * len(x)
         self.meter.count += len(x)
@@ -139,7 +141,7 @@ class Module(L.LightningModule):
     def everything_left(self):
         return plain(
             {
-                "counts": [self.steps, self.before, self.samples, self.seen, self.correct],
+                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros],
                 "total": self.total,
                 "last": self.last,
                 "running": self.running,
@@ -347,6 +349,13 @@ class FailsBeforeTheModel(Skips):
         return self.loss(batch[0])
 
 
+class LogsTwice(Skips):
+    def training_step(self, batch, batch_idx):
+        self.log("twice", 1.0)
+        self.log("twice", 2.0, prog_bar=True)
+        return self.loss(batch[0])
+
+
 class Leaves(Skips):
     """One rank alone ends its epoch."""
 
@@ -359,7 +368,7 @@ class Leaves(Skips):
 
 def errors(where):
     found = {}
-    for cls in (FailsBeforeTheModel, Leaves) if where == "two" else (FailsBeforeTheModel,):
+    for cls in (FailsBeforeTheModel, LogsTwice, *([Leaves] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])

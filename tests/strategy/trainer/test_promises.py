@@ -88,7 +88,10 @@ def test_hooks_are_called_in_the_order_of_lightning(seen, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
-    assert seen[rank]["errors"]["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
+    errors = seen[rank]["errors"]
+    assert errors["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
+    assert errors["LogsTwice"] == seen["plain_0"]["errors"]["LogsTwice"]
+    assert "twice in `training_step` with different arguments" in errors["LogsTwice"][1]
 
 
 def test_ranks_at_different_places_end_with_their_names(seen):
