@@ -28,11 +28,7 @@ from lightning_pfo.strategy.step.compat import set_batch_value, without_synchron
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
-from lightning_pfo.strategy.step.gradients import (
-    attach_gradients,
-    put_gradients,
-    take_gradients,
-)
+from lightning_pfo.strategy.step.gradients import attach_gradients, loss_of, put_gradients, take_gradients
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.programs import Programs
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -357,24 +353,3 @@ class StepRunner:
 
 def _detached(result: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-
-
-def loss_of(result: Any) -> torch.Tensor:
-    """The loss that a training step returned.
-
-    Raises:
-        ConfigurationError: If it returned none.
-    """
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ConfigurationError(
-            "A pipelined training_step returns the loss as a one-element tensor that depends on the model's output, or "
-            f"a dict with it under 'loss'; got {_describe(result)}."
-        )
-    return loss.reshape(())
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
-    return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)

@@ -39,6 +39,10 @@ from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
+_LOOK_AT_NOTHING = (
+    "lightning.",
+    "lightning_pfo.",
+)  # callbacks of these packages do not look at outputs, but at the loss
 _SEED_OF = {"validation": 1, "test": 1, "predict": 2}
 _GATHERED: dict[str, Outputs] = {"all": "all", "rank0": "first", "none": "last"}
 
@@ -166,7 +170,7 @@ class StepStrategy(CheckpointStrategy):
         """Whether somebody may look at what a step returns: it is not sent to all ranks for nothing."""
         trainer = self._module().trainer
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        users = [callback for callback in callbacks if not type(callback).__module__.startswith("lightning.")]
+        users = [callback for callback in callbacks if not type(callback).__module__.startswith(_LOOK_AT_NOTHING)]
         return is_overridden(hook, self._module()) or any(is_overridden(hook, c, pl.Callback) for c in users)
 
     def _training_seed(self) -> tuple[int, ...]:
