@@ -22,7 +22,7 @@ UPSTREAM = {
 }
 NAMERS = {"getattr", "hasattr", "setattr", "delattr", "set"}
 """Functions, and `Patches.set`, that take the name of an attribute."""
-EXEMPT = {"_exit", "_fields", "_run_exitfuncs"}
+EXEMPT = {"_current_frames", "_exit", "_fields", "_run_exitfuncs"}
 """Of `os`, named tuples and `atexit`, none of which is upstream here."""
 
 
