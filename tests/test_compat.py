@@ -23,7 +23,7 @@ UPSTREAM = {
 NAMERS = {"getattr", "hasattr", "setattr", "delattr", "set"}
 """Functions, and `Patches.set`, that take the name of an attribute."""
 EXEMPT = {"_current_frames", "_exit", "_fields", "_run_exitfuncs"}
-"""Of `os`, named tuples and `atexit`, none of which is upstream here."""
+"""Of `os`, `sys`, named tuples and `atexit`, none of which is upstream here."""
 
 
 def module_name(path):
