@@ -222,6 +222,7 @@ def trainer_of(where, callbacks=(), **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
+        default_root_dir=FOLDER,
         **options,
     )
     return trainer, logger
