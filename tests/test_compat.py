@@ -22,8 +22,8 @@ UPSTREAM = {
 }
 NAMERS = {"getattr", "hasattr", "setattr", "delattr", "set"}
 """Functions, and `Patches.set`, that take the name of an attribute."""
-EXEMPT = {"_exit", "_fields", "_run_exitfuncs"}
-"""Of `os`, named tuples and `atexit`, none of which is upstream here."""
+EXEMPT = {"_current_frames", "_exit", "_fields", "_run_exitfuncs"}
+"""Of `os`, `sys`, named tuples and `atexit`, none of which is upstream here."""
 
 
 def module_name(path):

@@ -84,6 +84,7 @@ MAY_KNOW = {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel"),
         *("strategy.step.batches", "strategy.step.programs"),
     },
+    "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.parallel"},

@@ -31,7 +31,7 @@ from lightning_pfo.strategy.step.batch_check import check_same_batch
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
-from lightning_pfo.strategy.step.microbatches import default_num_microbatches
+from lightning_pfo.strategy.step.microbatches import default_num_microbatches, evaluation_microbatches
 
 _log = logging.getLogger(__name__)
 _CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
@@ -156,6 +156,7 @@ class PipelinedModel(ModuleWithPlaceholders):
         )
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._num_checks = {True: 0, False: 0}
+        self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
             self._make_schedule,
@@ -245,11 +246,12 @@ class PipelinedModel(ModuleWithPlaceholders):
                 (),
                 loss_scale_of(self._scaler, self.device),
                 average_over=self._mesh.replica_group,
+                outputs="nobody",  # beside the loss
             )
         else:
-            microbatches = self._evaluation_microbatches()
+            microbatches = self._evaluation_microbatches(batch)
             with torch.no_grad():
-                output = runner.evaluate("evaluation", self._loss, microbatches, self._step_seed(1), batch, ())
+                output = runner.evaluate("evaluation", self._loss_alone, microbatches, self._step_seed(1), batch, ())
         return LossOutput(output) if isinstance(output, dict) else output
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,10 +278,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         """
         batch = (args, kwargs)
         with torch.no_grad():
-            merged = self._pipeline.runner.predict(
-                self._output, self._evaluation_microbatches(), self._step_seed(2), batch, ()
+            return self._pipeline.runner.evaluate(
+                "predict", self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
             )
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), merged)
 
     def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
         """What runs the call on a microbatch of an example, on a device; None without an example."""
@@ -289,13 +290,20 @@ class PipelinedModel(ModuleWithPlaceholders):
         return lambda device: self._loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
 
     def _step_seed(self, kind: int) -> tuple[int, ...]:
-        return (kind, self.replica, self.iteration)
+        if kind == 0:
+            return (kind, self.replica, self.iteration)
+        self._num_evaluations += 1  # every batch has noise of its own
+        return (kind, self.replica, self.iteration, self._num_evaluations)
 
     def _loss(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         if self._loss_fn is None:
             return self._output(batch)
         (*inputs, target), kwargs = batch
         return self._loss_fn(self.module(*inputs, **kwargs), target)
+
+    def _loss_alone(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        result = self._loss(batch)
+        return {"loss": result["loss"]} if isinstance(result, dict) and "loss" in result else result
 
     def _output(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         args, kwargs = batch
@@ -312,8 +320,10 @@ class PipelinedModel(ModuleWithPlaceholders):
             return self._num_microbatches
         return default_num_microbatches(self._batching.size_of(batch), self._mesh.num_ranks, self._make_schedule)
 
-    def _evaluation_microbatches(self) -> int:
-        return self._num_microbatches or 4 * self._mesh.num_ranks
+    def _evaluation_microbatches(self, batch: Any) -> int:
+        batching = self._pipeline.runner.batching
+        size = None if batching.split_batch is not None else batching.size_of(batch)
+        return evaluation_microbatches(size, self._num_microbatches, self._mesh.num_ranks)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
 from lightning_pfo.strategy.engine.executor import Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
-from lightning_pfo.strategy.parallel.groups import global_rank, host_group
+from lightning_pfo.strategy.parallel.groups import host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps what the step returned for a microbatch, or the error that it raised, and the microbatch's index to a loss."""
@@ -76,6 +75,15 @@ class PipelineEngine:
         self._hosts: dict[bool, dist.ProcessGroup | None] = {}
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._loss_function: LossFunction | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return dist.get_world_size(self.group)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs a stage."""
+        return self.placement[stage]
 
     @property
     def is_first(self) -> bool:
@@ -159,6 +167,10 @@ class PipelineEngine:
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
+
+        Raises:
+            Exception: The first error of a stage of this rank; the iteration is finished first, since other ranks
+                would wait for this one.
         """
         self._loss_function = loss_function
         executor = self._executor(len(programs), train)
@@ -169,48 +181,22 @@ class PipelineEngine:
                 stage.seed = (self.seed, *step_seed)
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
+                stage.failure = None
             if train:
                 accumulate_only(self._layers)
             with torch.set_grad_enabled(train):
                 executor.run()
             if train:
                 reduce_over_replicas(self._layers)
+            failure = next((stage.failure for stage in executor.stages.values() if stage.failure), None)
+            if failure is not None:
+                raise failure
         finally:
             self._loss_function = None
             for stage in executor.stages.values():
-                stage.programs, stage.step = (), None
+                stage.programs, stage.step, stage.failure = (), None, None
             if not train:
                 release_gathered(self._layers)
-
-    def rehearse(
-        self, programs: Sequence[StageProgram], step_seed: tuple[int, ...], step: Step, *, train: bool
-    ) -> None:
-        """Run the stages before the last forward on zeros, one after the other: if one fails, all ranks know.
-
-        The last stage is left out: what fails there is told to all in any case.
-
-        Args: as for `run`, of the first microbatch.
-
-        Raises:
-            PfoError: If a stage fails on another rank.
-        """
-        for index, rank in enumerate(self.placement[:-1]):
-            failure: Exception | None = None
-            message = [""]
-            if index in self.stages:
-                stage = self._make_stage(index, train)
-                stage.programs, stage.step, stage.seed = [programs[index]], step, (self.seed, *step_seed)
-                try:
-                    with torch.set_grad_enabled(train):
-                        stage.rehearse()
-                except Exception as error:
-                    failure, message = error, [f"{type(error).__name__}: {error}"]
-                release_gathered(self._layers)
-            dist.broadcast_object_list(message, src=global_rank(self.group, rank), group=self.group)
-            if failure is not None:
-                raise failure
-            if message[0]:
-                raise PfoError(f"Stage {index} failed on its first microbatch. {message[0]}")
 
     def _executor(self, num_microbatches: int, train: bool) -> Executor:
         assert self.schedule is not None or not train

@@ -17,11 +17,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.stage import Stage, Tensors
+
+WAITS_IN = frozenset({__file__, distributed_c10d.__file__})
+"""Source files in which a rank waits for others."""
+
+_num_instructions = 0
+
+
+def progress() -> int:
+    """How many instructions this process has run."""
+    return _num_instructions
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,8 @@ class Executor:
             received = posted.wait()
             # the peer has posted its ends of what this rank sent it before, so this does not block for long
             self._finish_sends(posted.peer, posted.number)
+        global _num_instructions
+        _num_instructions += 1
         produced = self.stages[instruction.stage].run(instruction, received)
         # under the name of who needs it here, or of who made it if it leaves: its send follows
         self._ready[self._local_consumer.get(instruction, instruction)] = produced

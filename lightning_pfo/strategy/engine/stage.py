@@ -45,6 +45,8 @@ class Stage:
         programs: What the stage does of each microbatch.
         step: Runs the user's step on a stage and a microbatch.
         seed: What the random numbers of a microbatch derive from.
+        failure: The first error of the present iteration. Others that depend on this stage get zeros, so that all
+            finish the iteration, and then learn of it.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Stage:
         self._emitter = emitter
         self._compute_loss = compute_loss
         self._train = train
+        self.failure: Exception | None = None
         self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
         self._weight_gradients: dict[int, Callable[[], None]] = {}
         self._computations: dict[InstructionType, Callable[[int, Tensors], Tensors]] = {
@@ -121,55 +124,61 @@ class Stage:
             forms = [form for label in program.sent if (form := program.forms[label]).requires_grad]
         return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
 
-    def rehearse(self) -> None:
-        """Run the forward of microbatch 0 on zeros."""
-        program = self.programs[0]
-        forms = [program.forms[label] for label in program.received]
-        zeros = tuple(torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms)
-        self._forward(0, zeros)
-
     def forget(self) -> None:
         """Drop the microbatches in flight, which an exception has left."""
         self._in_flight.clear()
         self._weight_gradients.clear()
 
     def _forward(self, microbatch: int, received: Tensors) -> Tensors:
-        assert self.step is not None
         program = self.programs[microbatch]
         for tensor, label in zip(received, program.received, strict=True):
             tensor.requires_grad_(program.forms[label].requires_grad and self._train)
+        forms = [program.forms[label] for label in program.sent]
+        outputs = None
+        with self._noting_failures():
+            outputs = self._outputs(program, microbatch, received) if self.failure is None else None
+        if outputs is None:
+            outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        if self._train:
+            self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
+        return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
+
+    def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor]:
+        assert self.step is not None
         # the step's own numbers are the same on all stages, those of what a stage computes are its own
         random_state.seed(self._device, *self.seed, microbatch, 0)
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
         step = partial(self.step, self.index, microbatch)
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
-        try:
-            output = run_stage(program, step, received, **around)
-        except Exception as error:
-            if self._compute_loss is None:
-                raise
-            output = error
-        outputs = list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
-        if self._train:
-            self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
-        return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
+        output = run_stage(program, step, received, **around)
+        return list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
 
     def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
-        _backward(outputs, gradients)
+        with self._noting_failures():
+            _backward(outputs, gradients)
         return _gradients_of(inputs)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
         differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        # where nobody waits for it, the whole backward is done with the weights
+        self._weight_gradients[microbatch] = partial(_backward, outputs, gradients)
         if differentiable and outputs:
-            self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
-        else:  # nobody waits for it: the whole backward is done with the weights
-            self._weight_gradients[microbatch] = partial(_backward, outputs, gradients)
+            with self._noting_failures():
+                self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
         return _gradients_of(inputs)
 
     def _weight_gradient(self, microbatch: int, received: Tensors) -> Tensors:
-        self._weight_gradients.pop(microbatch)()
+        with self._noting_failures():
+            self._weight_gradients.pop(microbatch)()
         return ()
 
 

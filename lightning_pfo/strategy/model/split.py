@@ -154,6 +154,8 @@ class Split:
                 )
             unit.followed_into = True
             parts = units_of(unit)
+            for part in parts:
+                part.outside = unit.outside
             self.units.all.extend(parts)
             self.owners.update((part, self.owners[unit]) for part in parts if unit in self.owners)
             follow_units(parts, patches)

@@ -35,6 +35,7 @@ class Unit:
         followed_into: Of a layer: whether units inside are followed instead, as somebody listens to these.
         forward: Its `forward`, as it is while the calls are followed.
         replacement: What runs instead of its `forward`, such as a compiled one; None: its `forward`.
+        outside: How it is called where no step is under way, if not all ranks hold it; None: only those that do can.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Unit:
     followed_into: bool = False
     forward: Callable[..., Any] | None = None
     replacement: Holder | None = None
+    outside: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on ordinary tensors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,32 @@ def clip_by_global_norm(
     Returns:
         The norm before clipping, the same on every rank.
     """
+    by_copies = _by_copies(parameters, shared, num_ranks, group)
+    norm = _norm_of(by_copies, device, group)
+    for gradients in by_copies.values():
+        _scale_down(gradients, max_norm, norm)
+    return norm
+
+
+def global_norm(
+    parameters: Sequence[nn.Parameter],
+    *,
+    shared: Sequence[Shared],
+    device: torch.device,
+    num_ranks: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The norm that `clip_by_global_norm` clips by, with the same arguments."""
+    return _norm_of(_by_copies(parameters, shared, num_ranks, group), device, group)
+
+
+def _by_copies(
+    parameters: Sequence[nn.Parameter],
+    shared: Sequence[Shared],
+    num_ranks: int,
+    group: dist.ProcessGroup | None,
+) -> dict[float, list[torch.Tensor]]:
+    """Gradients by how many processes hold them."""
     num_holders = {id(parameter): len(each.ranks) for each in shared for parameter in each.parameters}
     by_copies: dict[float, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -44,14 +70,17 @@ def clip_by_global_norm(
             different = num_shards(parameter.grad) * num_ranks
             copies = dist.get_world_size(group) * num_holders.get(id(parameter), 1) / different
             by_copies.setdefault(copies, []).append(local(parameter.grad))
+    return by_copies
+
+
+def _norm_of(
+    by_copies: Mapping[float, Sequence[torch.Tensor]], device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     squared = torch.zeros((), device=device)
     for copies, gradients in by_copies.items():
         squared += torch.nn.utils.get_total_norm(gradients).to(device) ** 2 / copies
     dist.all_reduce(squared, group=group)
-    norm = squared.sqrt()
-    for gradients in by_copies.values():
-        _scale_down(gradients, max_norm, norm)
-    return norm
+    return squared.sqrt()
 
 
 def _scale_down(gradients: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.patches import unwarned
 
 Key = TypeVar("Key", bound=Hashable)
 Id = TypeVar("Id", int, str)
@@ -71,34 +71,27 @@ def nest_optimizer_state(values: Mapping[tuple[Id, str], Any]) -> dict[Id, dict[
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-    """Load this rank's part of a full state dict.
+    """Load this rank's part of a full state dict, by the module's own `load_state_dict` and its hooks.
 
     Returns:
         The keys that are missing, and those that are unexpected. Of a tied parameter one name is enough where another
         rank holds it.
 
     Raises:
-        ConfigurationError: If `strict` and keys are missing or unexpected.
+        RuntimeError: By torch, if keys are missing or unexpected and `strict`, or shapes differ.
     """
     own = module.state_dict()
-    missing = [key for key in own if key not in state]
-    unexpected = [key for key in state if key not in own]
-    if strict and (missing or unexpected):
-        raise ConfigurationError(
-            f"The checkpoint does not fit {type(module).__name__}: missing {missing or 'nothing'}, unexpected "
-            f"{unexpected or 'nothing'}. Load a checkpoint of the same model, or pass strict=False."
-        )
-    local = {
-        key: _placed_like(value, own[key])
-        for key, value in state.items()
-        if key in own and not _is_placeholder(own[key])
-    }
-    module.load_state_dict(local, strict=False)
+    placed = {key: _placed_like(value, own[key]) if key in own else value for key, value in state.items()}
     first_names = _first_names(module)
     loaded = {first_names.get(key, key) for key in state}
-    return [
-        key for key in missing if not (_is_placeholder(own[key]) and first_names.get(key, key) in loaded)
-    ], unexpected
+    placed |= {
+        key: value
+        for key, value in own.items()
+        if key not in placed and _is_placeholder(value) and first_names.get(key, key) in loaded
+    }
+    with unwarned(".*copying from a non-meta parameter in the checkpoint to a meta.*"):  # layers of other ranks
+        found = module.load_state_dict(placed, strict=strict)
+    return ([], []) if found is None else (list(found.missing_keys), list(found.unexpected_keys))
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

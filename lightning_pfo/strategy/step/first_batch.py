@@ -158,8 +158,6 @@ class LossComparison:
 
         def take(result: Any, index: int) -> torch.Tensor:
             try:
-                if isinstance(result, Exception):
-                    raise result
                 loss = result["loss"] if isinstance(result, dict) else result
                 self._dtypes.add(loss.dtype)
                 losses.append(float(loss))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import local, placed_like
 
@@ -81,3 +82,24 @@ def attach_gradients(
 
     attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]
     return attached
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """The loss that a training step returned.
+
+    Raises:
+        ConfigurationError: If it returned none.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ConfigurationError(
+            "A pipelined training_step returns the loss as a one-element tensor that depends on the model's output, or "
+            f"a dict with it under 'loss'; got {_describe(result)}."
+        )
+    return loss.reshape(())
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
+    return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)

@@ -19,6 +19,7 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.compat import state_of, synchronise_with
+from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -55,6 +56,10 @@ def take_state_from(
     """
 
     def take(ordinary: Callable[..., None]) -> None:
+        if within_step():  # which this rank alone may run
+            if replica_group is not None and step_ends_here():
+                ordinary(process_group=replica_group)
+            return
         if replica_group is not None and dist.get_rank(group) == source_rank:
             ordinary(process_group=replica_group)
         _take_state(metric, source_rank, device, group)

@@ -18,14 +18,15 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
     """Choose how many microbatches a training batch is split into.
 
     More microbatches mean fewer bubbles (for 1F1B their share is (ranks - 1) / (microbatches + ranks - 1)), but less
-    work for each instruction; four per rank are wanted. Of the numbers that the schedule can run, this takes the first
-    of: divisors of the batch size, from four per rank down to two, then up to eight, since equal microbatches take
-    equal times; other numbers, from four per rank down to two; all others, those nearest to four per rank first.
+    work for each instruction; four per rank are wanted, and of a single rank, which has no bubbles, one. Of the numbers
+    that the schedule can run, this takes the first of: divisors of the batch size, from four per rank down to two, then
+    up to eight, since equal microbatches take equal times; other numbers, from four per rank down to two; all others,
+    those nearest to four per rank first.
 
     Raises:
         BatchError: If the schedule can run none up to the batch size.
     """
-    wanted = _PER_RANK * num_ranks
+    wanted = _PER_RANK * num_ranks if num_ranks > 1 else 1
     numbers = range(1, batch_size + 1)
     near = [n for n in reversed(numbers) if wanted // 2 <= n <= wanted]
     above = [n for n in numbers if wanted < n <= 2 * wanted]
@@ -43,6 +44,22 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
         f"A batch of {batch_size} samples cannot be divided into microbatches that the schedule can run: {reason} "
         f"Use batches of {wanted} samples."
     )
+
+
+def evaluation_microbatches(batch_size: int | None, num_microbatches: int | None, num_ranks: int) -> int:
+    """Choose how many microbatches a batch is split into that is only run forward.
+
+    Args:
+        batch_size: Number of samples; None is not known.
+        num_microbatches: The number in training, if it is known.
+        num_ranks: Number of ranks of the pipeline.
+
+    Returns:
+        As many, but with two samples each at least: what a step returns of one sample looks the same whether it is
+        one value of the batch or one for each sample.
+    """
+    wanted = num_microbatches or (_PER_RANK * num_ranks if num_ranks > 1 else 1)
+    return wanted if batch_size is None else max(1, min(wanted, batch_size // 2))
 
 
 def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:

@@ -16,11 +16,14 @@ from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
-from lightning_pfo.strategy.model.tracing.tracked import current_run
+from lightning_pfo.strategy.model.tracing.tracked import current_run, following
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.effects.attributes import Attributes
+from lightning_pfo.strategy.step.effects.calls import Call, redirected
+from lightning_pfo.strategy.step.effects.within import step_under_way
 
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
@@ -129,34 +132,39 @@ def trace_untouched(
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache."""
     with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner):
         random_state.seed(device, *seed, 0)
-        return trace_step(owner, step, device)
+        return trace_step(owner, lambda: _noting_attributes(owner, step), device)
+
+
+def _noting_attributes(owner: nn.Module, step: Callable[[], Any]) -> Any:
+    """Run a step; the values that it leaves in attributes are wanted at its end."""
+    attributes = Attributes(owner)
+    try:
+        result = step()
+        run = current_run()
+        if run is not None:
+            run.note(attributes.changed_values())
+    finally:
+        with following(None):
+            attributes.take_back()
+    return result
 
 
 @contextmanager
 def logs_noted(owner: nn.Module) -> Iterator[None]:
-    """Let `self.log` only tell the run under way which values are wanted."""
+    """Let `self.log` only tell the run under way which values are wanted, and other calls too; nobody is told."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = current_run()
         if run is not None:
             run.note(value)
 
-    with logging_to(owner, log):
-        yield
+    def note(call: Call) -> None:
+        run = current_run()
+        if run is not None:
+            run.note(call[1:])
 
-
-@contextmanager
-def logging_to(owner: nn.Module, log: Callable[..., Any]) -> Iterator[None]:
-    """Let `self.log` of a module call something else."""
-    before = owner.__dict__.get("log")
-    owner.__dict__["log"] = log
-    try:
+    with redirected(owner, log, note), step_under_way(ends_here=False):
         yield
-    finally:
-        if before is None:
-            owner.__dict__.pop("log", None)
-        else:
-            owner.__dict__["log"] = before
 
 
 def signature_of(microbatch: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,27 +13,46 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.step.compat import batch_value
 from lightning_pfo.strategy.step.metrics import is_metric, path_of
-from lightning_pfo.strategy.step.values import StepValues
+
+
+class Logged(NamedTuple):
+    """A call of `self.log`, for a batch.
+
+    Attributes:
+        name: What is logged.
+        metric: Where the module holds the metric object that was logged; None: a number was.
+        arguments: The other arguments of `self.log`.
+        value: Its value for the batch.
+    """
+
+    name: str
+    metric: str | None
+    arguments: dict[str, Any]
+    value: torch.Tensor
 
 
 @dataclass
 class LogRecorder:
     """Collects `self.log` calls of the microbatches of one step.
 
+    A name that a step logs twice is logged twice for the batch: Lightning says whether it may.
+
     Attributes:
         owner: The user's module, which holds the metric objects that are logged.
         weights: How much each microbatch counts.
+        sizes: How many samples it has.
         index: The microbatch whose step runs.
-        values: What was logged, by name, and for which microbatch.
-        arguments: The other arguments of `self.log`, by name.
+        values: What was logged, by name and how often the step had logged it before, and for which microbatch.
+        arguments: The other arguments of `self.log`.
         metrics: For names under which a metric object was logged, where `owner` holds it.
     """
 
     owner: nn.Module
     weights: Sequence[float] = ()
+    sizes: Sequence[int] = ()
     index: int = 0
-    values: dict[str, list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
-    arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[tuple[str, int], list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
+    arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,27 +70,34 @@ class LogRecorder:
             )
         if args:  # prog_bar, logger, on_step, on_epoch may be given by position
             kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+        key = (name, 0)
+        while any(index == self.index for index, _ in self.values.get(key, ())):
+            key = (name, key[1] + 1)
         if kwargs.get("batch_size") is not None:  # the user counts microbatches; what is logged stands for the batch
-            kwargs["batch_size"] += self.arguments.get(name, {}).get("batch_size", 0)
-        self.values.setdefault(name, []).append((self.index, value))
-        self.arguments[name] = kwargs
+            kwargs["batch_size"] += self.arguments.get(key, {}).get("batch_size", 0)
+        self.values.setdefault(key, []).append((self.index, value))
+        self.arguments[key] = kwargs
 
-    def step_values(self, results: list[Any]) -> StepValues:
-        """Summarise: the step's scalar result first (if it has one), then each logged value over microbatches."""
-        numbers: list[Any] = []
-        result_kind = _result_kind(results)
-        if result_kind is not None:
-            losses = [result["loss"] if result_kind == "dict" else result for result in results]
-            numbers.append(self._mean(list(enumerate(loss.detach().reshape(()) for loss in losses)), is_loss=True))
-        for name, values in self.values.items():
-            numbers.append(self._reduce(values, self.arguments[name].get("reduce_fx", "mean")))
-        logged = tuple((name, self.metrics.get(name), arguments) for name, arguments in self.arguments.items())
-        return StepValues(numbers, (result_kind, logged))
+    def logged(self) -> list[Logged]:
+        """The calls for the batch, with values over its microbatches."""
+        return [
+            Logged(key[0], self.metrics.get(key[0]), self.arguments[key], self._reduce(values, self.arguments[key]))
+            for key, values in self.values.items()
+        ]
 
-    def _reduce(self, values: list[tuple[int, Any]], how: Any) -> torch.Tensor:
+    def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
+        return self._mean(list(enumerate(loss.detach().reshape(()) for loss in losses)), is_loss=True)
+
+    def _reduce(self, values: list[tuple[int, Any]], arguments: dict[str, Any]) -> torch.Tensor:
+        """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
+        how = arguments.get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-        if name in ("sum", "max", "min"):
-            return cast(torch.Tensor, getattr(_stack([value for _, value in values]), name)())
+        found = [value for _, value in values]
+        counts_samples = found == list(self.sizes) and max(found) > 1
+        is_setting = all(type(value) is int and value == found[0] for value in found) and not counts_samples
+        if name in ("sum", "max", "min") and all(map(_is_count, found)) and not is_setting:
+            return cast(torch.Tensor, getattr(_stack(found), name)())
         return self._mean(values)
 
     def _mean(self, values: list[tuple[int, Any]], *, is_loss: bool = False) -> torch.Tensor:
@@ -85,17 +111,12 @@ class LogRecorder:
         return (stacked * stacked.new_tensor([weight / total for weight, _ in counted])).sum()
 
 
+def _is_count(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point()
+    return isinstance(value, int)
+
+
 def _stack(values: Sequence[Any]) -> torch.Tensor:
     on_device = next((value for value in values if isinstance(value, torch.Tensor)), torch.empty(0))
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])
-
-
-def _result_kind(results: list[Any]) -> str | None:
-    def is_scalar(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.numel() == 1
-
-    if results and all(is_scalar(result) for result in results):
-        return "tensor"
-    if results and all(isinstance(result, dict) and is_scalar(result.get("loss")) for result in results):
-        return "dict"
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.model.untouched import untouched
+from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared, host_group
@@ -28,20 +28,20 @@ from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batch
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
+from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
-from lightning_pfo.strategy.step.gradients import (
-    attach_gradients,
-    put_gradients,
-    take_gradients,
-)
+from lightning_pfo.strategy.step.gradients import attach_gradients, loss_of, put_gradients, take_gradients
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
-from lightning_pfo.strategy.step.programs import Programs, Whole, logging_to
+from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
-from lightning_pfo.strategy.step.values import StepValues, ValueExchange
+from lightning_pfo.strategy.step.values import ValueExchange
 from lightning_pfo.strategy.step.whole.end import Ends
 
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
+Outputs = Literal["all", "first", "last", "nobody"]
+"""Which ranks are to have what a step returned: all, the first, or the one that knows it."""
 
 
 class StepRunner:
@@ -79,6 +79,7 @@ class StepRunner:
         self.batching = batching
         self.engine = engine
         self.owner = owner
+        self._split = split
         self._programs = Programs(owner, split, engine.device, patches)
         self._ends = Ends(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
@@ -89,7 +90,6 @@ class StepRunner:
         self._exchanges: dict[str, ValueExchange] = {}
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
-        self._rehearsed: set[str] = set()
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
@@ -103,6 +103,7 @@ class StepRunner:
         loss_scale: torch.Tensor | None = None,
         average_over: dist.ProcessGroup | None = None,
         keep_gradients: bool = True,
+        outputs: Outputs = "all",
     ) -> Any:
         """Run a training step with gradients.
 
@@ -117,10 +118,11 @@ class StepRunner:
                 is returned, logged and handed out does not have it.
             average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
+            outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
 
         Returns:
-            The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it. Its
-            `backward` hands out the gradients.
+            The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it; None
+            if the step returned None. Its `backward` hands out the gradients.
 
         Raises:
             ConfigurationError: On every rank, if the step does not return a loss, or returns on the first batch one
@@ -140,7 +142,7 @@ class StepRunner:
         if not keep_gradients:
             earlier = [None] * len(earlier)
         try:
-            values, losses = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale)
+            outcome, results = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale, outputs)
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared)
@@ -148,36 +150,46 @@ class StepRunner:
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
-        if is_first:
-            refuse_nan(engine, self.owner, batch, values.numbers[0], losses)
-        self._log(values, microbatches.size)
-        loss = attach_gradients(values.numbers[0], self._parameters, gradients, loss_scale)
-        return {"loss": loss} if values.structure[0] == "dict" else loss
+        loss = outcome["loss"]
+        if loss is not None:
+            loss = loss.to(torch.get_default_dtype())
+            if is_first:
+                refuse_nan(engine, self.owner, batch, loss, results)
+        self._leave_behind(outcome, microbatches.size)
+        if loss is None:
+            return None
+        loss = attach_gradients(loss, self._parameters, gradients, loss_scale)
+        return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def evaluate(
-        self, kind: str, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any
+        self,
+        kind: str,
+        step: Step,
+        num_microbatches: int,
+        step_seed: tuple[int, ...],
+        batch: Any,
+        rest: Any,
+        *,
+        outputs: Outputs = "all",
     ) -> Any:
-        """Run a validation or test step; returns its scalar result, or None if it has none."""
-        microbatches = self.batching.split(batch, num_microbatches)
-        values, _ = self._run(kind, step, microbatches, step_seed, batch, rest)
-        self._log(values, microbatches.size)
-        result_kind = values.structure[0]
-        if result_kind is None:
-            return None
-        return {"loss": values.numbers[0]} if result_kind == "dict" else values.numbers[0]
+        """Run a validation, test or predict step.
 
-    def predict(self, step: Step, num_microbatches: int, step_seed: tuple[int, ...], batch: Any, rest: Any) -> Any:
-        """Run a predict step; every rank gets the merged outputs, on the CPU."""
-        engine = self.engine
+        Args:
+            kind: Which step it is.
+            step: The user's step.
+            num_microbatches: At most so many microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            batch: What the step takes first.
+            rest: Its other arguments.
+            outputs: Which ranks are wanted to have what it returned.
+
+        Returns:
+            What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
+        """
         microbatches = self.batching.split(batch, num_microbatches)
-        values, results = self._run("predict", step, microbatches, step_seed, batch, rest)
-        self._log(values, microbatches.size)
-        merged = None
-        if engine.is_last:
-            weights = self.batching.weights(microbatches.parts, microbatches.sizes)
-            outputs = merge_outputs(results, microbatches.sizes, weights, batch_dim=self.batching.batch_dim)
-            merged = tree_map_only(torch.Tensor, torch.Tensor.cpu, outputs)
-        return engine.all_gather(merged)[engine.last_rank]
+        outcome, _ = self._run(kind, step, microbatches, step_seed, batch, rest, outputs=outputs)
+        self._leave_behind(outcome, microbatches.size)
+        return outcome["output"]
 
     def _run(
         self,
@@ -188,44 +200,107 @@ class StepRunner:
         batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
-    ) -> tuple[StepValues, list[Any]]:
+        outputs: Outputs = "nobody",
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
         engine = self.engine
         whole = None
         if self.batching.joins_microbatches and len(microbatches) > 1:
             whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
+        sizes = microbatches.sizes if whole is None else (microbatches.size,)
         weights: tuple[float, ...] = ()
         if engine.is_last:
-            weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, microbatches.sizes)
-        recorder = LogRecorder(self.owner, weights)
+            weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, sizes)
+        recorder = LogRecorder(self.owner, weights, sizes)
         results: list[Any] = []
-        error: BaseException | None = None
+        train = kind == "train"
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal error
-            try:
-                if isinstance(result, Exception):
-                    raise result
-                if kind != "train":
-                    results.append(result)
-                    return torch.zeros(())
-                loss = loss_of(result)
-                # nothing else is kept: what a step returns besides may be large
-                results.append({"loss": loss.detach()} if isinstance(result, dict) else loss.detach())
-                if not weights[index]:  # its loss may be NaN, as a mean over no labels
-                    return torch.zeros(())
-                loss = loss * weights[index]
-                return loss if loss_scale is None else loss * loss_scale
-            except Exception as exception:  # finish the iteration so that the other ranks do not hang; then all raise
-                error = error or exception
+            if not train:
+                # only what somebody wants is kept: it may be large
+                results.append(_detached(result) if outputs != "nobody" else None)
                 return torch.zeros(())
+            if result is None:
+                results.append(None)
+                return torch.zeros(())
+            loss = loss_of(result)
+            wanted = result if isinstance(result, dict) and outputs != "nobody" else {}
+            results.append(_detached({**wanted, "loss": loss}) if isinstance(result, dict) else loss.detach())
+            if not weights[index]:  # its loss may be NaN, as a mean over no labels
+                return torch.zeros(())
+            loss = loss * weights[index]
+            return loss if loss_scale is None else loss * loss_scale
 
-        self.run(kind, lambda index: step(microbatches[index], *rest), microbatches, step_seed, recorder, take, whole)
-        mine = None
-        if engine.is_last:
-            mine = StepValues(error=error) if error is not None else recorder.step_values(results)
+        error: Exception | None = None
+        effects = Effects(self.owner)
+        outcome: dict[str, Any] = {}
+        of_microbatch = lambda index: step(microbatches[index], *rest)  # noqa: E731
+        try:
+            self.run(kind, of_microbatch, microbatches, step_seed, recorder, take, whole, effects)
+            if engine.is_last:
+                outcome = effects.outcome(sizes, weights, is_sent=engine.num_ranks > 1) | {
+                    "logged": [tuple(logged) for logged in recorder.logged()]
+                }
+                outcome |= self._output(results, train, recorder, sizes, weights)
+        except Exception as exception:
+            error = exception
         if kind not in self._exchanges:
             self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
-        return self._exchanges[kind].share(mine), results
+        exchange = self._exchanges[kind]
+        apart = outcome.pop("output", None) if outputs in ("first", "last") else None
+        shared: dict[str, Any] = exchange.share(outcome, error)
+        if outputs in ("first", "last"):
+            shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
+        effects.leave(shared)
+        return shared, results
+
+    def allow_calls_outside_steps(self, meet: Callable[[str], object]) -> None:
+        """Let hooks call the model on all ranks together: each unit runs where it is, forward only.
+
+        Args:
+            meet: Called first, so that ranks notice if others do not call it.
+        """
+
+        def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if within_step():  # on the last stage, which follows nothing more once it has begun
+                return unit.compute(*args, **kwargs)
+            ranks = {self.engine.rank_of(stage) for stage in self._split.owners.get(unit, ())}
+            if len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters()):
+                return unit.compute(*args, **kwargs)
+            meet(f"a call of {unit.name!r} outside of a step")
+            source = min(ranks)
+            result, error = None, None
+            if self.engine.rank == source:
+                try:
+                    with torch.no_grad():
+                        result = unit.compute(*args, **kwargs)
+                except Exception as exception:
+                    error = exception
+            exchange = ValueExchange(self.engine.device, self.engine.group, self._hosts, source)
+            return exchange.share(result, error)
+
+        for unit in self._split.units.all:
+            unit.outside = call
+
+    def _output(
+        self, results: list[Any], train: bool, recorder: LogRecorder, sizes: Sequence[int], weights: Sequence[float]
+    ) -> dict[str, Any]:
+        """What the step returned for the batch."""
+        merge = partial(merge_outputs, sizes=sizes, weights=weights, batch_dim=self.batching.batch_dim)
+        if not train:
+            return {"output": merge(results)}
+        skipped = [result is None for result in results]
+        if all(skipped):
+            return {"loss": None, "is_dict": False, "output": {}}
+        if any(skipped):
+            raise ConfigurationError(
+                f"A training_step that returns None skips the batch, so it does so for all microbatches; got None "
+                f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
+            )
+        is_dict = isinstance(results[0], dict)
+        losses = [result["loss"] if is_dict else result for result in results]
+        rest = merge([{key: value for key, value in r.items() if key != "loss"} for r in results]) if is_dict else {}
+        return {"loss": recorder.mean_loss(losses), "is_dict": is_dict, "output": rest}
 
     def run(
         self,
@@ -236,8 +311,9 @@ class StepRunner:
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
         whole: Whole | None = None,
+        effects: Effects | None = None,
     ) -> list[list[StageProgram]]:
-        """Run a step on microbatches; the first time an error of any stage is raised on every rank.
+        """Run a step on microbatches; all ranks finish, whatever fails.
 
         Args:
             kind: Which step it is; `train` runs backward too.
@@ -245,13 +321,16 @@ class StepRunner:
             microbatches: The microbatches.
             step_seed: Makes the random numbers of this step differ from those of others.
             recorder: Where logs of the last stage go.
-            take: Takes, on the rank of the last stage, what the step returned for a microbatch (or the error that it
-                raised); returns the loss.
+            take: Takes, on the rank of the last stage, what the step returned for a microbatch; returns the loss.
             whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
                 on every microbatch.
+            effects: Takes what it leaves behind; None: nothing of it counts.
 
         Returns:
             What the stages have done of each microbatch.
+
+        Raises:
+            Exception: What went wrong on this rank; others may not know of it.
         """
         engine = self.engine
         train, last = kind == "train", engine.num_stages - 1
@@ -261,73 +340,54 @@ class StepRunner:
                 recorder.log(name, plain(value), *args, **kwargs)
 
         @contextmanager
-        def inside(log: Callable[..., None], stage: int | None = None) -> Iterator[None]:
+        def inside(stage: int | None, *, ends_here: bool) -> Iterator[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
             with ExitStack() as stack:
-                stack.enter_context(logging_to(self.owner, log))
-                stack.enter_context(without_synchronisation(self._metrics))
                 if stage is not None:
-                    stack.enter_context(buffers.of(min(stage, last)))
+                    stack.enter_context(buffers.of(stage))
+                stack.enter_context(kept.of(ends_here=ends_here, log=log))
+                stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:
-                    stack.enter_context(self._deferred.forward_of(stage))
+                    stack.enter_context(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
                 yield
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
-            with inside(log if whole is None and stage == last else _log_nothing, stage):
+            with inside(stage, ends_here=whole is None and stage == last):
                 return step(index)
 
         with random_state.isolated(engine.device):
             found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
+            kept = Effects(self.owner) if effects is None else effects
             changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
-            changes = {name: stage if stage is None else min(stage, last) for name, stage in changes.items()}
+            # what the end of the step changes is among its effects
+            changes = {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
+            kept.leave_alone(changes)
             if whole is not None:
-                trying, running = partial(inside, _log_nothing), partial(inside, log, engine.num_stages)
+                trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
-            if kind not in self._rehearsed:
-                with untouched(self.owner):
-                    buffers = StepBuffers(self.owner, changes, len(engine.stages))
-                    engine.rehearse(programs[0], step_seed, run_step, train=train)
-                self._rehearsed.add(kind)
             buffers = StepBuffers(self.owner, changes, len(engine.stages))
-            with self._deferred.batch() if train and self._deferred is not None else nullcontext():
-                engine.run(programs, step_seed, run_step, take, train=train)
-            buffers.agree(engine.placement, self._shared, engine.group)
+            try:
+                with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                    engine.run(programs, step_seed, run_step, take, train=train)
+            finally:
+                buffers.agree(engine.placement, self._shared, engine.group)
+                if effects is None:
+                    kept.discard()
         return programs
 
-    def _log(self, values: StepValues, batch_size: int) -> None:
-        result_kind, logged = values.structure
-        numbers = values.numbers[0 if result_kind is None else 1 :]
-        for (name, metric_path, arguments), number in zip(logged, numbers, strict=True):
-            value: Any = number
+    def _leave_behind(self, outcome: dict[str, Any], batch_size: int) -> None:
+        """Log what was logged, on every rank."""
+        for name, metric_path, arguments, number in outcome["logged"]:
+            value: Any = number.to(torch.get_default_dtype())
             if metric_path is not None:
-                value = self.owner.get_submodule(metric_path)
-                set_batch_value(value, number)
+                metric: Any = self.owner.get_submodule(metric_path)
+                set_batch_value(metric, value)
+                value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
 
 
-def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `self.log` where the step is not run to its end."""
-
-
-def loss_of(result: Any) -> torch.Tensor:
-    """The loss that a training step returned.
-
-    Raises:
-        ConfigurationError: If it returned none.
-    """
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise ConfigurationError(
-            "A pipelined training_step returns the loss as a one-element tensor that depends on the model's output, or "
-            f"a dict with it under 'loss'; got {_describe(result)}."
-        )
-    return loss.reshape(())
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, torch.Tensor):
-        return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
-    return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)
+def _detached(result: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)

@@ -1,15 +1,15 @@
-"""Sharing what a step logged and returned: only the last stage knows, every rank needs it.
+"""Sharing what came of a step: the last stage knows, every rank needs it, and an error of any stage is everybody's.
 
-One all-reduce per step carries all numbers, which stay on the device; the structure (names and arguments of `self.log`)
-is sent only when it changes. The all-reduce is also where devices wait for the slowest, so that an iteration ends at
-the same time everywhere. Whether the structure changed, or the step failed, is agreed between the hosts: they need not
-wait for their devices, which may be far behind. Where the device is the host, the same all-reduce says it.
+One all-reduce per step carries all numbers, which stay on the device; what numbers and tensors belong to (names,
+arguments of `self.log`, containers) is sent only when it changes, and tensors are sent as they are. The all-reduce is
+also where devices wait for the slowest, so that an iteration ends at the same time everywhere. Whether something
+changed, or the step failed, is agreed between the hosts: they need not wait for their devices, which may be far behind.
+Where the device is the host, the same all-reduce says it.
 """
 
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,21 +17,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.groups import global_rank
-
-
-@dataclass
-class StepValues:
-    """What the last stage knows after a step.
-
-    Attributes:
-        numbers: 0-dimensional tensors or Python numbers; tensors on `device` after sharing.
-        structure: Anything picklable that says what the numbers mean.
-        error: The error that the user's code raised on the last stage, if it did.
-    """
-
-    numbers: list[Any] = field(default_factory=list)
-    structure: Any = None
-    error: BaseException | None = None
+from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
 
 class StepFailedError(PfoError, RuntimeError):
@@ -39,7 +25,7 @@ class StepFailedError(PfoError, RuntimeError):
 
 
 class ValueExchange:
-    """Sends `StepValues` from the rank of the last stage to all; one object for each kind of step.
+    """Sends what came of a step from the rank of the last stage to all; one object for each kind of step.
 
     Args:
         device: Where shared numbers live.
@@ -59,55 +45,99 @@ class ValueExchange:
         self._group = group
         self._hosts = hosts
         self._last_rank = last_rank
-        self._known: tuple[Any, int] = (None, 0)
+        self._is_last = dist.get_rank(group) == last_rank
+        self._known: tuple[bytes, int, list[Any]] = (b"", 0, [])
 
-    def share(self, values: StepValues | None) -> StepValues:
-        """Exchange the values of one step; a collective call.
+    def share(self, value: Any, error: BaseException | None = None) -> Any:
+        """Exchange what came of one step; a collective call.
 
         Args:
-            values: On the rank of the last stage what it knows; None on all others.
+            value: On the rank of the last stage what came of it; of others nobody looks at it.
+            error: What went wrong on this rank.
 
         Returns:
-            The same values on every rank.
+            The same on every rank, detached.
 
         Raises:
-            BaseException: On the rank of the last stage the error in `values`; on the others a `StepFailedError` that
-                quotes it.
+            BaseException: The error of this rank, if it was the first to fail or all fail alike; else a
+                `StepFailedError` that quotes the first.
         """
-        structure, count = self._known
-        is_new = values is not None and (
-            values.error is not None or (values.structure, len(values.numbers)) != self._known
-        )
+        parcel = Parcel(b"")
+        if self._is_last and error is None:
+            parcel = pack(value, self._device)
+        outline, count, forms = self._known
+        is_new = error is not None or (self._is_last and parcel.outline != outline)
         if self._device.type != "cpu" and self._agree_between_hosts(is_new):
-            return self._share_all(values)
+            return self._share_anew(parcel, error)
         # float64 holds losses and counts exactly
         packed = torch.zeros(1 + count, dtype=torch.float64, device=self._device)
         if is_new:
             packed[0] = 1
-        elif values is not None and count:
-            packed[1:] = torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in values.numbers])
+        elif parcel.numbers:
+            packed[1:] = self._stacked(parcel)
         dist.all_reduce(packed, group=self._group)
         if self._device.type == "cpu" and packed[0]:
-            return self._share_all(values)
-        return StepValues(list(packed[1:].to(torch.get_default_dtype()).unbind()), structure)
+            return self._share_anew(parcel, error)
+        return unpack(outline, packed[1:], self._share_tensors(parcel, forms), self._device)
+
+    def send_to_first(self, value: Any) -> Any:
+        """Send a value from the rank of the last stage to the first rank, which returns it; others return None."""
+        rank, last = dist.get_rank(self._group), global_rank(self._group, self._last_rank)
+        if self._last_rank == 0 or rank not in (0, self._last_rank):
+            return value
+        if rank == 0:
+            message: list[Any] = [None]
+            dist.recv_object_list(message, src=last, group=self._hosts)
+            forms = forms_of(message[0])[1]
+            tensors = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
+            for data in map(_as_bytes, tensors):
+                dist.recv(data, src=last, group=self._hosts)
+            return unpack(message[0], torch.empty(0), tensors, self._device)
+        parcel = pack(value, None)
+        first = global_rank(self._group, 0)
+        dist.send_object_list([parcel.outline], dst=first, group=self._hosts)
+        for data in map(_as_bytes, parcel.tensors):
+            dist.send(data.cpu(), dst=first, group=self._hosts)
+        return None
+
+    def _stacked(self, parcel: Parcel) -> torch.Tensor:
+        return torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in parcel.numbers])
 
     def _agree_between_hosts(self, is_new: bool) -> bool:
         flag = torch.tensor([is_new], dtype=torch.uint8)
-        dist.broadcast(flag, src=global_rank(self._group, self._last_rank), group=self._hosts)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._hosts)
         return bool(flag)
 
-    def _share_all(self, values: StepValues | None) -> StepValues:
-        message: list[Any] = [None]
-        if values is not None:
-            numbers = [float(n) for n in values.numbers]
-            text = "".join(traceback.format_exception(values.error)) if values.error is not None else ""
-            message = [(values.structure, numbers, text)]
-        dist.broadcast_object_list(message, src=global_rank(self._group, self._last_rank), group=self._group)
-        structure, numbers, text = message[0]
-        if text:
-            if values is not None and values.error is not None:
-                raise values.error
-            raise StepFailedError(f"The step failed on rank {self._last_rank}, which runs the last stage:\n{text}")
-        self._known = (structure, len(numbers))
-        shared = torch.tensor(numbers, dtype=torch.get_default_dtype(), device=self._device)
-        return StepValues(list(shared.unbind()), structure)
+    def _share_tensors(self, parcel: Parcel, forms: list[Any]) -> list[torch.Tensor]:
+        tensors = [tensor.to(self._device) for tensor in parcel.tensors]
+        if not self._is_last:
+            tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
+        for data in map(_as_bytes, tensors):
+            dist.broadcast(data, src=global_rank(self._group, self._last_rank), group=self._group)
+        return tensors
+
+    def _share_anew(self, parcel: Parcel, error: BaseException | None) -> Any:
+        text = "" if error is None else "".join(traceback.format_exception_only(error)).strip()
+        mine = (text, "".join(traceback.format_exception(error)) if error is not None else "", parcel.outline)
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, mine, group=self._hosts)
+        first = next((rank for rank, (text, _, _) in enumerate(found) if text), None)
+        if first is not None:
+            if error is not None and text == found[first][0]:
+                raise error
+            where = ", which runs the last stage" if first == self._last_rank else ""
+            raise StepFailedError(f"The step failed on rank {first}{where}:\n{found[first][1]}")
+        outline = found[self._last_rank][2]
+        self._known = (outline, *forms_of(outline))
+        _, count, forms = self._known
+        numbers = torch.zeros(count, dtype=torch.float64, device=self._device)
+        if parcel.numbers:
+            numbers = self._stacked(parcel)
+        if count:
+            dist.broadcast(numbers, src=global_rank(self._group, self._last_rank), group=self._group)
+        return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: gloo does not know all types."""
+    return tensor.reshape(-1).view(torch.uint8)

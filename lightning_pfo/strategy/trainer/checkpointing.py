@@ -19,7 +19,6 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
-from lightning_pfo.strategy.trainer.finetuning import restore_groups
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
@@ -68,11 +67,6 @@ class CheckpointStrategy(MeshStrategy):
     def _reseed(self, seed: int) -> None:
         """Derive the random numbers inside microbatches from `seed` from now on."""
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
     @override
     def make_checkpoint_io(self) -> CheckpointIO:
         return SafeCheckpointIO()
@@ -83,12 +77,15 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.meet("collecting the state of the module")
         if not self._save_distributed_checkpoint:
             return self.gather_module_state()
         return sharded_checkpoint.module_shard(self._module(), self._last_rank, self.mesh.pipeline_group)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not optimizer.state_dict():  # Lightning's, where `configure_optimizers` returns None
+            return {}
         sharded = self._save_distributed_checkpoint
         collect = sharded_checkpoint.optimizer_shard if sharded else whole.gather_optimizer_state
         return collect(getattr(optimizer, "optimizer", optimizer), self.mesh.pipeline_group)
@@ -97,6 +94,7 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        self.meet("saving a checkpoint")
         filepath = self.broadcast(filepath)  # names may hold the time, which differs
         checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
         if not self._save_distributed_checkpoint:
@@ -112,8 +110,6 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is None:  # Lightning forgets to hand it on to strategies that load after setup
-            weights_only = getattr(self.launcher, "weights_only", None)
         path = self.broadcast(checkpoint_path)
         if sharded_checkpoint.is_sharded(Path(path)):
             trusted = WEIGHTS_ONLY if weights_only is None else weights_only
@@ -127,9 +123,9 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        restore_groups(self._module().trainer)
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole.load_optimizer_state(optimizer, state)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as Lightning
+            if state:
+                whole.load_optimizer_state(optimizer, state)
         move_optimizers(self.optimizers, self.root_device)
         own_state = checkpoint.get(_OWN_STATE)
         if own_state is not None:  # a single device's checkpoint has none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as conn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -80,6 +82,16 @@ PRIVATE = {
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
+    ),
+    "lightning.pytorch.Trainer._logger_connector": (
+        "Ranks could agree to stop only where a callback is called, not after all hooks of a batch."
+    ),
+    "lightning.pytorch.Trainer._checkpoint_connector": "`on_fit_start` would see weights before they are restored.",
+    (
+        "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks"
+    ): "Likewise, and the user's `weights_only` would be lost.",
+    "lightning.pytorch.loops.optimization.automatic.ClosureResult": (
+        "A `training_step` could not skip a batch by returning None, which Lightning refuses with several processes."
     ),
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._sigterm_notifier_fn": (
         "SIGTERM would be handled within the signal handler, between the transfers of a pipeline."
@@ -176,6 +188,25 @@ def average_of(callback: Any) -> Any:
     return callback._average_model
 
 
+SKIPPED = object()
+"""What a strategy's `training_step` returns in place of None, which Lightning refuses with several processes."""
+
+
+class ClosureResult(_ClosureResult):
+    """What a training step returned, or that it has skipped its batch."""
+
+    @classmethod
+    @override
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _ClosureResult:
+        output = None if training_step_output is SKIPPED else training_step_output
+        return super().from_training_step_output(output, normalize)
+
+
+def allow_skipping(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let a batch be skipped by a `training_step` that returns None, as with one process."""
+    patches.set(trainer.fit_loop.epoch_loop.automatic_optimization, "output_result_cls", ClosureResult)
+
+
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -191,6 +222,58 @@ def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler
     patches.set(connector, "_slurm_sigusr_handler_fn", on_requeue)
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
     return save_and_requeue
+
+
+def after_batches(trainer: pl.Trainer, agree: Callable[[str], None], patches: Patches) -> None:
+    """Call `agree` after each batch's hooks, after each validation, and after the hooks of each epoch of training.
+
+    That is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
+    """
+    connector: Any = trainer._logger_connector
+    fit_loop = trainer.fit_loop
+    places: tuple[tuple[Any, str, str], ...] = (
+        (connector, "on_batch_end", "a batch"),
+        (fit_loop.epoch_loop.val_loop, "run", "validation"),
+        (fit_loop, "on_advance_end", "an epoch of training"),
+    )
+    for owner, name, what in places:
+        patches.set(owner, name, _and_then(getattr(owner, name), partial(agree, what)))
+
+
+def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        then()
+        return result
+
+    return call
+
+
+class Restoring:
+    """Keeps Lightning from loading weights before the strategy's setup, where it would, and loads them when called.
+
+    Strategies that ask Lightning to load them after the setup get them after `on_fit_start`, and without the
+    `weights_only` that the user gave.
+
+    Args:
+        trainer: The Trainer, before it has loaded them.
+
+    Attributes:
+        path: The checkpoint, once Lightning would have loaded it; None: there is none.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.path: Any = None
+        self._arguments: tuple[Any, ...] = (None,)
+        self._connector: Any = trainer._checkpoint_connector
+        vars(self._connector)["_restore_modules_and_callbacks"] = self._note
+
+    def _note(self, path: Any = None, *others: Any) -> None:
+        self.path, self._arguments = path, (path, *others)
+
+    def __call__(self) -> None:
+        vars(self._connector).pop("_restore_modules_and_callbacks", None)
+        self._connector._restore_modules_and_callbacks(*self._arguments)
 
 
 def end_after_batch(trainer: pl.Trainer) -> None:

@@ -23,15 +23,6 @@ def add_the_same_everywhere(trainer: pl.Trainer, patches: Patches) -> None:
         patches.set(BaseFinetuning, "filter_on_optimizer", staticmethod(_filter_by_identity))
 
 
-def restore_groups(trainer: pl.Trainer) -> None:
-    """Give optimizers the parameter groups that finetuning callbacks had made before the checkpoint.
-
-    The callbacks do it when training starts, which is before a split model is loaded.
-    """
-    for callback in _finetuning(trainer):
-        callback.on_fit_start(trainer, trainer.lightning_module)
-
-
 def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
     return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import signal
@@ -31,13 +30,6 @@ START_METHODS = ("popen", "clone", "spawn", "fork", "forkserver")
 """
 
 
-def _weights_only_of(function: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
-    """What the user passed to `trainer.fit(weights_only=...)`; Lightning's older versions have no such argument."""
-    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-    value: bool | None = arguments.get("weights_only")
-    return value
-
-
 def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run one of the Trainer's functions; tell the other ranks how it ends, and say which of them ended it."""
     strategy: Any = trainer.strategy
@@ -63,13 +55,10 @@ class ScriptLauncher(ScriptLauncherBase):
     Until the processes are connected, they look after each other here; from then on `RankWatch` does.
     """
 
-    weights_only: bool | None = None
-
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
         strategy: Any = trainer.strategy
-        self.weights_only = _weights_only_of(function, args, kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if _LAUNCHER_PID not in os.environ and not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER_PID] = str(os.getpid())
@@ -154,12 +143,9 @@ def _end(reason: str, status: int = 1) -> None:
 class ForkLauncher(ForkLauncherBase):
     """Forks or spawns the processes; the model of the calling process gets the trained weights of all stages."""
 
-    weights_only: bool | None = None
-
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        self.weights_only = _weights_only_of(function, args, kwargs)
         return super().launch(partial(_guarded, trainer, function), *args, trainer=trainer, **kwargs)
 
     @override

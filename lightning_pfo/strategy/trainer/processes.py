@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,9 @@ from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import abort_process_group
+from lightning_pfo.strategy.parallel.groups import host_group
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
     connect_processes,
@@ -25,6 +28,7 @@ from lightning_pfo.strategy.trainer.compat import (
     seed_workers,
 )
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
+from lightning_pfo.strategy.watch.meeting import meet
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
 _GRACE_S = 30.0
@@ -77,12 +81,21 @@ class MeshStrategy(StrategyBase):
         self._num_nodes = 1
         self.rank_watch: RankWatch | None = None
         self._mesh: ProcessMesh | None = None
+        self._meeting: tuple[dist.ProcessGroup | None, ...] | None = None
 
     @property
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process; within a step, whether it runs that to its end, for the first replica."""
+        if within_step():
+            return step_ends_here() and self.mesh.replica == 0
+        return super().is_global_zero
 
     @property
     def num_nodes(self) -> int:
@@ -160,23 +173,67 @@ class MeshStrategy(StrategyBase):
         )
         if self.rank_watch is not None:
             self.rank_watch.begin()
+        self._meeting = None
         self._mesh = make_mesh(
             self.root_device.type, self._data_parallel_size, self._tensor_parallel_size, self._mesh_order
         )
 
+    def meet(self, what: str, votes: Sequence[bool] = ()) -> list[bool]:
+        """Notice if other ranks of this pipeline do something else next, and vote; a collective call.
+
+        Args:
+            what: What this rank does next.
+            votes: Questions, each answered with yes if any rank of any replica says so.
+
+        Raises:
+            RanksApartError: On every rank, if ranks of this pipeline do something else.
+        """
+        if self._mesh is None or not dist.is_initialized() or within_step():
+            return list(votes)
+        if self._meeting is None:
+            groups = (self._mesh.pipeline_group, None)
+            self._meeting = tuple(host_group(group, self.root_device) for group in groups)
+        of_pipeline, of_world = self._meeting
+        answers = meet(what, of_pipeline, votes)
+        if votes and self._mesh.pipeline_group is not None:
+            answers = meet("a vote of all replicas", of_world, answers)
+        return answers
+
     @override
     def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes; within a step, which the last stage alone runs to its end, for the replicas."""
+        if within_step():
+            if self.mesh.replica_group is not None and step_ends_here():
+                dist.barrier(group=self.mesh.replica_group)
+            return
+        self.meet(f"a barrier ({name})" if name else "a barrier")
         if dist.is_initialized():
             device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
             dist.barrier(device_ids=device_ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
+        if not dist.is_initialized() or within_step():  # in a step all have the same
             return obj
+        self.meet("a broadcast")
         message = [obj]
         dist.broadcast_object_list(message, src)
         return message[0]
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the replicas: the ranks of a pipeline hold the same values, and in a step only the last runs on.
+
+        As Lightning's where there is one process, a single replica gets its tensor as it is.
+        """
+        if group not in (None, dist.group.WORLD):
+            return super().all_gather(tensor, group, sync_grads)
+        replicas = None if self._mesh is None else self._mesh.replica_group
+        if replicas is None:
+            return tensor
+        if within_step() and not step_ends_here():  # elsewhere it may have no value
+            return torch.stack([tensor] * dist.get_world_size(replicas))
+        return super().all_gather(tensor, replicas, sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -187,8 +244,14 @@ class MeshStrategy(StrategyBase):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        group = None
+        if within_step():
+            group = self.mesh.replica_group
+            if group is None or not step_ends_here():
+                return decision
         if not dist.is_initialized():
             return decision
+        self.meet("a decision of all ranks")
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX, group=group)
         return bool(votes)

@@ -1,9 +1,10 @@
-"""SIGTERM, and SLURM's request to save and be requeued, obeyed by all ranks at the same batch.
+"""What ends a run or saves it between batches, obeyed by all ranks at the same batch.
 
-Lightning's handlers talk to the other ranks, or save, from within the signal handler, wherever it interrupts each rank;
+That is SIGTERM, SLURM's request to save and be requeued, and `trainer.should_stop`, which any rank may set. Lightning's
+handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts each rank;
 between the transfers of a pipeline that would be a wait for each other until the timeout. Here a signal is only noted,
-and at the end of each batch the ranks agree on what was noted, in place of the broadcast Lightning does for SIGTERM. In
-training the hosts vote while the optimizer works, so that neither they nor their devices wait for it.
+and when each batch is done the hosts agree on what was noted, in place of the broadcast Lightning does for SIGTERM.
+Where others do not come, a process ends nevertheless.
 """
 
 from __future__ import annotations
@@ -12,83 +13,57 @@ from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
-from typing_extensions import override
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
+from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.trainer.compat import Handler, end_after_batch, handle_signals
+from lightning_pfo.strategy.trainer.compat import Handler, after_batches, end_after_batch, handle_signals
+from lightning_pfo.strategy.watch.stuck import end_if_stuck
 
 
-class SignalsAtBatchEnd(pl.Callback):
+class SignalsAtBatchEnd:
     """Notes signals, and obeys them when all ranks have done a batch."""
 
     def __init__(self) -> None:
         self._terminate = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._save_and_requeue: Handler | None = None
-        self._hosts: dist.ProcessGroup | None = None
-        self._vote: tuple[torch.Tensor, dist.Work | None] | None = None
 
     def take_over(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
-        self._terminate, self._requeue, self._vote = False, None, None
-        if self._hosts is None and trainer.world_size > 1:
-            self._hosts = host_group(None, trainer.strategy.root_device)
+        self._terminate, self._requeue = False, None
 
         def note_sigterm(signum: int, frame: FrameType | None) -> None:
-            if not self._terminate and trainer.strategy.launcher is not None:
-                trainer.strategy.launcher.kill(signum)
+            if not self._terminate:
+                if trainer.strategy.launcher is not None:
+                    trainer.strategy.launcher.kill(signum)
+                end_if_stuck(abort_process_group, WAITS_IN, progress)
             self._terminate = True
 
         def note_requeue(signum: int, frame: FrameType | None) -> None:
             self._requeue = (signum, frame)
 
         self._save_and_requeue = handle_signals(trainer, note_sigterm, note_requeue, patches)
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.append(self)
-        patches.callback(callbacks.remove, self)
+        after_batches(trainer, lambda what: self.agree(trainer, what), patches)
 
-    def _begin_vote(self, trainer: pl.Trainer) -> None:
-        votes = torch.tensor([int(self._terminate), int(self._requeue is not None)])
-        work = None
-        if trainer.world_size > 1:
-            work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._hosts, async_op=True)
-        self._vote = (votes, work)
+    def agree(self, trainer: pl.Trainer, what: str, *, may_raise: bool = False) -> None:
+        """Obey what any rank has noted; a collective call.
 
-    def _agree(self, trainer: pl.Trainer, *, may_save: bool) -> None:
-        if self._vote is None:
-            self._begin_vote(trainer)
-        assert self._vote is not None
-        votes, work = self._vote
-        self._vote = None
-        if work is not None:
-            work.wait()
-        noted = votes.tolist()
-        if noted[1] and may_save and self._save_and_requeue is not None:
+        Args:
+            trainer: The Trainer.
+            what: What has been done, the same on all ranks.
+            may_raise: Whether to end the run here, because Lightning does not look by itself.
+        """
+        strategy: Any = trainer.strategy
+        votes = (self._terminate, self._requeue is not None, trainer.should_stop)
+        terminate, requeue, stop = strategy.meet(f"after {what}", votes)
+        if stop:
+            trainer.should_stop = True
+        if requeue and trainer.training and self._save_and_requeue is not None:
             self._save_and_requeue(*(self._requeue or (0, None)))
             self._requeue = None
-        if noted[0]:
+        if terminate:
             end_after_batch(trainer)  # on every rank
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self._vote is None:  # an optimizer may run its closure several times
-            self._begin_vote(trainer)
-
-    @override
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._agree(trainer, may_save=True)
-
-    @override
-    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._agree(trainer, may_save=False)
-
-    @override
-    def on_test_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._agree(trainer, may_save=False)
-
-    @override
-    def on_predict_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        self._agree(trainer, may_save=False)
+            if may_raise:
+                raise SIGTERMException

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 from typing_extensions import override
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.clipping import global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batch_check import check_same_batch
-from lightning_pfo.strategy.step.microbatches import default_num_microbatches, training_batch_sizes
+from lightning_pfo.strategy.step.microbatches import (
+    default_num_microbatches,
+    evaluation_microbatches,
+    training_batch_sizes,
+)
+from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
+from lightning_pfo.strategy.trainer.compat import SKIPPED
 from lightning_pfo.strategy.trainer.precision import scaler_of
+from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
+_LOOK_AT_NOTHING = (
+    "lightning.",
+    "lightning_pfo.",
+)  # callbacks of these packages do not look at outputs, but at the loss
+_SEED_OF = {"validation": 1, "test": 1, "predict": 2}
+_GATHERED: dict[str, Outputs] = {"all": "all", "rank0": "first", "none": "last"}
 
 
 class StepStrategy(CheckpointStrategy):
@@ -34,6 +53,11 @@ class StepStrategy(CheckpointStrategy):
     _pipeline: Pipeline | None = None
     _num_microbatches: int | None = None
     _accumulating = False
+    _gather = "all"
+    _signals: SignalsAtBatchEnd
+    _patches: Patches
+    _evaluated = 0
+    _evaluation_seed = 0
 
     @abstractmethod
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
@@ -81,55 +105,116 @@ class StepStrategy(CheckpointStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
+        batch_idx = self._module().trainer.fit_loop.batch_idx
+        self.meet(f"training step of batch {batch_idx}")
+        batch, rest = batch_of(args)
         if self._num_microbatches is None:
             self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch))
         assert self._num_microbatches is not None
-        self._check_batch(batch)
+        self._check_batch(batch, batch_idx)
         with self.precision_plugin.train_step_context():
-            return self._get_pipeline().runner.train(
-                self._module().training_step,
+            result = self._get_pipeline().runner.train(
+                self._step("training_step"),
                 self._num_microbatches,
-                self._step_seed(0),
+                self._training_seed(),
                 batch,
                 rest,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
                 keep_gradients=not gradients_are_stale(self._module()),
+                outputs="all" if self._are_wanted("on_train_batch_end") else "nobody",
             )
+        return SKIPPED if result is None else result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("validation", *args)
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation", args)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluation_step("test", *args)
-
-    def _evaluation_step(self, kind: str, batch: Any, *rest: Any) -> Any:
-        step = getattr(self._module(), f"{kind}_step")
-        precision = self.precision_plugin
-        with precision.val_step_context() if kind == "validation" else precision.test_step_context():
-            num_microbatches = self._evaluation_microbatches()
-            return self._get_pipeline().runner.evaluate(kind, step, num_microbatches, self._step_seed(1), batch, rest)
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test", args)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch, *rest = args
         with self.precision_plugin.predict_step_context():
-            return self._get_pipeline().runner.predict(
-                self._module().predict_step, self._evaluation_microbatches(), self._step_seed(2), batch, rest
-            )
+            predictions = self._evaluate("predict", args, _GATHERED[self._gather])
+        self._signals.agree(
+            self._module().trainer, "a batch", may_raise=True
+        )  # Lightning does not look for signals here
+        return predictions
 
-    def _evaluation_microbatches(self) -> int:
-        return self._num_microbatches or 4 * self.mesh.num_ranks
+    def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
+        self.meet(f"{kind} step number {self._evaluated}")
+        batch, rest = batch_of(args)
+        self._check_batch(batch, self._evaluated)
+        self._evaluated += 1
+        runner = self._get_pipeline().runner
+        if kind != "predict" and not self._are_wanted(f"on_{kind}_batch_end"):
+            outputs = "nobody"
+        size = None if runner.batching.split_batch is not None else runner.batching.size_of(batch)
+        return runner.evaluate(
+            kind,
+            self._step(f"{kind}_step"),
+            evaluation_microbatches(size, self._num_microbatches, self.mesh.num_ranks),
+            (_SEED_OF[kind], self.mesh.replica, self._evaluation_seed, self._evaluated),
+            batch,
+            rest,
+            outputs=outputs,
+        )
 
-    def _step_seed(self, kind: int) -> tuple[int, ...]:
+    def _step(self, name: str) -> Callable[..., Any]:
+        return fetching(getattr(self._module(), name))
+
+    def _are_wanted(self, hook: str) -> bool:
+        """Whether somebody may look at what a step returns: it is not sent to all ranks for nothing."""
         trainer = self._module().trainer
-        batch_idx = trainer.fit_loop.batch_idx if kind == 0 else 0
-        return (kind, self.mesh.replica, trainer.current_epoch, trainer.global_step, batch_idx)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        users = [callback for callback in callbacks if not type(callback).__module__.startswith(_LOOK_AT_NOTHING)]
+        return is_overridden(hook, self._module()) or any(is_overridden(hook, c, pl.Callback) for c in users)
 
-    def _check_batch(self, batch: Any) -> None:
-        index = self._module().trainer.fit_loop.batch_idx
+    def _training_seed(self) -> tuple[int, ...]:
+        trainer = self._module().trainer
+        return (0, self.mesh.replica, trainer.current_epoch, trainer.global_step, trainer.fit_loop.batch_idx)
+
+    def _begin_evaluation(self) -> None:
+        """Random numbers of an evaluation derive from those of the process, as they are when it begins, and go on."""
+        self.meet("begin of an evaluation")
+        self._evaluated = 0
+        self._evaluation_seed = random_state.fingerprint(self.mesh.pipeline_group)
+
+    @override
+    def on_train_end(self) -> None:
+        self.meet("end of training")
+
+    @override
+    def on_validation_end(self) -> None:
+        self.meet("end of validation")
+
+    @override
+    def on_test_end(self) -> None:
+        self.meet("end of testing")
+
+    @override
+    def on_predict_end(self) -> None:
+        self.meet("end of prediction")
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+        engine = self._get_pipeline().engine
+        if engine.rank != (engine.last_rank if self._gather == "none" else 0):
+            silence_writers(self._module().trainer, self._patches)
+
+    def _check_batch(self, batch: Any, index: int) -> None:
         if index < _CHECKED_BATCHES or index % _CHECK_EVERY == 0:
             check_same_batch(batch, self.mesh.pipeline_group, self.root_device)
             if self.mesh.tensor_group is not None:
@@ -145,9 +230,80 @@ class StepStrategy(CheckpointStrategy):
             self._accumulating = False
 
     @override
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # as Lightning's, but `on_after_backward` sees gradients as they are after the reduction, as under DDP
+        module, precision = self._module(), self.precision_plugin
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
         if not self._accumulating:
             average_gradients(self._get_pipeline().held, self.mesh.replica_group)
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+        """The 2-norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.
+
+        Lightning's `grad_norm(module, 2)` has those of the stages that this rank holds.
+
+        Args:
+            parameters: Those that count; None: all.
+        """
+        return global_norm(
+            list(self._module().parameters() if parameters is None else parameters),
+            shared=self._get_pipeline().shared,
+            device=self.root_device,
+            num_ranks=self.mesh.num_ranks,
+        )
+
+
+def silence_writers(trainer: pl.Trainer, patches: Patches) -> None:
+    """Let prediction writers write nothing: another rank of the pipeline has the same predictions."""
+
+    def write_nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BasePredictionWriter):
+            patches.set(callback, "write_on_batch_end", write_nothing)
+            patches.set(callback, "write_on_epoch_end", write_nothing)
+
+
+def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    """The batch of a step, and its other arguments.
+
+    A step that takes a `dataloader_iter` fetches its batch itself; here it is fetched once, and each microbatch's step
+    gets an iterator over its part.
+    """
+    batch, *rest = args
+    if not isinstance(batch, Iterator) or rest:
+        return batch, rest
+    batch, *rest = next(batch)
+    return batch, [_FETCHED, *rest]
+
+
+_FETCHED = object()
+"""Marks a batch that was fetched for a step that does so itself."""
+
+
+def fetching(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as a function of a batch, also if it takes a `dataloader_iter`."""
+
+    def run(batch: Any, *rest: Any) -> Any:
+        if rest[:1] == (_FETCHED,):
+            return step(_once((batch, *rest[1:])))
+        return step(batch, *rest)
+
+    return run
+
+
+def _once(batch: tuple[Any, ...]) -> Iterator[Any]:
+    yield batch
+    raise ConfigurationError(
+        "A step on a pipeline runs once for each microbatch, so it fetches one batch from its dataloader_iter; it "
+        "asks for more. Let the loader yield what belongs together as one batch."
+    )
 
 
 def gradients_are_stale(module: pl.LightningModule) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,12 +27,19 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
+from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
-from lightning_pfo.strategy.trainer.compat import move_optimizers, set_device_mesh, training_data
+from lightning_pfo.strategy.trainer.compat import (
+    Restoring,
+    allow_skipping,
+    move_optimizers,
+    set_device_mesh,
+    training_data,
+)
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
@@ -82,6 +90,8 @@ class PfoPipelineStrategy(StepStrategy):
             warning.
         batch_norm: When batch norms update their running statistics: `microbatch` (with each, as when gradients are
             accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
+        gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
+            stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
             one file. Either kind loads in any number of stages.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
@@ -132,6 +142,7 @@ class PfoPipelineStrategy(StepStrategy):
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
+        gather: str = "all",
         start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -175,12 +186,16 @@ class PfoPipelineStrategy(StepStrategy):
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
         self._batch_norm = batch_norm
+        if gather not in ("all", "rank0", "none"):
+            raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
+        self._gather = gather
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._restore = Restoring(self._module().trainer)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 
@@ -205,6 +220,11 @@ class PfoPipelineStrategy(StepStrategy):
         split_averages(trainer, self._module(), self._patches)
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
+        allow_skipping(trainer, self._patches)
+        path = self.broadcast(self._restore.path)
+        has_shards = path is not None and is_sharded(Path(path))
+        if not has_shards:  # as early as Lightning does
+            self._restore()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if self.mesh.num_ranks > 1:
@@ -215,6 +235,8 @@ class PfoPipelineStrategy(StepStrategy):
             adapt_to_pipeline(
                 self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
             )
+        if has_shards:  # with the states of optimizers
+            self._restore()
 
     def _split(self, module: pl.LightningModule) -> Pipeline:
         self._pipeline = pipeline = build_pipeline(
@@ -238,6 +260,7 @@ class PfoPipelineStrategy(StepStrategy):
             batch_norm=self._batch_norm,
             seed=self._seed,
         )
+        pipeline.runner.allow_calls_outside_steps(self.meet)
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
             for warning in pipeline.warnings:

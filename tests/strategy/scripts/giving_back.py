@@ -38,6 +38,10 @@ def look():
         plugin=trainer.precision_plugin,
         signals=trainer._signal_connector,
         epoch=trainer.fit_loop.epoch_loop,
+        fit=trainer.fit_loop,
+        validation=trainer.fit_loop.epoch_loop.val_loop,
+        connector=trainer._logger_connector,
+        checkpoints=trainer._checkpoint_connector,
     )
 
 

@@ -255,6 +255,7 @@ class NeverCalls(PlainModule):
 class ReturnsNothing(PlainModule):
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)
+        return "nothing"
 
 
 class FailsInTheLoss(PlainModule):

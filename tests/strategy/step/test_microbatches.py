@@ -24,9 +24,9 @@ def one_f_one_b_of(num_ranks, num_microbatches):
         (34, 4, 17),
         (4, 4, 4),
         (7, 2, 7),
-        (8, 1, 4),
+        (8, 1, 1),
         (37, 4, 16),  # a prime: unequal microbatches
-        (13, 1, 4),
+        (13, 1, 1),
         (58, 4, 29),
         (118, 4, 16),  # 2 and 59 are too far
         (6, 4, 6),  # fewer samples than four per rank

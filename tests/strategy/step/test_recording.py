@@ -6,32 +6,46 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 
-def test_results_and_logs_are_means_over_microbatches():
-    recorder = LogRecorder(nn.Module())
-    for value in (2.0, 6.0):
-        recorder.log("before", 1.0)
-        recorder.log("loss", torch.tensor(value), prog_bar=True)
-    values = recorder.step_values([torch.tensor(2.0), torch.tensor(6.0)])
-    assert [float(number) for number in values.numbers] == [4.0, 1.0, 4.0]
-    assert values.structure == ("tensor", (("before", None, {}), ("loss", None, {"prog_bar": True})))
-    of_dicts = LogRecorder(nn.Module()).step_values([{"loss": torch.tensor(2.0)}, {"loss": torch.tensor(4.0)}])
-    assert [float(number) for number in of_dicts.numbers] == [3.0]
-    assert of_dicts.structure == ("dict", ())
+def recorded(values, **options):
+    """What is logged for two microbatches of 3 samples that log one of the values each."""
+    recorder = LogRecorder(nn.Module(), sizes=(3, 3))
+    for index, value in enumerate(values):
+        recorder.index = index
+        recorder.log("value", value, **options)
+    (logged,) = recorder.logged()
+    return float(logged.value)
 
 
-def test_values_are_reduced_as_self_log_says():
+def test_losses_are_means_over_microbatches():
+    recorder = LogRecorder(nn.Module(), (0.25, 0.75))
+    assert float(recorder.mean_loss([torch.tensor(2.0), torch.tensor(6.0)])) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("values", "reduce_fx", "expected"),
+    [
+        ((2.0, 6.0), "mean", 4.0),
+        ((2.0, 6.0), "sum", 4.0),
+        ((torch.tensor([2.0]), torch.tensor([6.0])), torch.max, 4.0),
+        ((1, 5), "sum", 6.0),
+        ((torch.tensor(1), torch.tensor(5)), torch.max, 5.0),
+        ((torch.tensor(2), torch.tensor(2)), sum, 4.0),
+        ((7, 7), "sum", 7.0),
+        ((3, 3), "sum", 6.0),
+    ],
+)
+def test_only_counts_are_reduced_over_microbatches_as_over_batches(values, reduce_fx, expected):
+    """Equal integers of Python are settings, unless they are the numbers of samples."""
+    assert recorded(values, reduce_fx=reduce_fx) == expected
+
+
+def test_what_is_logged_twice_is_logged_twice():
     recorder = LogRecorder(nn.Module())
-    for value in (1, 5):
-        recorder.log("mean", value)
-        recorder.log("sum", value, reduce_fx="sum")
-        recorder.log("largest", torch.tensor([value]), reduce_fx=torch.max)
-        recorder.log("by_position", value, True)
-        recorder.log("counted", value, batch_size=4)
-    values = recorder.step_values([])
-    assert [float(number) for number in values.numbers] == [3.0, 6.0, 5.0, 3.0, 3.0]
-    assert values.structure[0] is None
-    arguments = {name: arguments for name, _, arguments in values.structure[1]}
-    assert arguments["by_position"] == {"prog_bar": True}
-    assert arguments["counted"] == {"batch_size": 8}
+    for recorder.index in (0, 1):
+        recorder.log("loss", 1.0, True)
+        recorder.log("loss", 3.0 + recorder.index, batch_size=4)
+    first, second = recorder.logged()
+    assert (first.name, first.arguments, float(first.value)) == ("loss", {"prog_bar": True}, 1.0)
+    assert (second.name, second.arguments, float(second.value)) == ("loss", {"batch_size": 8}, 3.5)
     with pytest.raises(ConfigurationError, match="'metric' is a Linear"):
         recorder.log("metric", nn.Linear(1, 1))

@@ -12,16 +12,19 @@ def test_all_is_given_back_after_each_run(tmp_path):
     run_script(SCRIPT, tmp_path)
     for run in json.loads((tmp_path / "results.json").read_text()):
         assert run["while training"] == [
+            "connector.on_batch_end",
             "epoch._broadcast_sigterm_tensor",
             "finetuning.filter_on_optimizer",
+            "fit.on_advance_end",
             "layer.forward",
             "metric._sync_dist",
             "plugin.clip_grad_by_norm",
             "plugin.clip_grad_by_value",
             "signals._sigterm_notifier_fn",
             "signals._slurm_sigusr_handler_fn",
+            "validation.run",
         ]
         assert run["after"] == []
         assert (run["filters while training"], run["filters after"]) == (2, True)
-        assert (run["callbacks while training"], run["callbacks after"]) == (1, 0)
+        assert (run["callbacks while training"], run["callbacks after"]) == (0, 0)
         assert run["example"] == [True, True]

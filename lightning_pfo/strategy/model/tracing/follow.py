@@ -28,6 +28,8 @@ def _followed(unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
         if run is not None:
             run.enter(unit)
             return forward(*args, **kwargs)
+        if unit.outside is not None and not unit.followed_into:
+            return unit.outside(unit, plain(args), plain(kwargs))
         if unit.is_elsewhere:
             raise ConfigurationError(
                 f"{unit.name!r} can only be called inside training_step, validation_step, test_step or predict_step: "

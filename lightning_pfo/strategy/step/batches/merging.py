@@ -41,6 +41,10 @@ from lightning_pfo.strategy.step.batches.weights import shares_of
 _FLOATS = (float, complex, np.inexact)
 
 
+class UnmergeableError(ValueError):
+    """Values of microbatches have no merged form."""
+
+
 @dataclass(frozen=True)
 class _Merger:
     """How results are merged: `sizes` and `weights` are those of the microbatches that have a value at this place."""
@@ -48,13 +52,14 @@ class _Merger:
     sizes: tuple[int, ...] | None
     weights: tuple[float, ...]
     batch_dim: int
+    said: bool = False
 
     def only(self, indices: Sequence[int]) -> _Merger:
         """The same for some of the microbatches; their weights add up to what those of all do."""
         sizes = None if self.sizes is None else tuple(self.sizes[index] for index in indices)
         total = sum(self.weights)
         weights = shares_of([self.weights[index] for index in indices], (1,) * len(indices))
-        return _Merger(sizes, tuple(weight * total for weight in weights), self.batch_dim)
+        return _Merger(sizes, tuple(weight * total for weight in weights), self.batch_dim, self.said)
 
 
 def merge_outputs(
@@ -63,6 +68,7 @@ def merge_outputs(
     weights: Sequence[float] | None = None,
     *,
     batch_dim: int = 0,
+    said: bool = False,
 ) -> Any:
     """Merge what a step returned for each microbatch; the module says how.
 
@@ -72,13 +78,17 @@ def merge_outputs(
         weights: What the numbers of each are multiplied with before they are added, see `weights`; None is the share of
             its samples.
         batch_dim: The dimension along which tensors have samples.
+        said: Whether these are arguments of calls, as of a logger: integers that are equal are settings then.
+
+    Raises:
+        UnmergeableError: If arguments of calls have no merged form.
     """
     if len(outputs) == 1:
         return outputs[0]
     known = None if sizes is None else tuple(sizes)
     if weights is None:
         weights = shares_of(known or (1,) * len(outputs), (1,) * len(outputs))
-    return _merge(list(outputs), _Merger(known, tuple(weights), batch_dim), "output")
+    return _merge(list(outputs), _Merger(known, tuple(weights), batch_dim, said), "output")
 
 
 def _merge(values: list[Any], how: _Merger, path: str) -> Any:
@@ -103,7 +113,7 @@ def _merge(values: list[Any], how: _Merger, path: str) -> Any:
             items = [item for value in values for item in value]
             return items if type(first) is list else type(first)(items)  # type: ignore[call-arg]
         if len({len(value) for value in values}) > 1:
-            return _as_they_are(values, path)
+            return _as_they_are(values, how, path)
     return _merge_parts(values, how, path)
 
 
@@ -111,7 +121,7 @@ def _merge_parts(values: list[Any], how: _Merger, path: str) -> Any:
     taken_apart = [parts_of(value, objects=holds_tensors(value)) for value in values]
     first = taken_apart[0]
     if first is None or any(parts is None or parts.names != first.names for parts in taken_apart):
-        return _as_they_are(values, path)
+        return _as_they_are(values, how, path)
     columns = zip(*(parts.values for parts in taken_apart if parts is not None), strict=True)
     return first.rebuild(
         [_merge(list(column), how, path + name) for name, column in zip(first.names, columns, strict=True)]
@@ -228,13 +238,13 @@ def _merge_tensors(values: list[Any], how: _Merger, path: str) -> Any:
     try:
         return join_samples(values, how.batch_dim)
     except Exception as error:  # shapes that differ in other dimensions, mostly
-        return _as_they_are(values, path, f"cannot be joined ({error})")
+        return _as_they_are(values, how, path, f"cannot be joined ({error})")
 
 
 def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -> Any:
     stacked = torch.stack(values)
     if stacked.dtype == torch.bool:
-        return _as_they_are(values, path)
+        return _as_they_are(values, how, path)
     if not (stacked.is_floating_point() or stacked.is_complex()):
         return stacked.sum().to(stacked.dtype)
     weights = torch.tensor(how.weights, dtype=torch.float64, device=stacked.device)
@@ -246,6 +256,8 @@ def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -
 def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     first = values[0]
     is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
+    if is_count and how.said and all(value == first for value in values):
+        return first
     if is_count and how.sizes is not None and tuple(int(value) for value in values) == how.sizes:
         return type(first)(sum(values))
     is_sum = isinstance(first, _FLOATS) and not math.isclose(sum(how.weights), 1)
@@ -256,7 +268,7 @@ def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     if isinstance(first, _FLOATS):
         kept = [(value, weight) for value, weight in zip(values, how.weights, strict=True) if weight]
         return type(first)(sum(value * weight for value, weight in kept))
-    return _as_they_are(values, path)
+    return _as_they_are(values, how, path)
 
 
 # ---- what has no merged form ----
@@ -265,16 +277,18 @@ def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
 def _merge_of_different_types(values: list[Any], how: _Merger, path: str) -> Any:
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         return _merge_numbers([float(value) for value in values], how, path)
-    return _as_they_are(values, path)
+    return _as_they_are(values, how, path)
 
 
-def _as_they_are(values: list[Any], path: str, why: str = "has no merged form") -> Any:
+def _as_they_are(values: list[Any], how: _Merger, path: str, why: str = "has no merged form") -> Any:
     first = values[0]
     try:
         if all(value is first or bool(value == first) for value in values):
             return first
     except Exception:  # a comparison may be anything
         pass
+    if how.said:
+        raise UnmergeableError(path)
     warn_once(
         f"{path}, a {type(first).__name__} that differs between microbatches, {why}: it is a list with one for each "
         f"microbatch. Return tensors, arrays or lists with an item for each sample."

@@ -27,7 +27,7 @@ from lightning_pfo.strategy.step.whole.order import RowOrder
 
 Tensors = tuple[torch.Tensor, ...]
 Take = Callable[[Any, int], torch.Tensor]
-"""Takes what a step returned (or the error that it raised), and an index; returns the loss."""
+"""Takes what a step returned, and an index; returns the loss."""
 
 
 class Ends:
@@ -157,13 +157,11 @@ class _JoinedLoss:
         self._values: dict[int, Tensors] = {}
 
     def __call__(self, values: Any, index: int) -> torch.Tensor:
-        """Keep the values of a microbatch (or tell the error of its forward).
+        """Keep the values of a microbatch.
 
         Returns:
             What stands for its loss: of no value, its backward gives the gradients of the loss of the whole batch.
         """
-        if isinstance(values, Exception):
-            return self._take(values, 0)
         self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
         if len(self._values) == len(self._sizes):
             loss = self._take(self._run_on_all(), 0)
@@ -175,11 +173,8 @@ class _JoinedLoss:
 
     def _run_on_all(self) -> Any:
         columns = zip(*(self._values[index] for index in range(len(self._sizes))), strict=True)
-        try:
-            values = [join(column, self._sizes) for join, column in zip(self._joins, columns, strict=True)]
-            return self._run(tuple(values))
-        except Exception as error:  # told to all ranks when the iteration is finished
-            return error
+        values = [join(column, self._sizes) for join, column in zip(self._joins, columns, strict=True)]
+        return self._run(tuple(values))
 
 
 class _PartOfLoss(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.untouched import untouched
-from lightning_pfo.strategy.step.programs import Programs, Whole, logging_to
+from lightning_pfo.strategy.step.programs import Programs, Whole, logs_noted
 from lightning_pfo.strategy.step.whole.joining import Join, find_blocks, joins_of
 
 
@@ -76,15 +76,11 @@ class RowOrder:
         problem = ""
 
         def run_step(stage: int, index: int) -> Any:
-            with logging_to(self._owner, lambda *args, **kwargs: None):
+            with logs_noted(self._owner):
                 return step(index) if index < number else whole.step()
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal problem
-            if isinstance(result, Exception):
-                problem = problem or f"{type(result).__name__}: {result}"
-            else:
-                values.append(dict(zip(end.received, result, strict=True)))
+            values.append(dict(zip(end.received, result, strict=True)))
             return torch.zeros(())
 
         with torch.no_grad(), untouched(self._owner):
@@ -94,7 +90,10 @@ class RowOrder:
             programs = self._programs.of("order", microbatches, step, seed, train=False, whole=whole)
             *of_whole, end = programs[0][1]
             of_parts = [found for found, _ in programs]
-            engine.run([*of_parts, of_whole], step_seed, run_step, take, train=False)
+            try:
+                engine.run([*of_parts, of_whole], step_seed, run_step, take, train=False)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
         found: dict[int, int] = {}
         if engine.is_last and not problem:
             joins = joins_of([of_stages[-1] for of_stages in of_parts], end, whole.sizes)
@@ -102,5 +101,5 @@ class RowOrder:
                 found = find_blocks(joins, values[:number], values[number], whole.sizes)
             except ConfigurationError as error:
                 problem = str(error)
-        of_last: tuple[dict[int, int], str] = engine.all_gather((found, problem))[engine.last_rank]
-        return of_last
+        everyone: list[tuple[dict[int, int], str]] = engine.all_gather((found, problem))
+        return everyone[engine.last_rank][0], next((said for _, said in everyone if said), "")

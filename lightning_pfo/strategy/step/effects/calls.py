@@ -1,0 +1,144 @@
+"""What a step says to others: `self.log`, `self.print`, and its loggers.
+
+On the last stage it is noted, said again on every rank when the batch is done (loggers write on the first), and each
+once for a batch: what microbatches say alike, with values merged like outputs. Elsewhere, and in runs that only look
+what a step does, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
+
+Path = tuple[tuple[str, Any], ...]
+"""How what is called is reached from the module: names of attributes, and items."""
+Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
+Note = Callable[[Call], None]
+
+
+@contextmanager
+def redirected(owner: nn.Module, log: Callable[..., Any], note: Note) -> Iterator[None]:
+    """Let `self.log` call something else, and have calls of `self.print` and loggers noted instead of made.
+
+    Args:
+        owner: The user's module.
+        log: What `self.log` calls.
+        note: Takes the other calls.
+    """
+    trainer: Any = _trainer_of(owner)
+    loggers = None if trainer is None else trainer.loggers
+    attributes = owner.__dict__
+    replaced: dict[str, Any] = {"log": log}
+    if hasattr(type(owner), "print"):
+        replaced["print"] = _Noted((("attribute", "print"),), note)
+    before = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
+    if loggers:
+        trainer.loggers = [_NotedLogger(logger, index, note) for index, logger in enumerate(loggers)]
+    try:
+        yield
+    finally:
+        if loggers:
+            trainer.loggers = loggers
+        for name in replaced:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def with_values(call: Call) -> Call:
+    """A call with ordinary tensors, which hold no graph."""
+    path, args, kwargs = call
+    with following(None):
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, plain((args, kwargs)))
+    return path, args, kwargs
+
+
+def merged_calls(calls: Sequence[Sequence[Call]], sizes: Sequence[int], weights: Sequence[float]) -> list[Call]:
+    """The calls of a batch, from those of its microbatches: one for those that are alike, else all in order."""
+    if not calls or not any(calls):
+        return []
+    if len({tuple(path for path, _, _ in each) for each in calls}) > 1:
+        return [call for each in calls for call in each]
+    merged: list[Call] = []
+    for alike in zip(*calls, strict=True):
+        try:
+            arguments = merge_outputs(
+                [dict(enumerate(args)) | kwargs for _, args, kwargs in alike], sizes, weights, said=True
+            )
+        except UnmergeableError:  # such as texts that differ
+            merged.extend(alike)
+        else:
+            path, args, kwargs = alike[0]
+            merged.append(
+                (path, tuple(arguments[i] for i in range(len(args))), {key: arguments[key] for key in kwargs})
+            )
+    return merged
+
+
+def make_calls(owner: nn.Module, calls: Sequence[Call]) -> None:
+    """Make calls that were noted, in order."""
+    for path, args, kwargs in calls:
+        target: Any = owner
+        for kind, name in path:
+            if kind == "logger":
+                target = _trainer_of(owner).loggers[name]
+            else:
+                target = getattr(target, name) if kind == "attribute" else target[name]
+        target(*args, **kwargs)
+
+
+def _trainer_of(owner: nn.Module) -> Any:
+    try:
+        return getattr(owner, "trainer", None)
+    except RuntimeError:  # Lightning's modules have none outside of a run
+        return None
+
+
+class _Noted:
+    """Stands for something of which only the calls count."""
+
+    def __init__(self, path: Path, note: Note) -> None:
+        self._path = path
+        self._note = note
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._note((self._path, args, kwargs))
+        return _Noted((), lambda call: None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Noted((*self._path, ("attribute", name)), self._note)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _Noted((*self._path, ("item", key)), self._note)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _Noted((*self._path, ("attribute", "__setitem__")), self._note)(key, value)
+
+
+class _NotedLogger:
+    """Stands for a logger: its methods and its experiment are noted, its properties are its own."""
+
+    def __init__(self, logger: Any, index: int, note: Note) -> None:
+        self._logger = logger
+        self._path: Path = (("logger", index),)
+        self._note = note
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment":
+            return _Noted((*self._path, ("attribute", name)), self._note)
+        value = getattr(self._logger, name)
+        return _Noted((*self._path, ("attribute", name)), self._note) if callable(value) else value

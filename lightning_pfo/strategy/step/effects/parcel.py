@@ -1,0 +1,126 @@
+"""Anything that a step leaves behind, taken apart: tensors, numbers, and the rest, which hardly ever changes.
+
+What does not change is not sent again, tensors are sent as they are, and numbers go along with the all-reduce that a
+step ends with.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.step.batches.notices import warn_once
+
+_EXACT = 2**53
+"""Up to here float64 holds every integer."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Where a number belongs, and what it is: the dtype of a tensor, or a Python type."""
+
+    kind: Any
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Where a tensor belongs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_on_cpu: bool
+
+
+@dataclass
+class Parcel:
+    """A value taken apart.
+
+    Attributes:
+        outline: The value without its tensors and numbers, pickled.
+        numbers: 0-dimensional tensors and Python numbers.
+        tensors: Other tensors, contiguous.
+    """
+
+    outline: bytes
+    numbers: list[Any] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+def pack(value: Any, device: torch.device | None) -> Parcel:
+    """Take a value apart.
+
+    What cannot be pickled is left out, and a warning names its type.
+
+    Args:
+        value: Containers, tensors, numbers and other objects.
+        device: Where numbers are sent from; other devices are not read. None: there are no numbers apart.
+    """
+    leaves, structure = tree_flatten(value)
+    parcel = Parcel(b"")
+    marks: list[Any] = []
+    for leaf in leaves:
+        is_exact = type(leaf) is float or (type(leaf) is int and abs(leaf) < _EXACT)
+        if is_exact and device is not None and device.type == "cpu":
+            marks.append(_Number(type(leaf)))
+            parcel.numbers.append(leaf)
+        elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            leaf = leaf.detach()
+            if leaf.dim() == 0 and leaf.is_floating_point() and leaf.device == device:
+                marks.append(_Number(leaf.dtype))
+                parcel.numbers.append(leaf)
+            else:
+                marks.append(_Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu"))
+                parcel.tensors.append(leaf.contiguous())
+        else:
+            marks.append(leaf)
+    try:
+        parcel.outline = pickle.dumps(tree_unflatten(marks, structure))
+    except Exception:  # anything may be among the leaves
+        parcel.outline = pickle.dumps(tree_unflatten([_sendable(mark) for mark in marks], structure))
+    return parcel
+
+
+def _sendable(leaf: Any) -> Any:
+    try:
+        pickle.dumps(leaf)
+    except Exception as error:
+        warn_once(
+            f"A step has left a {type(leaf).__name__} behind that other ranks do not get, as it cannot be pickled "
+            f"({error}); they have None instead."
+        )
+        return None
+    return leaf
+
+
+def forms_of(outline: bytes) -> tuple[int, list[_Tensor]]:
+    """How many numbers a value has, and the forms of its tensors."""
+    marks = tree_leaves(pickle.loads(outline))  # made by `pack` on another rank of this run
+    return sum(isinstance(mark, _Number) for mark in marks), [mark for mark in marks if isinstance(mark, _Tensor)]
+
+
+def unpack(outline: bytes, numbers: torch.Tensor, tensors: list[torch.Tensor], device: torch.device) -> Any:
+    """Put a value together again.
+
+    Args:
+        outline: The value without tensors and numbers.
+        numbers: The numbers, as float64.
+        tensors: The tensors.
+        device: Where its tensors go, except those that were on the CPU.
+    """
+    marks, structure = tree_flatten(pickle.loads(outline))
+    single = iter(numbers.unbind())
+    several = iter(tensors)
+    leaves = []
+    for mark in marks:
+        if isinstance(mark, _Number):
+            number = next(single)
+            leaves.append(number.to(mark.kind) if isinstance(mark.kind, torch.dtype) else mark.kind(number))
+        elif isinstance(mark, _Tensor):
+            leaves.append(next(several).to("cpu" if mark.is_on_cpu else device))
+        else:
+            leaves.append(mark)
+    return tree_unflatten(leaves, structure)

@@ -1,0 +1,553 @@
+"""What Lightning promises of steps, hooks, loggers and predictions; usage: promises.py FOLDER.
+
+The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it saw.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Experiment:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def add_scalar(self, name, value, global_step=None):
+        self.calls.append(["add_scalar", name, plain(value), global_step])
+
+    def add_histogram(self, name, values):
+        self.calls.append(["add_histogram", name, plain(values)])
+
+
+class Recording(Logger):
+    """Notes what it is told, as loggers do: on the first rank."""
+
+    name, version = "recording", 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @property
+    @L.pytorch.loggers.logger.rank_zero_experiment
+    def experiment(self):
+        return Experiment(self.calls)
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    @L.pytorch.utilities.rank_zero_only
+    def log_metrics(self, metrics, step=None):
+        self.calls.append(["log_metrics", plain(metrics), step])
+
+
+def plain(value):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.count = 0.0, 0
+
+
+class Module(L.LightningModule):
+    """Lightning 2's idioms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("running", torch.zeros(3))
+        self.hooks, self.outs, self.losses, self.steps, self.total, self.correct = [], [], [], 0, 0.0, torch.tensor(0)
+        self.before, self.samples, self.last, self.texts, self.meter = 0, 0, None, [], Meter()
+        self.zeros = 0
+        self.stats, self.everything, self.lines = {"max": -1.0}, [], []
+
+    def forward(self, x):
+        self.before += 1
+        return self.head(self.layers(x))
+
+    def loss(self, x):
+        return self(x).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.steps += 1
+        output = self(x)
+        loss = output.square().mean()
+        self.total += float(loss)
+        self.samples += len(x)
+        self.seen += len(x)
+        self.running.mul_(0.9).add_(0.1 * output.detach().mean(0))
+        self.losses.append(loss)
+        self.last = output
+        self.zeros += self.trainer.is_global_zero
+        self.texts.append(f"batch {batch_idx}")
+        self.meter.sum += float(loss) * len(x)
+        self.meter.count += len(x)
+        self.stats["batch"] = batch_idx
+        self.correct = self.correct + (output[:, 0] > output[:, 1]).sum()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("batch_idx", 10 + batch_idx, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("sum", loss, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("max", loss, reduce_fx=max, on_step=False, on_epoch=True)
+        self.log("count", (output > 0).sum(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
+        self.logger.experiment.add_scalar("train", loss, global_step=self.global_step)
+        self.logger.experiment.add_histogram("outputs", output)
+        self.logger.log_metrics({"direct": loss.detach()}, step=self.global_step)
+        self.print(f"training {batch_idx}")
+        return {"loss": loss, "output": output.detach(), "name": f"batch {batch_idx}", "n": len(x)}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["train", plain(outputs), batch_idx])
+
+    def on_after_backward(self):
+        self.hooks.append(["gradients", self.trainer.strategy.grad_norm().item() if self.pipelined else self.norm()])
+
+    def norm(self):
+        return torch.cat([p.grad.flatten() for p in self.parameters()]).norm().item()
+
+    @property
+    def pipelined(self):
+        return hasattr(self.trainer.strategy, "grad_norm")
+
+    def on_train_epoch_end(self):
+        everything = torch.stack(self.losses)
+        self.hooks.append(["epoch", plain(everything), self.everything_left()])
+        self.losses.clear()
+
+    def everything_left(self):
+        return plain(
+            {
+                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros],
+                "total": self.total,
+                "last": self.last,
+                "running": self.running,
+                "texts": self.texts,
+                "meter": vars(self.meter),
+                "stats": self.stats,
+            }
+        )
+
+    def validation_step(self, batch, batch_idx):
+        output = self(batch[0])
+        loss = output.square().mean()
+        self.outs.append(loss)
+        self.everything.append(output)
+        self.log("val", loss)
+        return {"loss": loss, "outputs": [output, {"x": batch[0]}], "first": output[:, 0]}
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["validation", plain(outputs), batch_idx])
+
+    def on_validation_epoch_end(self):
+        self.hooks.append(["outs", plain(torch.stack(self.outs)), list(torch.cat(self.everything).shape)])
+        self.log("mean_of_outs", torch.stack(self.outs).mean())
+        self.outs.clear()
+        self.everything.clear()
+
+    def test_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_test_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append(["test", plain(outputs), batch_idx])
+
+    def predict_step(self, batch, batch_idx):
+        output = self(batch[0])
+        kinds = {
+            "tensor": output,
+            "list": [f"sample {value:.3f}" for value in output[:, 0].tolist()],
+            "same": ["a"] * len(output),
+            "arrays": output.numpy(),
+            "mean": output.mean(),
+            "float": output.mean().item(),
+            "one": 1,
+            "count": len(output),
+            "text": "b",
+            "none": None,
+            "pair": (output[:, :1], output[:, 0].long()),
+            "dicts": [{"id": float(value)} for value in output[:, 0]],
+            "parts": [row for row in output],
+        }
+        return kinds if batch_idx % 2 else list(kinds["list"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append([batch_idx, batch_indices, plain(prediction)])
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.written.append(["epoch", batch_indices, plain(predictions)])
+
+
+def trainer_of(where, callbacks=(), **options):
+    logger = Recording()
+    strategy_options = options.pop("strategy_options", {})
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if where == "two" else 1,
+        strategy="auto" if where == "plain" else PfoPipelineStrategy(**{"num_microbatches": 3} | strategy_options),
+        logger=logger,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        default_root_dir=FOLDER,
+        **options,
+    )
+    return trainer, logger
+
+
+def train(where):
+    L.seed_everything(3, verbose=False)
+    module = Module()
+    trainer, logger = trainer_of(where, max_epochs=2, num_sanity_val_steps=1)
+    callbacks = list(trainer.callbacks)
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    trainer.fit(module, loader, loader)
+    metrics = plain(dict(trainer.callback_metrics))
+    assert trainer.callbacks == callbacks
+    trainer.test(module, loader, verbose=False)
+    return {"hooks": module.hooks, "calls": logger.calls, "metrics": metrics}
+
+
+def predict(where, gather="all"):
+    L.seed_everything(3, verbose=False)
+    writer = Writer()
+    trainer, _ = trainer_of(where, [writer], strategy_options={"gather": gather})
+    predictions = trainer.predict(Module(), DataLoader(TensorDataset(DATA), batch_size=6))
+    return {"predictions": plain(predictions), "written": writer.written}
+
+
+class Noisy(Module):
+    def predict_step(self, batch, batch_idx):
+        noisy = batch[0] + torch.randn_like(batch[0])
+        return self(noisy), noisy
+
+
+def noise(where):
+    L.seed_everything(3, verbose=False)
+    trainer, _ = trainer_of(where)
+    same = DataLoader(TensorDataset(torch.zeros(12, 4)), batch_size=4)
+    runs = [[plain(noisy) for _, noisy in trainer.predict(Noisy(), same)] for _ in range(2)]
+    return {"runs": runs}
+
+
+# ---- no hang, no foreign error ----
+
+
+class InSteps(Module):
+    """Calls in a step what all ranks would have to take part in, if they all ran it to its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric(dist_sync_on_step=True)
+        self.found = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.trainer.strategy.barrier()
+        gathered = self.all_gather(loss.detach())
+        self.metric(gathered)
+        self.found.append(MeanMetric().forward(gathered))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(outputs["loss"]), plain(self.all_gather(outputs["loss"]))])
+
+    def on_train_epoch_end(self):
+        with torch.no_grad():
+            self.hooks.append(plain(self(DATA[:2])))
+
+
+def in_steps(where):
+    module = fit(where, InSteps)
+    return {"hooks": module.hooks, "found": plain(module.found)}
+
+
+class Skips(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        return None if batch_idx == 1 else loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(outputs), self.trainer.global_step])
+
+    def on_train_epoch_end(self):
+        pass
+
+
+def skips(where):
+    return fit(where, Skips).hooks
+
+
+class Fetches(Skips):
+    def training_step(self, dataloader_iter):
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx + 2)
+
+
+def fetches(where):
+    return fit(where, Fetches).hooks
+
+
+class StopsInTheStep(Skips):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        if batch_idx == 1:
+            self.trainer.should_stop = True
+        return loss
+
+
+class StopsOnOneRank(Skips):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1 and self.global_rank == self.trainer.world_size - 1:
+            self.trainer.should_stop = True
+
+
+def stops(where):
+    return {cls.__name__: fit(where, cls).hooks for cls in (StopsInTheStep, StopsOnOneRank)}
+
+
+class FailsBeforeTheModel(Skips):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise ValueError("the user's own mistake")
+        return self.loss(batch[0])
+
+
+class LogsTwice(Skips):
+    def training_step(self, batch, batch_idx):
+        self.log("twice", 1.0)
+        self.log("twice", 2.0, prog_bar=True)
+        return self.loss(batch[0])
+
+
+class Leaves(Skips):
+    """One rank alone ends its epoch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 1 and self.global_rank == 0 else None
+
+
+def errors(where):
+    found = {}
+    for cls in (FailsBeforeTheModel, LogsTwice, *([Leaves] if where == "two" else [])):
+        folder = FOLDER / where / cls.__name__
+        try:
+            fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])
+        except Exception as error:
+            found[cls.__name__] = [type(error).__name__, str(error), (folder / "on_exception.ckpt").exists()]
+    return found
+
+
+class Restored(Module):
+    """Renames what it saves, and looks at what was restored."""
+
+    def __init__(self, optimizer=True):
+        super().__init__()
+        self.optimizer = optimizer
+        self.loads = 0
+        self._register_load_state_dict_pre_hook(self.rename)
+
+    def rename(self, state, prefix, *args):
+        for key in [key for key in state if key.startswith("old_")]:
+            state[key.removeprefix("old_")] = state.pop(key)
+
+    def load_state_dict(self, *args, **kwargs):
+        self.loads += 1
+        return super().load_state_dict(*args, **kwargs)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {f"old_{key}": value for key, value in checkpoint["state_dict"].items()}
+
+    def on_fit_start(self):
+        own = [p.detach().sum().item() for p in self.parameters() if not p.is_meta]
+        counted = [callback.count for callback in self.trainer.callbacks if isinstance(callback, Counts)]
+        self.hooks.append([sum(own), counted, [type(callback).__name__ for callback in self.trainer.callbacks]])
+
+    def configure_optimizers(self):
+        return super().configure_optimizers() if self.optimizer else None
+
+
+class Counts(L.Callback):
+    def __init__(self):
+        self.count = 0
+
+    def on_train_batch_end(self, *args, **kwargs):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def restores(where):
+    path = FOLDER / where / "restored.ckpt"
+    module = fit(where, Restored, callbacks=[Counts()], save=path)
+    seen = [module.hooks[0][1:]]
+    trained = sum(p.detach().sum().item() for p in module.parameters() if not p.is_meta)
+    again = fit(where, Restored, callbacks=[Counts()], ckpt_path=path, max_epochs=2)
+    assert abs(again.hooks[0][0] - trained) < 1e-6, (again.hooks[0], trained)
+    seen += [again.hooks[0][1:], again.loads, len(again.hooks)]
+    without = fit(where, partial(Restored, optimizer=False), save=path)
+    again = fit(where, partial(Restored, optimizer=False), ckpt_path=path, max_epochs=2)
+    return [*seen, len(without.hooks), len(again.hooks), again.loads]
+
+
+class RunsOutOfMemory(Skips):
+    """Where the first layer is."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 2
+        self.layers[0].register_forward_hook(self.fail)
+
+    def fail(self, layer, args, output):
+        if self.batch_size > 4 and not self.layers[0][0].weight.is_meta:
+            raise RuntimeError("CUDA out of memory. Tried to allocate a lot.")
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+
+def scales(where):
+    module = RunsOutOfMemory()
+    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
+    return Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)
+
+
+HOOKS = (
+    *(name for name in dir(L.LightningModule) if name.startswith(("on_", "optimizer_")) and name != "on_gpu"),
+    *("configure_model", "configure_optimizers", "configure_callbacks", "configure_gradient_clipping"),
+    *("setup", "teardown", "backward", "lr_scheduler_step", "transfer_batch_to_device"),
+    *("training_step", "validation_step", "predict_step"),
+)
+CALLBACK_HOOKS = (*(name for name in dir(L.Callback) if name.startswith("on_")), "setup", "teardown", "state_dict")
+
+
+def noting(base, names, prefix):
+    """A subclass that notes when its hooks are called."""
+
+    def noted(name):
+        def hook(self, *args, **kwargs):
+            self.called.append(prefix + name)
+            return getattr(super(cls, self), name)(*args, **kwargs)
+
+        return hook
+
+    cls = type(f"Noting{base.__name__}", (base,), {name: noted(name) for name in names})
+    return cls
+
+
+class Quiet(Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def validation_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    on_after_backward = on_train_epoch_end = on_validation_epoch_end = lambda self: None
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+def hooks(where):
+    path = FOLDER / where / "hooks.ckpt"
+    called = []
+    options = {
+        "num_sanity_val_steps": 1,
+        "gradient_clip_val": 1.0,
+        "accumulate_grad_batches": 2,
+        "limit_val_batches": 2,
+    }
+    for resumed in (False, True):
+        L.seed_everything(3, verbose=False)
+        module, callback = noting(Quiet, HOOKS, "")(), noting(L.Callback, CALLBACK_HOOKS, "callback.")()
+        module.called = callback.called = []
+        trainer, _ = trainer_of(where, [callback], max_epochs=2 if resumed else 1, **options)
+        loader = DataLoader(TensorDataset(DATA), batch_size=6)
+        trainer.fit(module, loader, loader, ckpt_path=path if resumed else None)
+        if not resumed:
+            trainer.save_checkpoint(path)
+        trainer.validate(module, loader, verbose=False)
+        trainer.predict(module, loader)
+        called.append(module.called)
+    return called
+
+
+def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
+    L.seed_everything(3, verbose=False)
+    module = make()
+    trainer, _ = trainer_of(where, callbacks, max_epochs=max_epochs, limit_val_batches=0)
+    trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=6), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module
+
+
+def one(where):
+    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
+    results = {}
+    for part in parts:
+        results[part.__name__] = part(where)
+    if where == "two":
+        results |= {f"predict_{gather}": predict(where, gather) for gather in ("rank0", "none")}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
+
+
+for where in ("plain", "one", "two"):
+    run_ranks(one, 2 if where == "two" else 1, where)

@@ -1,0 +1,88 @@
+"""What microbatches change of a module, put together as one batch."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.step.effects.attributes import Attributes
+from lightning_pfo.strategy.step.effects.parcel import pack, unpack
+
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count, self.samples, self.mean, self.text, self.none = 5, 10, 2.0, "a", None
+        self.outs, self.ids, self.window = [torch.tensor(0.0)], [1], deque([1, 2], maxlen=2)
+        self.nested = {"kept": 1, "inner": {"values": []}}
+        self.correct, self.histogram = torch.tensor(3), np.zeros(2, dtype=np.int64)
+        self.register_buffer("running", torch.tensor([1.0, 1.0]))
+
+
+def step(module, values):
+    """A step on a microbatch."""
+    module.count += 1
+    module.samples += len(values)
+    module.mean += sum(values) / len(values)
+    module.text, module.none = f"{values}", values[0]
+    module.outs.append(torch.tensor(values).mean())
+    module.ids.extend(values)
+    module.window.append(values[-1])
+    module.nested["inner"]["values"].append(torch.tensor(values))
+    module.correct += sum(value > 2 for value in values)
+    module.histogram[0] += len(values)
+    module.running = module.running + torch.tensor(values).mean()
+    module.new = torch.tensor(values)
+
+
+def state(module):
+    found = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
+    return {**found, "running": module.running}
+
+
+def test_microbatches_change_a_module_as_their_batch_does():
+    expected, module = Module(), Module()
+    step(expected, [1.0, 2.0, 3.0, 4.0])
+    attributes = Attributes(module)
+    before = repr(state(module))
+    changes = []
+    for values in ([1.0, 2.0], [3.0, 4.0]):
+        step(module, values)
+        changes.append(attributes.take_changes())
+        assert repr(state(module)) == before
+    attributes.apply(attributes.merged(changes, (2, 2), (0.5, 0.5)))
+    found, wanted = state(module), state(expected)
+    for name in ("text", "none"):  # of what has no merged form, the last one stays; numbers are averaged
+        found.pop(name), wanted.pop(name)
+    assert repr(found) == repr(wanted)
+
+
+def test_large_changes_are_left_where_they_are(caplog):
+    module = Module()
+    attributes = Attributes(module)
+    module.text = torch.zeros(2, 2**20)
+    changes = attributes.take_changes()
+    assert list(attributes.dear(changes)) == [("text",)]
+    assert "left 8 MiB in self.text" in caplog.text
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), None])
+def test_parcels_hold_anything(device):
+    value = {
+        "numbers": [1, 2.5, True, 2**60, torch.tensor(1.5), torch.tensor(3)],
+        "tensors": (torch.ones(2, 3).t(), torch.zeros(0), torch.tensor([True]), torch.ones(1, dtype=torch.complex64)),
+        "rest": ["text", None, np.arange(2), {1, 2}],
+    }
+    parcel = pack(value, device)
+    assert len(parcel.numbers) == (3 if device else 0)
+    numbers = torch.tensor([float(number) for number in parcel.numbers], dtype=torch.float64)
+    assert repr(unpack(parcel.outline, numbers, parcel.tensors, torch.device("cpu"))) == repr(value)
+    assert pack(value, device).outline == parcel.outline
+
+
+def test_what_cannot_be_sent_is_named(caplog):
+    parcel = pack([1.0, lambda: None], torch.device("cpu"))
+    assert unpack(parcel.outline, torch.ones(1), [], torch.device("cpu")) == [1.0, None]
+    assert "a function behind that other ranks do not get" in caplog.text

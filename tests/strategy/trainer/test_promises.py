@@ -1,0 +1,101 @@
+"""What Lightning promises of steps, hooks, loggers and predictions: on one rank and on two as with a plain Trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
+RANKS = ("one_0", "two_0", "two_1")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("promises")
+    run_script(SCRIPT, folder)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
+
+
+def check(found, expected, path):
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key in expected:
+            check(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), path
+        for index, items in enumerate(zip(found, expected, strict=True)):
+            check(*items, f"{path}[{index}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=2e-5), path
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_hooks_see_outputs_attributes_and_gradients_of_one_device(seen, rank):
+    """Also lists that a step appends to, counters, buffers, meters, and values logged over batches."""
+    expected = seen["plain_0"]["train"]
+    assert {hook[0] for hook in expected["hooks"]} == {"train", "gradients", "epoch", "validation", "outs", "test"}
+    check(seen[rank]["train"]["hooks"], expected["hooks"], "hooks")
+    check(seen[rank]["train"]["metrics"], expected["metrics"], "metrics")
+
+
+def test_loggers_are_told_once_and_in_order_by_the_first_rank(seen):
+    expected = seen["plain_0"]["train"]["calls"]
+    assert {call[0] for call in expected} == {"add_scalar", "add_histogram", "log_metrics"}
+    check(seen["one_0"]["train"]["calls"], expected, "calls")
+    check(seen["two_0"]["train"]["calls"], expected, "calls")
+    assert seen["two_1"]["train"]["calls"] == []
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_predictions_of_every_kind_are_those_of_one_device(seen, rank):
+    expected = seen["plain_0"]["predict"]
+    check(seen[rank]["predict"]["predictions"], expected["predictions"], "predictions")
+    check(seen[rank]["predict"]["written"], [] if rank == "two_1" else expected["written"], "written")
+
+
+@pytest.mark.parametrize(("gather", "rank"), [("rank0", 0), ("none", 1)])
+def test_one_rank_alone_gets_predictions_and_writes_them(seen, gather, rank):
+    has, has_not = (seen[f"two_{index}"][f"predict_{gather}"] for index in (rank, 1 - rank))
+    check(has, seen["plain_0"]["predict"], gather)
+    assert has_not == {"predictions": [None] * 4, "written": []}
+
+
+def test_every_batch_of_an_evaluation_has_noise_of_its_own(seen):
+    for name, found in seen.items():
+        batches = [str(batch) for run in found["noise"]["runs"] for batch in run]
+        assert len(set(batches)) == len(batches) == 6, name
+    assert seen["two_0"]["noise"] == seen["two_1"]["noise"]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("part", ["in_steps", "skips", "fetches", "stops", "restores", "scales"])
+def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
+    """Collectives in steps, skipped batches, dataloader_iter, should_stop, checkpoints, out of memory on one rank."""
+    check(seen[rank][part], seen["plain_0"][part], part)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_hooks_are_called_in_the_order_of_lightning(seen, rank):
+    """Of the module and of callbacks; also when a training is resumed."""
+    for found, expected in zip(seen[rank]["hooks"], seen["plain_0"]["hooks"], strict=True):
+        assert found == expected
+        assert {"on_fit_start", "training_step", "callback.on_train_batch_end", "on_predict_end"} <= set(expected)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
+    errors = seen[rank]["errors"]
+    assert errors["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
+    assert errors["LogsTwice"] == seen["plain_0"]["errors"]["LogsTwice"]
+    assert "twice in `training_step` with different arguments" in errors["LogsTwice"][1]
+
+
+def test_ranks_at_different_places_end_with_their_names(seen):
+    for rank in (0, 1):
+        kind, text, _ = seen[f"two_{rank}"]["errors"]["Leaves"]
+        assert kind == "RanksApartError"
+        assert "rank 0: after an epoch of training; rank 1: training step of batch 1" in text
