@@ -11,8 +11,9 @@ ARGS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Files of tests go to the processes in the order of tests/conftest.py; xdist's own begins with those of many small tests.
+# Three are more than two cores, because tests of several ranks wait for each other.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 \
-	$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The stamp is written last, so a half-finished install has none. An environment whose interpreter is gone, or that
 # was built in another folder, has one that means nothing: drop it.
@@ -32,7 +33,7 @@ help: ## Show this list
 demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minute); results in outputs/demo
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
-test: $(STAMP) ## Run all tests, in two processes
+test: $(STAMP) ## Run all tests, in three processes
 	$(PYTEST) $(ARGS)
 
 test-torch: $(if $(TORCH),$(STAMP)) ## Run the tests of training with another torch: TORCH=2.15.0 (with CUDA libraries: 5 GB)
@@ -54,7 +55,7 @@ clean: ## Remove the environment, caches and the demo's results
 
 # Most modules of the libraries are never imported, and not compiled. What a training imports is, once: where
 # PYTHONDONTWRITEBYTECODE is set, as in many containers, each process would compile it again, for 8 s. So would those of
-# the tests, hence `env -u` there; and two pytest processes with two threads each would spin on two cores.
+# the tests, hence `env -u` there; and pytest processes with two threads each would spin on two cores.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); this takes a minute or two ..."
 	@rm -rf $(VENV)

@@ -116,8 +116,6 @@ def run_programs(programs, steps, train=True):
     outputs = []
 
     def loss_of(output, microbatch):
-        if isinstance(output, Exception):
-            raise output
         outputs.append(output)
         loss = output.get("loss") if isinstance(output, dict) else output
         return loss if isinstance(loss, torch.Tensor) else torch.zeros(())
@@ -134,11 +132,19 @@ def run_programs(programs, steps, train=True):
         for index, stage in enumerate(stages):
             buffers = stage.make_buffers(Instruction(index, InstructionType.FORWARD, 0)) if index else ()
             assert [(b.shape, b.dtype) for b in buffers] == [(t.shape, t.dtype) for t in sent]
-            sent = stage.run(Instruction(index, InstructionType.FORWARD, 0), tuple(t.clone() for t in sent))
+            sent = run(stage, InstructionType.FORWARD, tuple(t.clone() for t in sent))
         gradients = ()
-        for index, stage in reversed([*enumerate(stages)]) if train else ():
-            gradients = stage.run(Instruction(index, InstructionType.BACKWARD, 0), gradients)
+        for stage in reversed(stages) if train else ():
+            gradients = run(stage, InstructionType.BACKWARD, gradients)
     return outputs[0]
+
+
+def run(stage, kind, received):
+    """Run an instruction of a stage; the engine raises what fails when its iteration is finished."""
+    sent = stage.run(Instruction(stage.index, kind, 0), received)
+    if stage.failure is not None:
+        raise stage.failure
+    return sent
 
 
 def run_plainly(owner, step, train=True):
