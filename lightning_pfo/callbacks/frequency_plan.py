@@ -106,6 +106,12 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
             pl_module.log(f"pfo/iteration_{name}", value, on_step=True, on_epoch=False, batch_size=1)
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None and self._run.is_open:
+            self._run.tell_failures()
+        super().on_train_end(trainer, pl_module)
+
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None and self._run.is_open:
             self._run.request_top_clock()

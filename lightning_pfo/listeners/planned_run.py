@@ -13,7 +13,7 @@ from lightning_pfo.core.events import InstructionEvent, InstructionListener, Ins
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clocks.transition import ClockStatistics
-from lightning_pfo.device.time import time_of
+from lightning_pfo.device.time import HOST_TIME, time_of
 from lightning_pfo.listeners.agreement import check_together, is_first, name_of
 from lightning_pfo.listeners.clock_requests import ClockRequests
 from lightning_pfo.listeners.gpu_session import (
@@ -30,6 +30,9 @@ from lightning_pfo.planner.frontier.frontier_files import load_frontier
 from lightning_pfo.planner.frontier.select import select_plan
 
 log = logging.getLogger(__name__)
+
+_LAST_REQUEST_S = 2.0
+"""At most so long the end of a training waits until the last clock is set, to know whether that fails."""
 
 TOP_CLOCKS = "top_clocks"
 """In place of a plan, or selected instead of one: the highest clock everywhere."""
@@ -178,12 +181,21 @@ class PlannedRun(InstructionListener):
         iteration before the last one, for the host would have to wait for the GPU to know about the last.
         """
         measurement = self._meter.take(self._news())
-        if is_first(self._source):
-            for failure in self._meter.remarks:
-                log.warning("The plan is not what is trained under: no clocks are set by %s", failure)
+        self._tell(self._meter.remarks)
         if measurement is not None:
             self.measurements.append(measurement)
         return measurement
+
+    def tell_failures(self) -> None:
+        """Let the first rank say what ranks have met since the last measurement; a collective call."""
+        if time_of(self._session.gpu) is HOST_TIME:
+            self._session.clocks.wait(_LAST_REQUEST_S)
+        self._tell([said for said in self._source.all_gather(self._news(), everywhere=True) if said])
+
+    def _tell(self, failures: Sequence[str]) -> None:
+        if is_first(self._source):
+            for failure in failures:
+                log.warning("The plan is not what is trained under: no clocks are set by %s", failure)
 
     def _news(self) -> str:
         """Why this rank sets no clocks any more, once; the first rank and claims, which all share, are told already."""

@@ -1,16 +1,18 @@
-"""What a step logs, microbatch by microbatch, on the rank of the last stage."""
+"""What a step logs and returns, microbatch by microbatch, on the rank of the last stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.compat import batch_value
 from lightning_pfo.strategy.step.metrics import is_metric, path_of
 
@@ -84,6 +86,28 @@ class LogRecorder:
             Logged(key[0], self.metrics.get(key[0]), self.arguments[key], self._reduce(values, self.arguments[key]))
             for key, values in self.values.items()
         ]
+
+    def output(self, results: list[Any], *, train: bool, batch_dim: int) -> dict[str, Any]:
+        """What the step returned for the batch, from what it returned for microbatches.
+
+        Raises:
+            ConfigurationError: If a training step skips some of them.
+        """
+        merge = partial(merge_outputs, sizes=self.sizes, weights=self.weights, batch_dim=batch_dim)
+        if not train:
+            return {"output": merge(results)}
+        skipped = [result is None for result in results]
+        if all(skipped):
+            return {"loss": None, "is_dict": False, "output": {}}
+        if any(skipped):
+            raise ConfigurationError(
+                f"A training_step that returns None skips the batch, so it does so for all microbatches; got None "
+                f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
+            )
+        is_dict = isinstance(results[0], dict)
+        losses = [result["loss"] if is_dict else result for result in results]
+        rest = merge([{key: value for key, value in r.items() if key != "loss"} for r in results]) if is_dict else {}
+        return {"loss": self.mean_loss(losses), "is_dict": is_dict, "output": rest}
 
     def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""

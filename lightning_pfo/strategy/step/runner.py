@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers
@@ -25,7 +24,6 @@ from lightning_pfo.strategy.parallel.groups import Shared, host_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
-from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
@@ -234,14 +232,17 @@ class StepRunner:
         error: Exception | None = None
         effects = Effects(self.owner)
         outcome: dict[str, Any] = {}
-        of_microbatch = lambda index: step(microbatches[index], *rest)  # noqa: E731
+
+        def step_of(index: int) -> Any:
+            return step(microbatches[index], *rest)
+
         try:
-            self.run(kind, of_microbatch, microbatches, step_seed, recorder, take, whole, effects)
+            self.run(kind, step_of, microbatches, step_seed, recorder, take, whole, effects)
             if engine.is_last:
                 outcome = effects.outcome(sizes, weights, is_sent=engine.num_ranks > 1) | {
                     "logged": [tuple(logged) for logged in recorder.logged()]
                 }
-                outcome |= self._output(results, train, recorder, sizes, weights)
+                outcome |= recorder.output(results, train=train, batch_dim=self.batching.batch_dim)
         except Exception as exception:
             error = exception
         if kind not in self._exchanges:
@@ -281,26 +282,6 @@ class StepRunner:
 
         for unit in self._split.units.all:
             unit.outside = call
-
-    def _output(
-        self, results: list[Any], train: bool, recorder: LogRecorder, sizes: Sequence[int], weights: Sequence[float]
-    ) -> dict[str, Any]:
-        """What the step returned for the batch."""
-        merge = partial(merge_outputs, sizes=sizes, weights=weights, batch_dim=self.batching.batch_dim)
-        if not train:
-            return {"output": merge(results)}
-        skipped = [result is None for result in results]
-        if all(skipped):
-            return {"loss": None, "is_dict": False, "output": {}}
-        if any(skipped):
-            raise ConfigurationError(
-                f"A training_step that returns None skips the batch, so it does so for all microbatches; got None "
-                f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
-            )
-        is_dict = isinstance(results[0], dict)
-        losses = [result["loss"] if is_dict else result for result in results]
-        rest = merge([{key: value for key, value in r.items() if key != "loss"} for r in results]) if is_dict else {}
-        return {"loss": recorder.mean_loss(losses), "is_dict": is_dict, "output": rest}
 
     def run(
         self,
