@@ -1,4 +1,4 @@
-"""Models as users bring them train on two stages as on one device; benchmarks/model_zoo.py has many more."""
+"""Models as users bring them train on stages as on one device; benchmarks/model_zoo.py has many more."""
 
 import json
 from math import nan
@@ -26,6 +26,7 @@ EQUAL = [
     "early_argmax",
     "in_place_relu_first",
     "raw_parameters",
+    "activation_checkpointing",
     "deep_supervision",
     "encode_and_call_twice",
     "vq_vae",

@@ -81,6 +81,11 @@ class PipelineEngine:
         """Number of ranks of the pipeline."""
         return dist.get_world_size(self.group)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether an iteration is under way; layers that are recomputed are called in its backwards."""
+        return self._loss_function is not None
+
     def rank_of(self, stage: int) -> int:
         """The rank that runs a stage."""
         return self.placement[stage]

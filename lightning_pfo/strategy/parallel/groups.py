@@ -50,6 +50,21 @@ def _group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessG
     return made[key]
 
 
+def _make_together(wanted: Sequence[_Key], device: torch.device) -> None:
+    """Make groups of processes that overlap; a collective call of the world.
+
+    Processes that make several overlapping groups without the others (`use_local_synchronization`) wait for each other
+    for ever, even in the same order; seen with gloo in torch 2.13.
+    """
+    assert dist.group.WORLD is not None
+    made = _made.setdefault(dist.group.WORLD, {})
+    everyone: list[Sequence[_Key]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, wanted, group=host_group(None, device))
+    for ranks, backend in sorted({key for keys in everyone for key in keys}, key=str):
+        if (ranks, backend) not in made:
+            made[ranks, backend] = dist.new_group(list(ranks), backend=backend)
+
+
 @dataclass(frozen=True)
 class Shared:
     """What the same ranks of a pipeline hold, several of them.
@@ -75,9 +90,9 @@ def share(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[Shared]:
-    """Find what this rank of a pipeline holds together with others; a collective call of the pipeline.
+    """Find what this rank of a pipeline holds together with others; a collective call of the world.
 
-    Each set of ranks gets a process group, which all of its ranks make in the same order.
+    Each set of ranks gets a process group.
 
     Args:
         tensors: Parameters and buffers by name, placeholders for those of others.
@@ -85,12 +100,15 @@ def share(
         group: The pipeline's process group.
         device: The device of its collectives.
     """
-    own = dist.get_rank(group)
+    own, size = dist.get_rank(group), dist.get_world_size(group)
+    sets = sorted({tuple(sorted(ranks)) for ranks in holders.values() if own in ranks and len(ranks) > 1})
+    members = {ranks: tuple(global_rank(group, rank) for rank in ranks) for ranks in sets if len(ranks) < size}
+    backends = (None,) if device.type == "cpu" else (None, "gloo")
+    _make_together([(ranks, backend) for ranks in members.values() for backend in backends], device)
     found = []
-    for ranks in sorted({tuple(sorted(ranks)) for ranks in holders.values() if own in ranks and len(ranks) > 1}):
+    for ranks in sets:
         of_ranks = {name: tensor for name, tensor in tensors.items() if tuple(sorted(holders[name])) == ranks}
-        everyone = len(ranks) == dist.get_world_size(group)
-        processes = group if everyone else _group_of([global_rank(group, rank) for rank in ranks])
+        processes = _group_of(members[ranks]) if ranks in members else group
         found.append(
             Shared(
                 ranks,

@@ -263,7 +263,8 @@ class StepRunner:
         """
 
         def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if within_step():  # on the last stage, which follows nothing more once it has begun
+            # the last stage follows nothing more once it has begun, and recomputed layers are called in backward
+            if within_step() or self.engine.is_running:
                 return unit.compute(*args, **kwargs)
             ranks = {self.engine.rank_of(stage) for stage in self._split.owners.get(unit, ())}
             if len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters()):

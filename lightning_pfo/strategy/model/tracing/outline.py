@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -90,7 +90,8 @@ def outline_call(
     failures: list[Exception] = []
     for attempt in attempts:
         try:
-            return attempt()
+            with _without_reports():
+                return attempt()
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
@@ -138,6 +139,18 @@ def _call(
         saved.num_bytes,
         any(version_of(tensors[name]) != version for name, version in state.items()),
     )
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """Torch writes tracebacks of operators that do not run without values; we try another way."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
