@@ -12,7 +12,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from tests.strategy.zoo import CASES, Settings, measure
 from tests.strategy.zoo.processes import run_together
 
-
 ON_FOUR = ("layers_called_repeatedly",)
 """Stages share its layers in overlapping sets."""
 
