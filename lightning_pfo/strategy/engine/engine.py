@@ -22,7 +22,7 @@ from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_re
 from lightning_pfo.strategy.parallel.groups import host_group
 
 LossFunction = Callable[[Any, int], torch.Tensor]
-"""Maps what the step returned for a microbatch, or the error that it raised, and the microbatch's index to a loss."""
+"""Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
 
 Step = Callable[[int, int], Any]
 """Runs the user's step on a stage and a microbatch."""
@@ -85,10 +85,6 @@ class PipelineEngine:
     def is_running(self) -> bool:
         """Whether an iteration is under way; layers that are recomputed are called in its backwards."""
         return self._loss_function is not None
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs a stage."""
-        return self.placement[stage]
 
     @property
     def is_first(self) -> bool:

@@ -35,8 +35,7 @@ class Stage:
         index: Index of the stage.
         device: Device of the stage.
         emitter: Receives the events; None emits nothing.
-        compute_loss: On the last stage, maps what the step returned (or the error that it raised) and the microbatch to
-            a loss; part of the forward.
+        compute_loss: On the last stage, maps what the step returned and the microbatch to a loss; part of the forward.
         train: Whether backwards follow.
 
     Attributes:

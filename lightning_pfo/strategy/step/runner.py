@@ -266,7 +266,7 @@ class StepRunner:
             # the last stage follows nothing more once it has begun, and recomputed layers are called in backward
             if within_step() or self.engine.is_running:
                 return unit.compute(*args, **kwargs)
-            ranks = {self.engine.rank_of(stage) for stage in self._split.owners.get(unit, ())}
+            ranks = {self.engine.placement[stage] for stage in self._split.owners.get(unit, ())}
             if len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters()):
                 return unit.compute(*args, **kwargs)
             meet(f"a call of {unit.name!r} outside of a step")

@@ -112,7 +112,7 @@ def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: t
     first: dict[int, int] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided:
+            if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.layout != torch.strided:
                 return None
             given.append((first.setdefault(id(leaf), index), _form(leaf), leaf.stride(), leaf.device, leaf.is_leaf))
         elif isinstance(leaf, _PLAIN):
@@ -171,7 +171,8 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:
-    return hash(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
+    flat = tensor.detach().cpu().reshape(-1)
+    return hash(flat.view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
 
 
 def _described(outline: Outline) -> Hashable:

@@ -69,6 +69,19 @@ def test_layers_that_return_something_else_are_taken_for_what_they_are():
     followed.close()
 
 
+def test_values_of_a_number_decide_too():
+    followed, _ = make(Layer(by_values=True), keep=torch.tensor(3))
+    assert trace(followed) == (2, [(3, 4)])
+    followed.close()
+    keep = torch.tensor(3)
+    followed, _ = make(Layer(by_values=True), keep=keep)
+    trace(followed)
+    assert trace(followed) == (0, [(3, 4)])
+    keep.fill_(2)
+    assert trace(followed)[1] == [(2, 4)]
+    followed.close()
+
+
 @pytest.mark.parametrize("options", [{"counts": True}, {"by_values": True}])
 def test_what_the_arguments_do_not_decide_is_found_each_time(options):
     keep = torch.tensor([1, 1, 1, 0])
