@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.launch import start_script_server
+
 # How long an example takes says how busy the machine is; and the same tests run each time, on every machine.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None, max_examples=1000)
@@ -32,6 +34,11 @@ LONGEST = [
     "strategy/model/test_huggingface_options.py",
 ]
 """Files of more than ten seconds, the longest first: begun last, one would keep a single process busy."""
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # not one of several processes of tests
+        start_script_server()
 
 
 def pytest_collection_modifyitems(items):

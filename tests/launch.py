@@ -20,6 +20,7 @@ FOR_SCRIPTS = {
     "OMP_NUM_THREADS": "1",
 }
 """Environment variables of all scripts."""
+_ADDRESS = "PFO_SCRIPT_SERVER"
 
 
 def run_script(script, *arguments, timeout_s=180, expect_success=True, fresh=False, **environment):
@@ -39,7 +40,7 @@ def start_script(script, *arguments, fresh=False, **environment):
 
     It is forked from a process that has imported all it needs; if `fresh`, it is started as users do.
     """
-    dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED")
+    dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED", _ADDRESS)
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {
         **FOR_SCRIPTS,
@@ -70,7 +71,7 @@ class ForkedScript:
         (output, write_output), (state, write_state) = os.pipe(), os.pipe()
         self.stdout, self._state = os.fdopen(output), os.fdopen(state)
         message = json.dumps({"arguments": command, "environment": env}).encode()
-        socket.send_fds(_script_server(), [message], [write_output, write_state])
+        socket.send_fds(_connection(), [message], [write_output, write_state])
         os.close(write_output)
         os.close(write_state)
         pid = self._state.readline()
@@ -102,14 +103,25 @@ class ForkedScript:
         raise subprocess.TimeoutExpired(self.args, timeout, b"".join(parts))
 
 
-@functools.cache
-def _script_server():
-    """The connection to it; it ends when the connection is closed, at the latest when this process ends."""
-    connection, of_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def start_script_server():
+    """Start the process that forks scripts, for this process and those that it starts; it ends when this one does."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("")  # to an abstract address that the kernel chooses
+    listener.listen()
+    end, _ = os.pipe()  # the other end is closed when this process ends
     script = Path(__file__).with_name("script_server.py")
-    command = [str(script), str(of_server.fileno())]
-    start_interpreter(command, os.environ | FOR_SCRIPTS, stdout=subprocess.DEVNULL, pass_fds=[of_server.fileno()])
-    of_server.close()
+    arguments, files = [str(script), str(listener.fileno()), str(end)], [listener.fileno(), end]
+    start_interpreter(arguments, os.environ | FOR_SCRIPTS, stdout=subprocess.DEVNULL, pass_fds=files)
+    os.environ[_ADDRESS] = os.fsdecode(listener.getsockname()[1:])
+    listener.close()
+    os.close(end)
+
+
+@functools.cache
+def _connection():
+    """To the process that forks scripts, which imports for several seconds when the first connects."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(b"\0" + os.fsencode(os.environ[_ADDRESS]))
     return connection
 
 

@@ -1,8 +1,9 @@
 """A process that has imported what training scripts import, forked for each script: imports cost more than most tests.
 
-`tests/launch.py` starts it once per test run, and asks over the socket whose number is the argument: JSON with
-`arguments` (`sys.argv`) and `environment`, along with files for the output and for the state: a line with the process
-number, and the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
+`tests/launch.py` starts one for a test run, with the numbers of a listening socket and of a pipe that closes when the
+run ends. It imports when the first process of the run connects, which asks over its connection: JSON with `arguments`
+(`sys.argv`) and `environment`, along with files for the output and for the state: a line with the process number, and
+the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
 """
 
 import ctypes
@@ -11,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -24,39 +26,53 @@ lightning_pfo.planner lightning_pfo.strategy.trainer.strategy
 """
 
 
-def serve(connection):
-    """Fork for each request; returns in the fork. Kills what still runs when the test run has ended."""
-    states = {}  # of what runs, by process number
+def serve(listener, end):
+    """Fork for each request; returns in the fork. Kills what still runs when who asked for it, or the run, has ended."""
+    running = {}  # by process number, who asked for it and where its state goes
 
     def reap(*_):
-        while states:
+        while running:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            state = states.pop(pid)
+            _, state = running.pop(pid)
             os.write(state, b"%d" % os.waitstatus_to_exitcode(status))
             os.close(state)
 
     signal.signal(signal.SIGCHLD, reap)
+    connections = {}  # by the numbers of their files
     while True:
-        message, files, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+        ready, _, _ = select.select([listener, end, *connections], [], [])
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        if not message:
-            for pid in states:
+        if end in ready:
+            for pid in running:
                 os.killpg(pid, signal.SIGKILL)
             os._exit(0)
-        output, state = files
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-            os.setsid()
-            os.write(state, b"%d\n" % os.getpid())
-            for number in (state, connection.detach(), *states.values()):
-                os.close(number)
-            return become(output, **json.loads(message))
-        os.close(output)
-        states[pid] = state
+        if listener in ready:
+            connection, _ = listener.accept()
+            connections[connection.fileno()] = connection
+        for number in connections.keys() & set(ready):
+            message, files, _, _ = socket.recv_fds(connections[number], 1 << 20, 2)
+            if not message:
+                connections.pop(number).close()
+                for pid, (asked_by, _) in running.items():
+                    if asked_by == number:
+                        os.killpg(pid, signal.SIGKILL)
+                continue
+            output, state = files
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+                os.setsid()
+                os.write(state, b"%d\n" % os.getpid())
+                for connection in (listener, *connections.values()):
+                    connection.close()
+                for each in (state, end, *(other for _, other in running.values())):
+                    os.close(each)
+                return become(output, **json.loads(message))
+            os.close(output)
+            running[pid] = number, state
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
@@ -77,10 +93,17 @@ def become(output, arguments, environment):
     return arguments[0]
 
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder
+def import_all():
     for name in IMPORTS.split():
         importlib.import_module(name)
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "forks of a process with threads may hang"
     gc.freeze()
-    runpy.run_path(serve(socket.socket(fileno=int(sys.argv[1]))), run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder
+    listening, run_ends = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    if run_ends in select.select([listening, run_ends], [], [])[0]:
+        sys.exit()
+    import_all()
+    runpy.run_path(serve(listening, run_ends), run_name="__main__")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ _LONGEST = 10_000
 
 _LARGEST_BYTES = 256 * 2**20
 """Larger tensors are data as well, and not copied."""
+
+_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, FunctionType, MethodType, torch.dtype))
+"""Types of most attributes; there is nothing in them to put back."""
 
 
 @contextmanager
@@ -55,28 +60,29 @@ class _Remembered:
             self._seen[id(registry)] = registry
         attributes = vars(module)
         self.undo.append(partial(_refill, attributes, dict(attributes)))
-        for value in attributes.values():
-            self.value(value)
+        self._items(attributes.values())
 
-    def value(self, value: Any) -> None:
-        if id(value) in self._seen or isinstance(value, (str, int, float, nn.Module, nn.Parameter)):
-            return
+    def _items(self, items: Iterable[Any]) -> None:
+        for item in items:
+            if type(item) not in _PLAIN and id(item) not in self._seen:
+                self._value(item)
+
+    def _value(self, value: Any) -> None:
         self._seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, (dict, list, set, deque, tuple)):
+            if not isinstance(value, tuple):
+                self.undo.append(partial(_refill, value, value.copy()) if value else partial(_empty, value))
+            if 0 < len(value) <= _LONGEST:
+                self._items(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             is_state = value.is_leaf and not value.is_meta and value.layout == torch.strided
             if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
                 self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
-        elif isinstance(value, (dict, list, set, deque, tuple)):
-            if not isinstance(value, tuple):
-                self.undo.append(partial(_refill, value, value.copy()))
-            if len(value) <= _LONGEST:
-                for item in value.values() if isinstance(value, dict) else value:
-                    self.value(item)
         elif isinstance(value, torch.Generator):
             self.undo.append(partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self.undo.append(partial(value.setstate, value.getstate()))
-        elif hasattr(value, "bit_generator"):  # one of NumPy
+        elif not isinstance(value, (nn.Module, nn.Parameter)) and hasattr(value, "bit_generator"):  # one of NumPy
             self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
 
 
@@ -86,22 +92,18 @@ def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
         tensor.copy_(before)
 
 
+def _empty(container: Any) -> None:
+    if container:
+        container.clear()
+
+
 def _refill(container: Any, items: Any) -> None:
     """Give a container the items that it had; one that still has them is not touched."""
-    if len(container) == len(items) and all(map(_is_same, _items_of(container), _items_of(items))):
-        return
+    if len(container) == len(items) and all(map(is_, container, items)):
+        if not isinstance(container, dict) or all(map(is_, container.values(), items.values())):
+            return
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(items)
     else:
         container.extend(items)
-
-
-def _items_of(container: Any) -> Any:
-    return container.items() if isinstance(container, dict) else container
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(now, tuple) and len(now) == 2:  # of a dict, which makes them as they are asked for
-        return now[0] is before[0] and now[1] is before[1]
-    return now is before

@@ -42,6 +42,10 @@ class Run(Protocol):
         """Values are wanted at the end of the step, as what is logged."""
 
 
+_LEAVES = frozenset(
+    (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, int, float, bool, str, slice, type(None))
+)
+
 _current: Run | None = None
 """The run that is under way; one at a time, in the thread that runs the user's step."""
 
@@ -185,6 +189,16 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain(values: Any) -> Any:
     """The values that tracked tensors in a nested structure stand for."""
+    kind = type(values)
+    # every function of torch comes here, and these are nearly all arguments; pytrees take ten times as long
+    if kind is Tracked:
+        return value_of(values)
+    if kind in _LEAVES:
+        return values
+    if kind is tuple or kind is list:
+        return kind(map(plain, values))
+    if kind is dict:
+        return {key: plain(value) for key, value in values.items()}
     return tree_map_only(Tracked, value_of, values)
 
 
