@@ -2,7 +2,7 @@
 
 `tests/launch.py` starts one for a test run, with the numbers of a listening socket and of a pipe that closes when the
 run ends. It imports when the first process of the run connects, which asks over its connection: JSON with `arguments`
-(`sys.argv`) and `environment`, along with files for the output and for the state: a line with the process number, and
+(`sys.argv`), `environment` and `folder`, along with files for the output and for the state: a line with the process number, and
 the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
 """
 
@@ -76,13 +76,14 @@ def serve(listener, end):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
-def become(output, arguments, environment):
+def become(output, arguments, environment, folder):
     """Make this process as a fresh one would be; returns the script to run."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # the server's believe that they can seek
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)):
