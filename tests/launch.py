@@ -40,7 +40,16 @@ def start_script(script, *arguments, fresh=False, **environment):
 
     It is forked from a process that has imported all it needs; if `fresh`, it is started as users do.
     """
-    dropped = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "PL_GLOBAL_SEED", _ADDRESS)
+    dropped = (
+        "LOCAL_RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NODE_RANK",
+        "PL_GLOBAL_SEED",
+        _ADDRESS,
+    )
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {
         **FOR_SCRIPTS,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,10 +16,10 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.loss_check import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
@@ -213,7 +214,7 @@ def refuse_nan(
     if bool(torch.isnan(loss)):
         losses = [result["loss"] if isinstance(result, dict) else result for result in of_microbatches]
         bad = [name for name, parameter in owner.named_parameters() if not _is_finite(parameter.detach())]
-        in_batch = [_said(leaf) for leaf in tree_leaves(batch) if not _is_finite(leaf)]
+        in_batch = [_said(leaf) for _, leaf in leaves_of(batch) if not _is_finite(leaf)]
         which = [index for index, value in enumerate(losses) if len(losses) > 1 and bool(torch.isnan(value))]
         mine = (True, which, bad, in_batch[0] if in_batch else "")
     found = [others for others in engine.all_gather(mine, everywhere=True) if others[0]]
@@ -240,11 +241,14 @@ def refuse_nan(
 
 
 def _is_finite(value: Any) -> bool:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
+        return bool(np.isfinite(value).all())
     if not isinstance(value, torch.Tensor) or value.is_meta or not value.is_floating_point():
         return True
     return bool(torch.isfinite(local(value)).all())
 
 
-def _said(tensor: torch.Tensor) -> str:
+def _said(values: torch.Tensor | np.ndarray) -> str:
+    tensor = torch.as_tensor(values)
     number = int((~torch.isfinite(tensor)).sum())
     return f"{number} of {tensor.numel()} values that are NaN or infinite in a tensor of shape {tuple(tensor.shape)}"

@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import sys
+from collections import UserDict
 from pathlib import Path
 from unittest.mock import patch
 
@@ -205,6 +206,14 @@ def not_a_number():
         except PfoError as error:
             return [f"{type(error).__name__}: {error}", *said]
 
+    class Unwraps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, form):
+            return self.layers(torch.as_tensor(form["x"]))
+
     def broken():
         model = layers()
         model[2].weight.data[0] = float("nan")
@@ -217,6 +226,8 @@ def not_a_number():
         "loss": run(logarithm, x, y),
         "microbatch": run(sometimes, x, y),
         "batch": run(mean, bad, y),
+        "form": run(mean, UserDict(x=bad), y, Unwraps),
+        "array": run(mean, {"x": bad.numpy()}, y, Unwraps),
         "parameters": run(mean, x, y, broken),
         "infinite": run(lambda output, target: output.square().sum() * float("inf"), x, y),
     }

@@ -95,9 +95,9 @@ def test_a_loss_that_is_nan_is_an_error_on_every_rank_unless_data_or_parameters_
         nan = found["nan"]
         assert re.match(r"ConfigurationError: .*is NaN \(of microbatches 0, 1, 2, 3\), although", nan["loss"][0])
         assert re.match(r"ConfigurationError: .*is NaN \(of microbatches 1, 3\), although.*-100", nan["microbatch"][0])
-        assert math.isnan(nan["batch"][0])
+        assert all(math.isnan(nan[case][0]) for case in ("batch", "form", "array"))
         assert math.isnan(nan["parameters"][0])
         assert nan["infinite"] == [math.inf]
-    assert "the batch has 1 of 48 values" in ranks[0]["nan"]["batch"][1]
+    assert all("the batch has 1 of 48 values" in ranks[0]["nan"][case][1] for case in ("batch", "form", "array"))
     assert "module.2.weight" in ranks[0]["nan"]["parameters"][1]
     assert len(ranks[1]["nan"]["batch"]) == 1
