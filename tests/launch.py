@@ -50,7 +50,7 @@ def start_script(script, *arguments, fresh=False, **environment):
         "PL_GLOBAL_SEED",
         _ADDRESS,
     )
-    env = {key: value for key, value in os.environ.items() if key not in dropped}
+    env = {key: value for key, value in os.environ.items() if key not in (*dropped, _ADDRESS)}
     env |= {
         **FOR_SCRIPTS,
         **environment,
@@ -79,7 +79,7 @@ class ForkedScript:
         self.args, self.returncode = command, None
         (output, write_output), (state, write_state) = os.pipe(), os.pipe()
         self.stdout, self._state = os.fdopen(output), os.fdopen(state)
-        message = json.dumps({"arguments": command, "environment": env, "folder": os.getcwd()}).encode()
+        message = json.dumps({"arguments": command, "environment": env, "folder": str(Path.cwd())}).encode()
         socket.send_fds(_connection(), [message], [write_output, write_state])
         os.close(write_output)
         os.close(write_state)

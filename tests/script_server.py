@@ -2,8 +2,8 @@
 
 `tests/launch.py` starts one for a test run, with the numbers of a listening socket and of a pipe that closes when the
 run ends. It imports when the first process of the run connects, which asks over its connection: JSON with `arguments`
-(`sys.argv`), `environment` and `folder`, along with files for the output and for the state: a line with the process number, and
-the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
+(`sys.argv`), `environment` and `folder`, along with files for the output and for the state: a line with the process
+number, and the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ lightning_pfo.planner lightning_pfo.strategy.trainer.strategy
 
 
 def serve(listener, end):
-    """Fork for each request; returns in the fork. Kills what still runs when who asked for it, or the run, has ended."""
+    """Fork for each request; returns in the fork. Kills what runs when who asked for it, or the run, has ended."""
     running = {}  # by process number, who asked for it and where its state goes
 
     def reap(*_):

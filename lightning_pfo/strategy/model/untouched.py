@@ -99,11 +99,14 @@ def _empty(container: Any) -> None:
 
 def _refill(container: Any, items: Any) -> None:
     """Give a container the items that it had; one that still has them is not touched."""
-    if len(container) == len(items) and all(map(is_, container, items)):
-        if not isinstance(container, dict) or all(map(is_, container.values(), items.values())):
-            return
+    if len(container) == len(items) and all(map(is_, container, items)) and _values_are_same(container, items):
+        return
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(items)
     else:
         container.extend(items)
+
+
+def _values_are_same(now: Any, before: Any) -> bool:
+    return not isinstance(now, dict) or all(map(is_, now.values(), before.values()))
