@@ -1,8 +1,9 @@
 """A process that has imported what training scripts import, forked for each script: imports cost more than most tests.
 
 `tests/launch.py` starts it once per test run, and asks over the socket whose number is the argument: JSON with
-`arguments` (`sys.argv`) and `environment`, along with files for the output and for the state: a line with the process
-number, and the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
+`arguments` (`sys.argv`), `environment` and the present `folder`, along with files for the output and for the state: a
+line with the process number, and the exit code at the end. A script is `__main__`, leads a session of its own, and ends
+as scripts do.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from pathlib import Path
 IMPORTS = """
 accelerate lightning lightning.pytorch.loggers matplotlib.pyplot torch torch._dynamo torch.distributed.checkpoint
 torch.distributed.fsdp torch.distributed.tensor.parallel torch.utils.flop_counter torchmetrics
-lightning_pfo.accelerate lightning_pfo.callbacks lightning_pfo.experiment.training lightning_pfo.experiment.hydra_main
+lightning_pfo.accelerate lightning_pfo.callbacks lightning_pfo.experiment.training lightning_pfo.hydra_app
 lightning_pfo.planner lightning_pfo.strategy.trainer.strategy
 """
 
@@ -60,13 +61,14 @@ def serve(connection):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
-def become(output, arguments, environment):
+def become(output, arguments, environment, folder):
     """Make this process as a fresh one would be; returns the script to run."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # the server's believe that they can seek
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for folder in filter(None, environment.get("LD_LIBRARY_PATH", "").split(os.pathsep)):

@@ -109,6 +109,12 @@ class ExperimentConfig:
     """Profiling."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Planning."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Further callbacks of the training: by any name, each with its class as `_target_`."""
+    logger: dict[str, Any] = field(default_factory=dict)
+    """Where its metrics go: by any name, Lightning's loggers, each with its class as `_target_`."""
+    profile: str = ""
+    """A profile that was measured before, to plan with instead of measuring; empty: measure."""
     seed: int = 0
     """Seed of weights and data order."""
     output_dir: str = MISSING
