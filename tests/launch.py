@@ -69,7 +69,7 @@ class ForkedScript:
         self.args, self.returncode = command, None
         (output, write_output), (state, write_state) = os.pipe(), os.pipe()
         self.stdout, self._state = os.fdopen(output), os.fdopen(state)
-        message = json.dumps({"arguments": command, "environment": env, "folder": os.getcwd()}).encode()
+        message = json.dumps({"arguments": command, "environment": env, "folder": str(Path.cwd())}).encode()
         socket.send_fds(_script_server(), [message], [write_output, write_state])
         os.close(write_output)
         os.close(write_state)

@@ -138,7 +138,7 @@ MUST_NOT_IMPORT = {
     "listeners": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy"},
     "callbacks": {"pynvml", "hydra", "highspy"},
 }
-HYDRA_ALLOWED_IN = {"experiment.command_line", "experiment.instances"}  # rooms and modules
+HYDRA_ALLOWED_IN = {"experiment.command_line"}
 LIGHTNING_ALLOWED_IN = {"strategy.trainer", "callbacks", "experiment"}
 PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml"}
 

@@ -48,11 +48,13 @@ class TrainerConfig:
     precision: str = "32-true"
     """Lightning's precision setting, such as 32-true or bf16-mixed."""
     steps: int = 16
-    """Training steps under the top clocks, and again under the plan."""
-    warmup_steps: int = 3
-    """First steps of each training that are not measured."""
+    """Training steps at the top clocks, and as many under the plan, in one training."""
+    window_steps: int = 2
+    """Both take turns after this many steps, which divides `steps`. Six pairs of windows give intervals."""
+    warmup_steps: int = 1
+    """First steps of each window that are not measured."""
     val_batches: int = 4
-    """Validation batches after each training; 0 for none."""
+    """Validation batches after the training; 0 for none."""
     progress_bar: bool = True
     """Show Lightning's progress bar on rank 0."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.experiment.instances import check_targets, make_callbacks, make_loggers
+from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks, make_loggers
 from tests.launch import run_script
 
 SCRIPT = """
@@ -38,7 +38,8 @@ FILES = {
     "script.py": SCRIPT.replace("NAME", '"gpt"').replace("PATH", ""),
     "own.py": SCRIPT.replace("NAME", '"own"').replace("PATH", ', config_path="conf"'),
     "plain.py": PLAIN,
-    "conf/own.yaml": "defaults: [own_schema, experiment, model: small, data: digits, _self_, override gpu: mine]\nname: own",
+    "conf/own.yaml": "defaults: [own_schema, experiment, model: small, data: digits, _self_, override gpu: mine]\n"
+    "name: own\n",
     "conf/plain.yaml": "defaults: [gpu: mine, _self_]\nhydra: {searchpath: ['pkg://lightning_pfo.conf']}\n",
     "conf/gpu/mine.yaml": "defaults: [emulated_a40]\nmodel: My GPU\n",
     "conf/model/small.yaml": "layers: 3\n",

@@ -46,8 +46,10 @@ def test_defaults_are_fine():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 3, "warmup_steps": 3}, "got 3 of 3 steps. Use trainer.warmup_steps=3 trainer.steps=16"),
-        ({"warmup_steps": 0}, "warmup_steps must be at least 1"),
+        ({"window_steps": 3, "warmup_steps": 3}, "got 3 of 3 steps. Use trainer.warmup_steps=1 trainer.window_steps=3"),
+        ({"warmup_steps": 0}, "warmup_steps is at least 1"),
+        ({"steps": 11, "window_steps": 4}, "whole windows .*; got 11 and 4. Use trainer.steps=12"),
+        ({"steps": 0}, "got 0 and 2. Use trainer.steps=2"),
         ({"devices": 0}, "trainer.devices is at least 1; got 0"),
         ({"devices": 4, "num_microbatches": 3}, "num_microbatches=3 for 4 stages. Use num_microbatches=4"),
         ({"devices": 4, "num_nodes": 4}, "num_microbatches=8 for 16 stages"),
@@ -93,6 +95,8 @@ def test_every_section_is_checked(section, settings, message):
         ("trainer", {"precision": "31"}, "Trainer refuses the settings of trainer: Precision '31' is invalid"),
         ("trainer", {"options": {"gradient_clip_val": "x"}}, "refuses the settings .* should be an int or a float"),
         ("trainer", {"options": {"devices": 2}}, "trainer.options.devices follows trainer.devices"),
+        ("", {"callbacks": {"stop": {"monitor": "x"}}}, "callbacks.stop is .*Use \\+callbacks.stop._target_="),
+        ("", {"logger": {"x": {"_target_": "no_such.Logger"}}}, "logger.x._target_ cannot be imported"),
         ("profiler", {"min_clock_mhz": 5000}, "from 5000 MHz .* supports 210 to 1410 MHz.*Use min_clock_mhz=210"),
     ],
 )
@@ -100,7 +104,7 @@ def test_model_data_trainer_and_gpu_are_checked_too(section, settings, message):
     gpt = load_example("gpt")
     changed = config("emulated")
     for key, value in settings.items():
-        setattr(getattr(changed, section), key, value)
+        setattr(getattr(changed, section) if section else changed, key, value)
     with pytest.raises(PfoError, match=message):
         check_experiment(changed, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
 
@@ -178,3 +182,18 @@ def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, m
     line = few_gpus(config(**settings))
     assert re.search(said, line)
     assert "\n" not in line
+
+
+def test_an_earlier_profile_is_of_as_many_stages(tmp_path):
+    again = config(devices=2)
+    again.profile = str(tmp_path / "profile.csv")
+    with pytest.raises(PfoError, match="There is no profile at"):
+        check_settings(again)
+    rows = [f"{stage},{kind},1410,1,1" for stage in range(3) for kind in ("forward", "backward")]
+    (tmp_path / "profile.csv").write_text("\n".join(["stage,instruction,frequency,time,energy", *rows]))
+    with pytest.raises(
+        ConfigurationError, match=r"has 3 stages, this one 2. Use trainer.devices=3, or leave profile out"
+    ):
+        check_settings(again)
+    again.trainer.devices = 3
+    check_settings(again)
