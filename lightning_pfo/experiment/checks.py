@@ -11,6 +11,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.accelerator import check_shared_gpus
 from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
@@ -76,6 +77,7 @@ def check_settings(config: ExperimentConfig) -> None:
             f"trainer.steps are whole windows of trainer.window_steps; got {trainer.steps} and {trainer.window_steps}. "
             f"Use trainer.steps={whole}."
         )
+    check_shared_gpus(config)
     schedule = schedule_of(config)
     check_partition(config.schedule.partition)
     ScanSettings(**vars(config.profiler))

@@ -45,6 +45,8 @@ class TrainerConfig:
     """Machines."""
     accelerator: str = "auto"
     """cpu, gpu, or auto: GPUs if this machine has `devices` of them, else the CPU."""
+    share_gpus: bool = False
+    """Several ranks train on each GPU, over gloo and without setting clocks: to try stages out where GPUs are few."""
     precision: str = "32-true"
     """Lightning's precision setting, such as 32-true or bf16-mixed."""
     steps: int = 16

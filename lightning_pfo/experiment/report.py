@@ -13,8 +13,7 @@ from rich.table import Table
 
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.experiment.results import Training, Windowed
-from lightning_pfo.experiment.windows import FEWEST_PAIRS, change_percent, median_interval
+from lightning_pfo.experiment.windows import FEWEST_PAIRS, Training, Windowed, change_percent, median_interval
 
 Interval = tuple[float, float]
 

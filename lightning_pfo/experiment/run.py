@@ -29,24 +29,22 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
-from lightning_pfo.device import GpuConfig, open_gpu
+from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.accelerator import few_gpus, gpu_for, is_emulated
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.earlier import set_aside
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.processes import is_first_process
 from lightning_pfo.experiment.report import Report
-from lightning_pfo.experiment.results import Training
 from lightning_pfo.experiment.training import (
     MakeData,
     MakeModule,
-    accelerator_of,
-    few_gpus,
-    is_emulated,
     profile,
     quiet_lightning,
     train,
 )
+from lightning_pfo.experiment.windows import Training
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
@@ -132,13 +130,6 @@ def on_rank_zero(action: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
-
-
-def gpu_for(config: ExperimentConfig) -> GpuConfig:
-    """The GPU to measure. Trained on the CPU, `gpu=auto` is emulated: a real one would stand idle."""
-    if config.gpu.kind == "auto" and accelerator_of(config) == "cpu":
-        return dataclasses.replace(config.gpu, kind="emulated")
-    return config.gpu
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:

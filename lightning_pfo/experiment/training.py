@@ -20,10 +20,10 @@ from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallbac
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, is_emulated
 from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.results import Training, Window, Windowed
-from lightning_pfo.experiment.windows import Windows
+from lightning_pfo.experiment.windows import Training, Window, Windowed, Windows
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.strategy import PfoPipelineStrategy
 
@@ -152,31 +152,6 @@ def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windo
     return windowed(False), windowed(True)
 
 
-def accelerator_of(config: ExperimentConfig) -> str:
-    """Resolve `auto`: GPUs if each rank of this machine gets one, else the CPU."""
-    if config.trainer.accelerator != "auto":
-        return config.trainer.accelerator
-    return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
-
-
-def few_gpus(config: ExperimentConfig) -> str:
-    """What follows, in a line, where the machine has some GPUs, but not one for each rank; empty otherwise."""
-    num_gpus, num_ranks = torch.cuda.device_count(), config.trainer.devices
-    if config.trainer.accelerator != "auto" or not 0 < num_gpus < num_ranks:
-        return ""
-    is_modelled = config.gpu.kind in ("auto", "emulated")
-    modelled = f", and times, clocks and energies are those of an emulated {config.gpu.model}" if is_modelled else ""
-    return (
-        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model "
-        f"trains on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
-    )
-
-
-def is_emulated(config: ExperimentConfig) -> bool:
-    """Whether neither the training nor the GPU that is measured needs a driver, whose state forks cannot share."""
-    return accelerator_of(config) == "cpu" and config.gpu.kind == "emulated"
-
-
 def quiet_lightning() -> None:
     """Silence what Lightning says to each Trainer, and its advice that does not apply to short trainings in memory."""
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -250,7 +225,7 @@ def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], option
     check_trainer_options(settings.options)
     defaults: dict[str, Any] = {
         "accelerator": accelerator_of(config),
-        "devices": settings.devices,
+        "devices": 1 if settings.share_gpus else settings.devices,
         "num_nodes": settings.num_nodes,
         "precision": settings.precision,
         "logger": False,
@@ -263,6 +238,7 @@ def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], option
         partition=schedule.partition,
         schedule=schedule.name,
         start_method="clone" if is_emulated(config) else "popen",
+        **devices_of_ranks(config),
     )
     try:
         return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **defaults | options | settings.options)

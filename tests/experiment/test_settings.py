@@ -8,10 +8,10 @@ import torch
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
+from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, few_gpus, gpu_for
 from lightning_pfo.experiment.checks import check_experiment, check_settings
 from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
-from lightning_pfo.experiment.run import gpu_for
-from lightning_pfo.experiment.training import accelerator_of, check_trainer_options, few_gpus
+from lightning_pfo.experiment.training import check_trainer_options
 from lightning_pfo.listeners.profiling_run import ScanSettings
 from tests.example_scripts import load_example
 
@@ -175,6 +175,8 @@ def test_unknown_trainer_options_are_refused():
         ({"devices": 4}, 4, "^$"),
         ({"devices": 4}, 0, "^$"),  # NVML says that there is none
         ({"devices": 4, "accelerator": "cpu"}, 1, "^$"),  # as was asked for
+        ({"devices": 4}, 1, "or trainer.share_gpus=true to try the stages there"),
+        ({"devices": 4, "share_gpus": True}, 1, "^4 stages share 1 GPU, .*gloo.* No clock is set; .* emulated NVIDIA"),
     ],
 )
 def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, monkeypatch):
@@ -197,3 +199,15 @@ def test_an_earlier_profile_is_of_as_many_stages(tmp_path):
         check_settings(again)
     again.trainer.devices = 3
     check_settings(again)
+
+
+def test_ranks_that_share_a_gpu_talk_by_gloo_and_set_no_clocks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shared = config(devices=4, share_gpus=True)
+    assert accelerator_of(shared) == "gpu"
+    assert gpu_for(shared).kind == "emulated"
+    cuda = [torch.device("cuda", index) for index in (0, 1, 0, 1)]
+    assert devices_of_ranks(shared) == {"parallel_devices": cuda, "process_group_backend": "gloo"}
+    assert devices_of_ranks(config(devices=2)) == {}
+    with pytest.raises(ConfigurationError, match=r"share a GPU .* got gpu.kind=nvml. Use gpu=emulated_a100"):
+        check_settings(config(gpu="nvml", devices=4, share_gpus=True))
