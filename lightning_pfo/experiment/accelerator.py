@@ -28,8 +28,8 @@ def few_gpus(config: ExperimentConfig) -> str:
         return ""
     if config.trainer.share_gpus:
         return (
-            f"{num_ranks} stages share {counted(num_gpus, 'GPU')} and send their tensors by the host (gloo), to try out "
-            f"that they train. No clock is set; times and energies are those of an emulated {config.gpu.model}."
+            f"{num_ranks} stages share {counted(num_gpus, 'GPU')} and send their tensors by the host (gloo), to try "
+            f"whether they train. No clock is set; times and energies are those of an emulated {config.gpu.model}."
         )
     if config.trainer.accelerator != "auto":
         return ""

@@ -176,7 +176,7 @@ def test_unknown_trainer_options_are_refused():
         ({"devices": 4}, 0, "^$"),  # NVML says that there is none
         ({"devices": 4, "accelerator": "cpu"}, 1, "^$"),  # as was asked for
         ({"devices": 4}, 1, "or trainer.share_gpus=true to try the stages there"),
-        ({"devices": 4, "share_gpus": True}, 1, "^4 stages share 1 GPU, .*gloo.* No clock is set; .* emulated NVIDIA"),
+        ({"devices": 4, "share_gpus": True}, 1, "^4 stages share 1 GPU .*gloo.* No clock is set; .* emulated NVIDIA"),
     ],
 )
 def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, monkeypatch):
