@@ -2,14 +2,14 @@
 
     python benchmarks/own_clock.py [gpu=auto] [seconds=3] [instruction_ms=20] [repeats=120]
 
-Steady loads first, each of some seconds, which any counter can tell: idle, blocked (a kernel that spins, as a receive of
-nccl does; `lightning-pfo p2p-power` waits for a real neighbour where there are two GPUs), and busy (matrix products).
+Steady loads first, each of some seconds, which any counter can tell: idle, blocked (a kernel that spins, as a receive
+of nccl does; `lightning-pfo p2p-power` waits for a real neighbour where there are two GPUs), busy (matrix products).
 Then instructions of `instruction_ms` with pauses of changing length between them. Their power is found as in profiling,
 by least squares over the counter's ticks, and compared with that of the steady load, and all energy with the counter.
 On CUDA the times of instructions by events are compared with those by the host's clock.
 
-Prints one JSON line; `verdict` says whether the attributed power of instructions and pauses is that of the steady loads,
-within two standard errors or 5 %. Exits with 1 if it is not. Emulated GPUs, in virtual time, tick every 0.1 s here.
+Prints one JSON line; `verdict` says whether the attributed power of instructions and pauses is that of the steady
+loads, within two standard errors or 5 %. Exits with 1 if it is not. Emulated GPUs, in virtual time, tick every 0.1 s.
 """
 
 from __future__ import annotations
