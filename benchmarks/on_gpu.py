@@ -6,15 +6,19 @@ No clock is changed unless set_clocks=true asks for it, and then on GPUs only th
 those too). Runs, one after the other and each on its own, what could not be tested without a GPU:
 
 1. `lightning-pfo gpu`: GPUs, permission, latency of clock changes, ticks of the energy counter
-2. `benchmarks/clock_overhead.py`: events and clock control cost at most 0.5 % of a step, the clocks left alone
-3. `examples/gpt/train.py`: profile, plan and training on up to 4 GPUs over nccl (on one GPU a pipeline of one stage);
+2. `benchmarks/own_clock.py`: what the GPU draws while it is idle, blocked and busy, whether energy is attributed to
+   instructions as its counter has it, and whether events tell the time of instructions, all at the GPU's own clock
+3. `benchmarks/clock_overhead.py`: events and clock control, over nccl in a world of one, cost at most 0.5 % of a step;
+   requests go all the way, but the clocks are left alone
+4. `examples/gpt/train.py`: profile, plan and training on up to 4 GPUs over nccl (on one GPU a pipeline of one stage);
    clocks and energy are those of an emulated GPU unless clocks may be changed
+5. the same, smaller, in stages that share one GPU over gloo
 
 With set_clocks=true, and where this process may change clocks, also
 
-4. the overhead with clocks that change
-5. a process that changes clocks is killed with SIGKILL: its lease goes within 5 s
-6. `lightning-pfo p2p-power`, where there are two GPUs
+6. the overhead with clocks that change
+7. a process that changes clocks is killed with SIGKILL: its lease goes within 5 s
+8. `lightning-pfo p2p-power`, where there are two GPUs
 
 Prints a line for each, and writes what each said into `output_dir`. Exits with the number of those that failed. Nothing
 is installed; matplotlib, several GPUs or permission to set clocks may be missing, and what needs them is left out.
@@ -41,8 +45,9 @@ ROOT = Path(__file__).parents[1]
 RESTORED_WITHIN_S = 5.0
 GPT = (
     "model.num_blocks=24 model.width=1024 model.num_heads=16 data.sequence_length=512 data.batch_size=64 "
-    "trainer.precision=bf16-mixed trainer.steps=12 profiler=quick"
+    "trainer.precision=bf16-mixed trainer.steps=36 trainer.window_steps=6 trainer.warmup_steps=2 profiler=quick"
 )
+SHARED = "trainer=quick profiler=quick trainer.devices=4 trainer.accelerator=gpu trainer.share_gpus=true"
 
 
 @dataclass
@@ -147,11 +152,16 @@ def main(arguments: list[str]) -> int:
     why_not = why_not_set_clocks(settings)
     share = f"share={str(settings.share).lower()}"
     session.run("gpu", "-m", "lightning_pfo", "gpu", gpu, share, f"probe={str(not why_not).lower()}")
+    session.run("own_clock", "benchmarks/own_clock.py", gpu)
     overhead = ("benchmarks/clock_overhead.py", gpu, "steps=40")
     session.run("overhead_dry_run", *overhead)
     trains = ("examples/gpt/train.py", f"trainer.devices={min(4, max(1, num_gpus))}", *settings.train.split())
     chosen = ("gpu=emulated_a100",) if why_not else (gpu, f"gpu.{share}")
     session.run("train", *trains, *chosen, f"output_dir={folder / 'train'}")
+    if num_gpus:
+        session.run("shared_gpu", "examples/gpt/train.py", *SHARED.split(), f"output_dir={folder / 'shared_gpu'}")
+    else:
+        session.skip("shared_gpu", "it needs a GPU; none here")
     if why_not:
         for name in ("overhead", "kill", "p2p_power"):
             session.skip(name, why_not)

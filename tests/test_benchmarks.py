@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_pfo.core.errors import ClockPermissionError
-from lightning_pfo.device import EmulatedGpu
+from lightning_pfo.device import EmulatedGpu, load_gpu_config
 from tests.example_scripts import ROOT
 from tests.launch import run_script
 from tests.strategy.zoo import CASES, Outcome
@@ -18,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
 import model_zoo
 import on_gpu
+import own_clock
 import planner_ablation
 from pipelines import emulate, evaluation_set
 
@@ -66,12 +68,51 @@ def test_the_first_thing_to_run_on_a_gpu_changes_clocks_only_if_asked(
     commands: list[str] = []
     monkeypatch.setattr(on_gpu.Session, "run", lambda session, name, *command: commands.append(" ".join(command)))
     monkeypatch.setattr(on_gpu, "killed_process_is_cleaned_up", lambda gpu: (True, "cleaned up"))
+    monkeypatch.setattr(on_gpu.nvml, "visible_gpu_count", lambda: 1)
     code = on_gpu.main(["gpu=emulated_a40", f"output_dir={tmp_path}", *asked])
     assert code == 0
     setting = [command for command in commands if "probe=true" in command or "sets_clocks=true" in command]
     assert len(setting) == 2 * len(asked)
-    assert ("gpu=emulated_a100" in commands[2]) == (not asked)  # the training's
+    (own_clock,) = (command for command in commands if "own_clock.py" in command)
+    assert own_clock == "benchmarks/own_clock.py gpu=emulated_a40"
+    training, shared = (command for command in commands if "train.py" in command)
+    assert ("gpu=emulated_a100" in training) == (not asked)
+    assert "trainer.share_gpus=true" in shared  # which sets no clocks, see `check_shared_gpus`
+    assert "gpu=" not in shared
     assert ("skipped kill: it changes clocks: set_clocks=true" in capsys.readouterr().out) == (not asked)
+
+
+@pytest.mark.parametrize("arguments", [[], ["instruction_ms=5", "repeats=60"]])
+def test_energy_at_the_own_clock_is_that_of_steady_loads(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert own_clock.main(["gpu=emulated_a40", "seconds=2", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    config = load_gpu_config("emulated_a40")
+    computing_w = config.static_power_w + config.dynamic_power_w
+    assert (result["gpu"], result["clock_mhz"]) == ("NVIDIA A40 (emulated, virtual time)", config.top_clock_mhz)
+    assert result["idle_w"] == pytest.approx(config.idle_power_w, rel=0.01)
+    assert result["busy_w"] == pytest.approx(min(computing_w, config.power_limit_w), rel=0.02)
+    assert result["idle_w"] < result["blocked_w"] < result["busy_w"]
+    assert result["attributed_to_counted_percent"] == pytest.approx(0, abs=0.5)
+    assert result["verdict"] == "as under steady loads"
+
+
+def test_energy_that_is_attributed_wrongly_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = own_clock.mean_powers
+    monkeypatch.setattr(
+        own_clock,
+        "mean_powers",
+        lambda *given: {kind: replace(power, power_w=1.2 * power.power_w) for kind, power in right(*given).items()},
+    )
+    assert own_clock.main(["gpu=emulated_a40", "seconds=2"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["verdict"] == "NOT AS UNDER STEADY LOADS"
+    assert result["attributed_to_counted_percent"] == pytest.approx(20, abs=1)
+    assert own_clock.main(["gpu=emulated_a40", "seconds=0.1"]) == 2
+    assert "Use more seconds" in capsys.readouterr().err
 
 
 def test_pipelines_to_judge_the_planner_on_are_made_without_measured_profiles() -> None:

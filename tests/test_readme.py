@@ -2,7 +2,7 @@
 
 import re
 
-from lightning_pfo.experiment.hydra_main import with_selection
+from lightning_pfo.experiment.command_line.arguments import with_selections
 from tests.example_scripts import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -31,7 +31,7 @@ def test_options_and_commands_exist():
         r"\b(model|gpu|plan|schedule|trainer|profiler|data)=([a-z0-9_][a-z0-9_,.]*)", README
     ):
         for name in option.rstrip(",.").split(","):
-            is_selection = with_selection(f"{group}={name}").startswith("plan.select=")
+            is_selection = with_selections(f"{group}={name}", []) != f"{group}={name}"
             assert is_selection or (ROOT / "conf" / group / f"{name}.yaml").exists(), f"{group}={name}"
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", "\n".join(blocks("bash")), flags=re.MULTILINE):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -17,6 +18,8 @@ from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedR
 
 __all__ = ["TOP_CLOCKS", "FrequencyPlanCallback"]
 
+Key = TypeVar("Key")
+
 
 class FrequencyPlanCallback(RunCallback[PlannedRun]):
     """Sets the clock of every instruction as a plan says, and measures time and energy of each iteration.
@@ -28,7 +31,8 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
 
     Args:
         plan: A frontier file (`frontier.json` or its folder), a `Frontier`, a `FrequencyPlan`, or `"top_clocks"` for
-            the highest clock everywhere, the baseline to compare with.
+            the highest clock everywhere, the baseline to compare with; or a function that says which plan an iteration
+            has, by its number (None: the top clocks).
         select: Which plan of a frontier: `no_slowdown`, `1.02x`, `2.84s`, `T'=2.9s`, ...; see `select_plan`.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
         cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
@@ -57,17 +61,19 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
 
     @property
     def plan(self) -> FrequencyPlan | None:
-        """The plan in use; for `top_clocks` None until the pipeline is known."""
-        return self._run.plan if self._run is not None else self._plan
+        """The plan in use; for `top_clocks`, and for plans by iteration, None until the pipeline is known."""
+        if self._run is not None:
+            return self._run.plan
+        return None if callable(self._plan) else self._plan
 
     @property
     def measurements(self) -> list[IterationMeasurement]:
         """What the iterations of this run took so far."""
         return self._run.measurements if self._run is not None else []
 
-    def mean_energy_j(self, count: int) -> float | None:
-        """Mean energy of the last `count` iterations; see `PlannedRun.mean_energy_j`. A collective call."""
-        return self._run.mean_energy_j(count) if self._run is not None else None
+    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
+        """Mean energy in the iterations of each group; see `PlannedRun.mean_energies_j`. A collective call."""
+        return self._run.mean_energies_j(group_of) if self._run is not None else {}
 
     @property
     def gpu_name(self) -> str | None:
@@ -108,6 +114,7 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None and self._run.is_open:
+            self._run.measure(waits=True)
             self._run.tell_failures()
         super().on_train_end(trainer, pl_module)
 

@@ -1,17 +1,19 @@
 """List GPUs: clocks, the range worth scanning, permission to set clocks and how long it takes, the energy counter.
 
 No clock is touched unless probe=true asks for it, and then on GPUs only that nobody else uses.
-write=conf/gpu/NAME.yaml makes a configuration for the GPU model: afterwards gpu=NAME works everywhere. Examples:
+write=NAME makes a configuration for the GPU model where gpu=NAME finds it from then on: in conf/gpu of the package, or
+of this user where the package cannot be written to. write=PATH.yaml writes it elsewhere. Examples:
 
   lightning-pfo gpu
   lightning-pfo gpu probe=true
   lightning-pfo gpu gpu=emulated_a40 json=true
-  lightning-pfo gpu --write conf/gpu/my_gpu.yaml
+  lightning-pfo gpu --write my_gpu
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,8 +23,9 @@ from rich.table import Table
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
 from lightning_pfo.core.files import check_can_write, write_text_atomically
-from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.core.paths import conf_dir, user_conf_dir
 from lightning_pfo.core.ranges import check_between
+from lightning_pfo.device.conf_files import known_options
 from lightning_pfo.device.config import GpuConfig, load_gpu_config
 from lightning_pfo.device.open import num_visible, open_gpu
 from lightning_pfo.device.report import GpuReport, report_gpu
@@ -36,7 +39,7 @@ class Settings:
     json: bool = field(default=False, metadata={"help": "print JSON, for programs"})
     write: str = field(
         default="",
-        metadata={"help": "write a configuration for this GPU, e.g. conf/gpu/my_gpu.yaml", "is_path": True},
+        metadata={"help": "write a configuration for this GPU: a name, or a path that ends in .yaml", "is_path": True},
     )
     index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
     probe: bool = field(
@@ -55,13 +58,7 @@ def run(settings: Settings) -> None:
         DeviceError: After all others were reported, if a GPU fails.
     """
     check_between("watch_s", settings.watch_s, 0.001, 3600)
-    if settings.write and Path(settings.write).suffix != ".yaml":
-        raise ConfigurationError(
-            f"write is a file of conf/gpu, whose names end in .yaml; got {settings.write!r}. Use "
-            f"write={Path(settings.write).with_suffix('.yaml')}."
-        )
-    if settings.write:
-        check_can_write("write", settings.write)
+    target = _target(settings.write) if settings.write else None
     config = replace(load_gpu_config(settings.gpu), share=settings.share)
     num_gpus = 1 if config.kind == "emulated" else max(1, num_visible(config))  # without any, opening says why
     if not 0 <= settings.index < num_gpus:
@@ -73,15 +70,43 @@ def run(settings: Settings) -> None:
             reports[index] = _report(config, index, settings)
         except DeviceError as error:
             failures.append(str(error))
-    is_written = bool(settings.write) and settings.index in reports
-    if is_written:
-        write_text_atomically(settings.write, config_text(reports[settings.index], config))
+    if settings.index not in reports:
+        target = None
+    if target is not None:
+        write_text_atomically(target, config_text(reports[settings.index], config))
     if settings.json:
         sys.stdout.write(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
     else:
-        _print(list(reports.values()), settings.write if is_written else "")
+        _print(list(reports.values()), target)
     if failures:
         raise DeviceError(" ".join(failures))
+
+
+def _target(write: str) -> Path:
+    """The file to write, which can be written.
+
+    Raises:
+        ConfigurationError: If it cannot, or `gpu=NAME` would not find it.
+    """
+    path = Path(write)
+    if path.suffix == ".yaml":
+        check_can_write("write", path)
+        return path
+    if not re.fullmatch(r"[A-Za-z]\w*", write) or write == "true":
+        known = Path(write).with_suffix(".yaml") if path.suffix or "/" in write else "my_gpu"
+        raise ConfigurationError(
+            f"write is a name of letters, digits and _, or a path that ends in .yaml; got {write!r}. Use write={known}."
+        )
+    if write in known_options("gpu"):
+        raise ConfigurationError(f"There is a gpu={write} already; got write={write}. Use write={write}_2.")
+    name, ours = f"{write}.yaml", conf_dir() / "gpu"
+    try:
+        check_can_write("write", ours / name)
+    except ConfigurationError:
+        path = user_conf_dir() / "gpu" / name
+        check_can_write("write", path)
+        return path
+    return ours / name
 
 
 def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
@@ -92,17 +117,23 @@ def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
         gpu.close()
 
 
-def _print(reports: list[GpuReport], written: str) -> None:
+def _print(reports: list[GpuReport], written: Path | None) -> None:
     console = plain_console()
     for report in reports:
         show_table(_table(report))
     for reason in sorted({report.permission for report in reports} - {""}):
         console.print(reason)
-    if written:
-        path = Path(written)
-        is_found = path.resolve().parent == (conf_dir() / "gpu").resolve()
-        hint = "use it with" if is_found else f"moved to {conf_dir() / 'gpu'}, it is used with"
-        console.print(f"written to {path}; {hint} gpu={path.stem}")
+    if written is not None:
+        console.print(f"written to {written}; {_how_to_use(written)} gpu={written.stem}", soft_wrap=True)
+
+
+def _how_to_use(written: Path) -> str:
+    folder = written.absolute().parent
+    if folder in [one / "gpu" for one in (conf_dir(), user_conf_dir())]:
+        return "use it with"
+    if folder.name == "gpu":
+        return f"use it with --config-dir {folder.parent}"
+    return f"moved to {user_conf_dir() / 'gpu'}, it is used with"
 
 
 def config_text(report: GpuReport, config: GpuConfig) -> str:

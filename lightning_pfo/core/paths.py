@@ -1,7 +1,8 @@
-"""Where the project keeps its configuration files."""
+"""Where the project and its users keep configuration files."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import lightning_pfo
@@ -17,8 +18,20 @@ def conf_dir() -> Path:
     candidates = (package / "conf", package.parent / "conf")
     for candidate in candidates:
         if candidate.is_dir():
-            return candidate
+            return candidate.resolve()  # in a checkout the first is a link to the second
     raise FileNotFoundError(
         f"The configuration folder is {candidates[0]} (installed) or {candidates[1]} (source checkout), but neither "
         "exists. Install lightning-pfo again, or run from a complete checkout."
     )
+
+
+def user_conf_dir() -> Path:
+    """The folder of this user's own Hydra groups, which need not be there: `~/.config/lightning-pfo/conf`."""
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path("~/.config").expanduser()  # noqa: PTH117 (XDG: else ignored)
+    return folder / "lightning-pfo" / "conf"
+
+
+def conf_dirs() -> list[Path]:
+    """The folders in which options of Hydra groups are looked for: ours, whose names keep their meaning; the user's."""
+    return [conf_dir(), *(folder for folder in [user_conf_dir()] if folder.is_dir())]

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.paths import conf_dir
+from lightning_pfo.core.paths import conf_dirs
 from lightning_pfo.core.wording import did_you_mean
 
 Config = TypeVar("Config")
 
 
 def known_options(group: str) -> list[str]:
-    """Names of the files in conf/GROUP."""
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    """Names of the files in conf/GROUP, and in the user's own folder."""
+    return sorted({path.stem for folder in conf_dirs() for path in (folder / group).glob("*.yaml")})
 
 
 def load_option(group: str, name: str, schema: type[Config]) -> Config:
@@ -34,7 +34,7 @@ def load_option(group: str, name: str, schema: type[Config]) -> Config:
         raise ConfigurationError(
             f"{group} is one of {', '.join(known)} (files of conf/{group}); got {name!r}.{did_you_mean(name, known)}"
         )
-    return checked(group, _read(conf_dir() / group / f"{name}.yaml"), schema)
+    return checked(group, _read(group, name), schema)
 
 
 def checked(group: str, settings: Mapping[str, Any], schema: type[Config]) -> Config:
@@ -59,15 +59,16 @@ def checked(group: str, settings: Mapping[str, Any], schema: type[Config]) -> Co
     return config
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a file of conf/gpu, following its Hydra defaults list (files of the same folder, then the file itself)."""
+def _read(group: str, name: str) -> dict[str, Any]:
+    """Read an option, following its Hydra defaults list (options of the same group, then the file itself)."""
     from omegaconf import OmegaConf
 
-    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    paths = [folder / group / f"{name}.yaml" for folder in conf_dirs()]
+    loaded = OmegaConf.to_container(OmegaConf.load(next(filter(Path.exists, paths), paths[0])))
     assert isinstance(loaded, dict)
     own: dict[str, Any] = {str(key): value for key, value in loaded.items()}
     settings: dict[str, Any] = {}
     for entry in own.pop("defaults", []):
         if entry != "_self_":
-            settings.update(_read(path.parent / f"{entry}.yaml"))
+            settings.update(_read(group, entry))
     return settings | own

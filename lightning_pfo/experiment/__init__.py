@@ -1,6 +1,6 @@
 """The main job: profile, plan, train at the top clocks and under the plan, report what was saved.
 
-Read `config` (what can be set), `hydra_main` (the command line of a script), `run` (the phases), then `checks`,
+Read `config` (what can be set), `command_line` (where a script meets Hydra), `run` (the phases), then `checks`,
 `training`, `report` and `pictures`. `p2p_power` is a job of its own: what a GPU draws while it waits for another.
 
 Composing a configuration imports neither torch nor Lightning; running an experiment does. Scripts import something of

@@ -9,11 +9,14 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
+from lightning_pfo.core.wording import counted
 from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.accelerator import check_shared_gpus
+from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
 from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
-from lightning_pfo.planner import check_selection
+from lightning_pfo.planner import check_selection, read_profile
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.split import check_split
@@ -41,6 +44,8 @@ def check_experiment(config: ExperimentConfig, make_module: MakeModule, make_dat
         clocks_to_scan(ScanSettings(**vars(config.profiler)), gpu, config.gpu)
     finally:
         gpu.close()
+    make_callbacks(config.callbacks)
+    check_targets("logger", config.logger)
     check_split(make_module(), config.schedule.partition, schedule_of(config).num_stages)
     data = make_data()
     data.prepare_data()
@@ -60,12 +65,19 @@ def check_settings(config: ExperimentConfig) -> None:
     check_between("trainer.num_nodes", trainer.num_nodes, 1)
     check_between("trainer.val_batches", trainer.val_batches, 0)
     check_between("gpu.straggler_index", config.gpu.straggler_index, -1, trainer.devices - 1)
-    if not 1 <= trainer.warmup_steps < trainer.steps:
+    if not 1 <= trainer.warmup_steps < trainer.window_steps:
         raise ConfigurationError(
-            f"trainer.warmup_steps must be at least 1 and below trainer.steps, so that iterations remain to be "
-            f"measured; got {trainer.warmup_steps} of {trainer.steps} steps. Use trainer.warmup_steps=3 "
-            "trainer.steps=16."
+            f"trainer.warmup_steps is at least 1 and below trainer.window_steps, so that iterations of each window "
+            f"remain to be measured; got {trainer.warmup_steps} of {trainer.window_steps} steps. Use "
+            f"trainer.warmup_steps=1 trainer.window_steps={max(2, trainer.window_steps)}."
         )
+    if trainer.steps < 1 or trainer.steps % trainer.window_steps:
+        whole = trainer.window_steps * max(1, round(trainer.steps / trainer.window_steps))
+        raise ConfigurationError(
+            f"trainer.steps are whole windows of trainer.window_steps; got {trainer.steps} and {trainer.window_steps}. "
+            f"Use trainer.steps={whole}."
+        )
+    check_shared_gpus(config)
     schedule = schedule_of(config)
     check_partition(config.schedule.partition)
     ScanSettings(**vars(config.profiler))
@@ -73,6 +85,23 @@ def check_settings(config: ExperimentConfig) -> None:
         check_selection(plan.select)
     plan.check()
     check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
+    if config.profile:
+        check_profile(config.profile, schedule.num_stages)
+
+
+def check_profile(path: str, num_stages: int) -> None:
+    """Check that an earlier profile can be planned with.
+
+    Raises:
+        ProfileError: If it cannot be read.
+        ConfigurationError: If it has another number of stages.
+    """
+    found = read_profile(path).num_stages
+    if found != num_stages:
+        raise ConfigurationError(
+            f"A profile is of the pipeline that is planned for; {path} has {counted(found, 'stage')}, this one "
+            f"{num_stages}. Use trainer.devices={found}, or leave profile out to measure."
+        )
 
 
 def schedule_of(config: ExperimentConfig) -> PipelineSchedule:

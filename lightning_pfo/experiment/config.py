@@ -45,14 +45,18 @@ class TrainerConfig:
     """Machines."""
     accelerator: str = "auto"
     """cpu, gpu, or auto: GPUs if this machine has `devices` of them, else the CPU."""
+    share_gpus: bool = False
+    """Several ranks train on each GPU, over gloo and without setting clocks: to try stages out where GPUs are few."""
     precision: str = "32-true"
     """Lightning's precision setting, such as 32-true or bf16-mixed."""
     steps: int = 16
-    """Training steps under the top clocks, and again under the plan."""
-    warmup_steps: int = 3
-    """First steps of each training that are not measured."""
+    """Training steps at the top clocks, and as many under the plan, in one training."""
+    window_steps: int = 2
+    """Both take turns after this many steps, which divides `steps`. Six pairs of windows give intervals."""
+    warmup_steps: int = 1
+    """First steps of each window that are not measured."""
     val_batches: int = 4
-    """Validation batches after each training; 0 for none."""
+    """Validation batches after the training; 0 for none."""
     progress_bar: bool = True
     """Show Lightning's progress bar on rank 0."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +113,12 @@ class ExperimentConfig:
     """Profiling."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """Planning."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Further callbacks of the training: by any name, each with its class as `_target_`."""
+    logger: dict[str, Any] = field(default_factory=dict)
+    """Where its metrics go: by any name, Lightning's loggers, each with its class as `_target_`."""
+    profile: str = ""
+    """A profile that was measured before, to plan with instead of measuring; empty: measure."""
     seed: int = 0
     """Seed of weights and data order."""
     output_dir: str = MISSING

@@ -1,11 +1,16 @@
-"""The pictures of an experiment: the planner's, and the losses of both trainings."""
+"""The pictures of an experiment: the planner's, the losses, and the windows that were compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.report import Report
+from lightning_pfo.experiment.windows import Windowed
 from lightning_pfo.pictures.frontier import draw_frontier
 from lightning_pfo.pictures.profile import draw_energy_valleys
 from lightning_pfo.pictures.style import CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
@@ -14,7 +19,7 @@ from lightning_pfo.planner import Frontier
 
 
 def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, output_dir: Path) -> None:
-    """Draw `frontier.png`, `timelines.png`, `energy_valleys.png` and `losses.png`.
+    """Draw `frontier.png`, `timelines.png`, `energy_valleys.png`, `losses.png` and `windows.png`.
 
     Args:
         frontier: The frontier that was planned.
@@ -22,7 +27,7 @@ def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, out
         report: What was measured.
         output_dir: Folder to write to.
     """
-    measured = [(result.iteration_time_s, result.iteration_energy_j) for result in (report.baseline, report.plan)]
+    measured = [(result.iteration_time_s, result.iteration_energy_j) for result in _of(report).values()]
     draw_frontier(frontier, output_dir / "frontier.png", chosen=chosen, measured=measured)
     note = ", emulated" if report.is_emulated else ""
     plans = {f"Top clocks{note}": frontier.baseline, f"Plan{note}": chosen}
@@ -30,25 +35,58 @@ def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, out
     draw_timelines(timelines, output_dir / "timelines.png", device=report.device)
     draw_energy_valleys(frontier.profile, output_dir / "energy_valleys.png", title=report.device)
     draw_losses(report, output_dir / "losses.png")
+    draw_windows(report, output_dir / "windows.png")
+
+
+def _of(report: Report) -> dict[str, Windowed]:
+    return {"top clocks": report.training.baseline, "plan": report.training.plan}
+
+
+_STYLES = {"top clocks": (TOP_CLOCKS, "-", "o"), "plan": (CHOSEN, "--", "s")}
 
 
 def draw_losses(report: Report, path: Path) -> None:
-    """Draw the training loss over time and over energy spent: the same steps, sooner or cheaper."""
+    """Draw the training loss over time and over energy, as if all steps were at the top clocks, or under the plan."""
     figure = new_figure(8.8, 3.8)
-    over_step, over_energy = figure.subplots(1, 2, sharey=True)
-    for name, colour, style, result in (
-        ("top clocks", TOP_CLOCKS, "-", report.baseline),
-        ("plan", CHOSEN, "--", report.plan),
-    ):
-        steps = range(1, len(result.losses) + 1)
-        energies_kj = [step * result.iteration_energy_j / 1e3 for step in steps]
-        over_step.plot(steps, result.losses, style, color=colour, linewidth=2, label=name)
-        over_energy.plot(energies_kj, result.losses, style, color=colour, linewidth=2, label=name)
-    over_step.set_ylabel("training loss", color=INK)
-    for axes, label in ((over_step, "step"), (over_energy, "energy of all GPUs (kJ)")):
+    over_time, over_energy = figure.subplots(1, 2, sharey=True)
+    losses = report.training.losses
+    for name, result in _of(report).items():
+        colour, style, _ = _STYLES[name]
+        for axes, per_step in (
+            (over_time, result.iteration_time_s),
+            (over_energy, result.iteration_energy_j / 1e3),
+        ):
+            amounts = [step * per_step for step in range(1, len(losses) + 1)]
+            axes.plot(amounts, losses, style, color=colour, linewidth=2, label=name)
+    over_time.set_ylabel("training loss", color=INK)
+    _finish(figure, {over_time: "time of all steps (s)", over_energy: "energy of all GPUs (kJ)"}, report.device, path)
+
+
+def draw_windows(report: Report, path: Path) -> None:
+    """Draw what an iteration takes in each window, in the order in which they were trained."""
+    figure = new_figure(8.8, 3.8)
+    times, energies = figure.subplots(1, 2)
+    for is_plan, (name, result) in enumerate(_of(report).items()):
+        colour, style, marker = _STYLES[name]
+        # every other pair begins with the plan
+        places = [2 * pair + 1 + (is_plan != pair % 2) for pair in range(len(result.windows))]
+        for axes, values in (
+            (times, [window.time_s for window in result.windows]),
+            (energies, [window.energy_j for window in result.windows]),
+        ):
+            axes.plot(places, values, style, marker=marker, color=colour, linewidth=1, markersize=5, label=name)
+    for axes in (times, energies):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    times.set_ylabel("time of an iteration (s)", color=INK)
+    energies.set_ylabel("energy of an iteration (J)", color=INK)
+    _finish(figure, dict.fromkeys((times, energies), "window"), report.device, path)
+
+
+def _finish(figure: Figure, labels: dict[Axes, str], title: str, path: Path) -> None:
+    for axes, label in labels.items():
         axes.set_xlabel(label, color=INK)
         axes.grid(color=GRID, linewidth=0.8)
         tidy(axes)
-    over_step.legend(frameon=False, labelcolor=INK)
-    figure.suptitle(report.device, x=0.01, ha="left", fontsize=12, color=INK)
+    next(iter(labels)).legend(frameon=False, labelcolor=INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     save_figure(figure, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +13,12 @@ from rich.table import Table
 
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.experiment.windows import FEWEST_PAIRS, Training, Windowed, change_percent, median_interval
 
+Interval = tuple[float, float]
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """One training, as measured by the wall clock and the energy counters of all GPUs.
-
-    Attributes:
-        iteration_times_s: Time of each measured iteration.
-        iteration_energies_j: Energy of all GPUs during each measured iteration.
-        losses: Training loss of every step, warm-up included.
-        val_loss: Validation loss after the last step; None without validation.
-        clocks: What became of rank 0's clock changes; see `ClockStatistics.as_dict`.
-        mean_energy_j: Mean energy of the measured iterations, where counters tick; None where they do not.
-        clocks_of_ranks: `clocks` of every rank, by its name.
-    """
-
-    iteration_times_s: tuple[float, ...]
-    iteration_energies_j: tuple[float, ...]
-    losses: tuple[float, ...]
-    val_loss: float | None
-    clocks: dict[str, Any] = field(default_factory=dict)
-    mean_energy_j: float | None = None
-    clocks_of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def iteration_time_s(self) -> float:
-        """Median, which an iteration disturbed by the machine does not move."""
-        return statistics.median(self.iteration_times_s)
-
-    @property
-    def clock_failures(self) -> dict[str, str]:
-        """Why ranks did not set their clocks, by rank; empty if all did."""
-        return {rank: clocks["failure"] for rank, clocks in self.clocks_of_ranks.items() if "failure" in clocks}
-
-    @property
-    def iteration_energy_j(self) -> float:
-        """Median, see `iteration_time_s`; where counters tick, the mean, as single iterations are less exact."""
-        return statistics.median(self.iteration_energies_j) if self.mean_energy_j is None else self.mean_energy_j
+_NO_WIDTH = 1e-6
+"""Percent: rounding, not noise."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +28,53 @@ class Report:
     Attributes:
         device: Name of the GPU; an emulated one says so.
         is_emulated: Whether times, clocks and energies are modelled.
-        baseline: Training at the top clocks.
-        plan: Training under the plan.
+        training: What was measured.
         predicted_baseline: What the planner says of the top clocks.
         predicted_plan: What the planner says of the plan.
         settings: The configuration.
+        profiling_losses: Training losses while clocks were scanned; empty where the profile is an earlier one.
     """
 
     device: str
     is_emulated: bool
-    baseline: TrainingResult
-    plan: TrainingResult
+    training: Training
     predicted_baseline: FrequencyPlan
     predicted_plan: FrequencyPlan
     settings: dict[str, Any]
+    profiling_losses: tuple[float, ...] = ()
 
     @property
     def saving_percent(self) -> float:
-        """Measured energy that the plan saves."""
-        return -change_percent(self.plan.iteration_energy_j, self.baseline.iteration_energy_j)
+        """Measured energy that the plan saves: the median over pairs of windows."""
+        return statistics.median(self._savings_percent)
 
     @property
     def slowdown_percent(self) -> float:
-        """Measured time that the plan costs."""
-        return change_percent(self.plan.iteration_time_s, self.baseline.iteration_time_s)
+        """Measured time that the plan costs: the median over pairs of windows."""
+        return statistics.median(self._slowdowns_percent)
+
+    @property
+    def saving_interval_percent(self) -> Interval | None:
+        """95 % confidence interval of the saving; None for fewer than `FEWEST_PAIRS` pairs of windows."""
+        return median_interval(self._savings_percent)
+
+    @property
+    def slowdown_interval_percent(self) -> Interval | None:
+        """That of the slowdown."""
+        return median_interval(self._slowdowns_percent)
+
+    @property
+    def _savings_percent(self) -> list[float]:
+        return [-change for change in self._changes_percent("energy_j")]
+
+    @property
+    def _slowdowns_percent(self) -> list[float]:
+        return self._changes_percent("time_s")
+
+    def _changes_percent(self, name: str) -> list[float]:
+        """How much more a window under the plan takes than the one at the top clocks of the same pair."""
+        pairs = zip(self.training.plan.windows, self.training.baseline.windows, strict=True)
+        return [change_percent(getattr(plan, name), getattr(top, name)) for plan, top in pairs]
 
     @property
     def lower_bound_saving_percent(self) -> float:
@@ -91,42 +82,45 @@ class Report:
         return -change_percent(self.predicted_plan.lower_bound_j, self.predicted_baseline.iteration_energy_j)
 
     @property
-    def max_loss_difference(self) -> float:
-        """Largest difference of the losses of a step; clocks do not change arithmetic, so 0 is expected."""
-        return max(abs(a - b) for a, b in zip(self.baseline.losses, self.plan.losses, strict=True))
+    def num_compared_losses(self) -> int:
+        """How many first steps were also trained while clocks were scanned."""
+        return min(len(self.training.losses), len(self.profiling_losses))
 
     @property
-    def clock_failures(self) -> dict[str, str]:
-        """Why clocks were not set, by training and rank: then the plan was not what was trained under."""
-        trainings = {"baseline": self.baseline, "plan": self.plan}
-        return {
-            f"{name}, {rank}": failure
-            for name, training in trainings.items()
-            for rank, failure in training.clock_failures.items()
-        }
+    def max_loss_difference(self) -> float | None:
+        """Largest difference of the losses of a step of both trainings, whose clocks differ; None if there is one only.
+
+        Clocks do not change arithmetic, so 0 is expected.
+        """
+        pairs = zip(self.training.losses, self.profiling_losses, strict=False)
+        return max((abs(a - b) for a, b in pairs), default=None)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `report.json`."""
         pairs = {
-            "baseline": (self.baseline, self.predicted_baseline),
-            "plan": (self.plan, self.predicted_plan),
+            "baseline": (self.training.baseline, self.predicted_baseline),
+            "plan": (self.training.plan, self.predicted_plan),
         }
         return {
             "device": self.device,
             "emulated": self.is_emulated,
             "saving_percent": self.saving_percent,
+            "saving_interval_percent": self.saving_interval_percent,
             "slowdown_percent": self.slowdown_percent,
+            "slowdown_interval_percent": self.slowdown_interval_percent,
             "lower_bound_saving_percent": self.lower_bound_saving_percent,
-            **{name: _training_record(measured) for name, (measured, _) in pairs.items()},
+            **{name: measured.as_dict() for name, (measured, _) in pairs.items()},
+            "training": self.training.as_dict(),
             "predicted": {name: _times_and_energy(plan) for name, (_, plan) in pairs.items()},
             "prediction_error_percent": {name: prediction_error_percent(*pair) for name, pair in pairs.items()},
             "losses": {
-                "baseline": self.baseline.losses,
-                "plan": self.plan.losses,
-                "identical": self.max_loss_difference == 0,
+                "training": self.training.losses,
+                "profiling": self.profiling_losses,
+                "compared": self.num_compared_losses,
+                "identical": None if self.max_loss_difference is None else self.max_loss_difference == 0,
                 "max_difference": self.max_loss_difference,
             },
-            "clock_failures": self.clock_failures,
+            "clock_failures": self.training.clock_failures,
             "settings": self.settings,
         }
 
@@ -136,48 +130,80 @@ class Report:
 
     def table(self) -> Table:
         """The table at the end of an experiment."""
-        note = "EMULATED: times, clocks and energies are modelled." if self.is_emulated else None
-        if self.clock_failures:
-            note = f"NOT THE PLAN: clocks were not set ({', '.join(self.clock_failures)})."
         title = f"One iteration on {self.device}"
-        table = Table(title=title, caption=note, min_width=len(title))  # on one line
+        table = Table(title=title, caption="\n".join(self._notes()) or None, min_width=len(title))  # on one line
         table.add_column("")
         for column in ("top clocks", "plan", "difference", "at best"):
             table.add_column(column, justify="right")
-        base, plan = self.baseline, self.plan
+        base, plan = self.training.baseline, self.training.plan
         predicted = (self.predicted_baseline, self.predicted_plan)
         base_error, plan_error = map(prediction_error_percent, (base, plan), predicted)
-        for quantity, unit, at_best in (
-            ("time", "s", ""),
-            ("energy", "J", _percent(-self.lower_bound_saving_percent)),
+        saving = self.saving_interval_percent
+        for quantity, unit, change, interval, at_best in (
+            ("time", "s", self.slowdown_percent, self.slowdown_interval_percent, ""),
+            (
+                *("energy", "J", -self.saving_percent),
+                *(saving and (-saving[1], -saving[0]), _percent(-self.lower_bound_saving_percent)),
+            ),
         ):
             key = f"iteration_{quantity}"
             attribute = f"{key}_{unit.lower()}"
             measured = [getattr(result, attribute) for result in (base, plan)]
             expected = [getattr(prediction, attribute) for prediction in predicted]
-            _add_row(table, f"{quantity} ({unit})", measured, at_best)
+            table.add_row(f"{quantity} ({unit})", *map(_number, measured), _percent(change), at_best)
+            table.add_row("  95 % interval", "", "", _interval(interval))
             _add_row(table, "  predicted", expected)
             table.add_row("  error", _percent(base_error[key]), _percent(plan_error[key]), end_section=True)
         _add_row(table, "power (W)", [result.iteration_energy_j / result.iteration_time_s for result in (base, plan)])
-        same = "identical" if self.max_loss_difference == 0 else f"up to {self.max_loss_difference:.1g}"
-        table.add_row("last loss", f"{base.losses[-1]:.4f}", f"{plan.losses[-1]:.4f}", same)
+        if base.temperature_c is not None and plan.temperature_c is not None:
+            difference_c = plan.temperature_c - base.temperature_c
+            table.add_row(
+                "hottest (C)", f"{base.temperature_c:.1f}", f"{plan.temperature_c:.1f}", f"{difference_c:+.1f}"
+            )
         return table
 
+    def _notes(self) -> list[str]:
+        """What the figures are of, and what is to be known of them; each fits a line of a terminal."""
+        notes = []
+        num_pairs = len(self.training.plan.windows)
+        if self.training.clock_failures:
+            notes.append(f"NOT THE PLAN: clocks were not set ({', '.join(self.training.clock_failures)}).")
+        if self.is_emulated:
+            notes.append("EMULATED: times, clocks and energies are modelled.")
+        notes.append(f"Difference: median of {num_pairs} pair{'s' * (num_pairs > 1)} of windows.")
+        if num_pairs < FEWEST_PAIRS:
+            notes.append(f"An interval takes {FEWEST_PAIRS} pairs (trainer.steps / trainer.window_steps).")
+        elif self.is_emulated and _has_no_width(self.saving_interval_percent):
+            notes.append("Its interval has no width: without noise the pairs are alike.")
+        if self.max_loss_difference is None:
+            notes.append(f"Loss of the last step: {self.training.losses[-1]:.4f}.")
+        else:
+            same = "identical" if self.max_loss_difference == 0 else f"up to {self.max_loss_difference:.1g} apart"
+            notes.append(f"Losses of {self.num_compared_losses} steps and those while profiling: {same}.")
+        return notes
 
-def _add_row(table: Table, name: str, values: Sequence[float], at_best: str = "") -> None:
-    table.add_row(name, *(f"{value:#.5g}" for value in values), _percent(change_percent(values[1], values[0])), at_best)
+
+def _has_no_width(interval: Interval | None) -> bool:
+    return interval is not None and interval[1] - interval[0] < _NO_WIDTH
+
+
+def _interval(interval: Interval | None) -> str:
+    return "" if interval is None else f"{_percent(interval[0]).removesuffix(' %')} to {_percent(interval[1])}"
+
+
+def _number(value: float) -> str:
+    return f"{value:#.5g}"
+
+
+def _add_row(table: Table, name: str, values: Sequence[float]) -> None:
+    table.add_row(name, *map(_number, values), _percent(change_percent(values[1], values[0])))
 
 
 def _percent(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f} %"  # adding 0 makes -0.0 positive
 
 
-def change_percent(value: float, reference: float) -> float:
-    """How much larger `value` is than `reference`, in percent."""
-    return 100 * (value / reference - 1)
-
-
-def prediction_error_percent(measured: TrainingResult, predicted: FrequencyPlan) -> dict[str, float]:
+def prediction_error_percent(measured: Windowed, predicted: FrequencyPlan) -> dict[str, float]:
     """How much more was measured than predicted, in percent."""
     return {
         "iteration_time": change_percent(measured.iteration_time_s, predicted.iteration_time_s),
@@ -185,11 +211,5 @@ def prediction_error_percent(measured: TrainingResult, predicted: FrequencyPlan)
     }
 
 
-def _times_and_energy(result: TrainingResult | FrequencyPlan) -> dict[str, Any]:
+def _times_and_energy(result: FrequencyPlan) -> dict[str, Any]:
     return {"iteration_time_s": result.iteration_time_s, "iteration_energy_j": result.iteration_energy_j}
-
-
-def _training_record(result: TrainingResult) -> dict[str, Any]:
-    record = asdict(result)
-    losses: Sequence[float] = record.pop("losses")
-    return {**_times_and_energy(result), **record, "final_loss": losses[-1]}

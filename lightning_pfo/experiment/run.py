@@ -2,13 +2,12 @@
 
 ::
 
-    1 profile             every stage's instructions at each clock     profile.csv
-    2 plan                on rank 0, given to all ranks                plans/frontier.json, ...
-    3 train, top clocks   what the plan is compared with               top_clocks/metrics.csv
-    4 train, plan         the same weights and batches                 plan/metrics.csv
-    report                on rank 0                                    report.json, pictures
+    1 profile    every stage's instructions at each clock          profile.csv
+    2 plan       on rank 0, given to all ranks                     plans/frontier.json, ...
+    3 train      at the top clocks and under the plan in turn      training/metrics.csv
+    report       on rank 0                                         report.json, pictures
 
-The processes that Lightning starts for the first phase run all of them.
+The processes that Lightning starts for the first training run what follows.
 """
 
 from __future__ import annotations
@@ -27,24 +26,25 @@ import torch.distributed as dist
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
-from lightning_pfo.device import GpuConfig, open_gpu
+from lightning_pfo.device import open_gpu
+from lightning_pfo.experiment.accelerator import few_gpus, gpu_for, is_emulated
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
 from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.earlier import set_aside
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.processes import is_first_process
-from lightning_pfo.experiment.report import Report, TrainingResult
+from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.training import (
     MakeData,
     MakeModule,
-    accelerator_of,
-    few_gpus,
-    is_emulated,
     profile,
     quiet_lightning,
     train,
 )
+from lightning_pfo.experiment.windows import Training
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
@@ -57,9 +57,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData) -> None:
-    """Profile, plan, train at the top clocks and under the plan, and report what was saved.
+    """Profile, plan, train at the top clocks and under the plan in turn, and report what was saved.
 
-    Everything is written into `config.output_dir`.
+    Everything is written into `config.output_dir`; what an earlier run has left there is moved into `earlier`.
 
     Args:
         config: The experiment.
@@ -80,24 +80,45 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
     output_dir = Path(config.output_dir)
     say = _Narrator()
 
-    schedule = schedule_of(config)
-    say(f"1/4 Profiling {pipeline_size(schedule.num_stages, schedule.num_microbatches)}")
-    profile(config, make_module, make_data, output_dir / "profile.csv")
+    schedule, size = schedule_of(config), config.trainer
+    if is_first_process():
+        _prepare(output_dir, config.profile)
+    scanned: tuple[float, ...] = ()
+    if config.profile:
+        say(f"1/3 Reusing the profile {config.profile}")
+    else:
+        say(f"1/3 Profiling {pipeline_size(schedule.num_stages, schedule.num_microbatches)}")
+        scanned = profile(config, make_module, make_data, output_dir / "profile.csv")
 
-    say("2/4 Planning")
+    say("2/3 Planning")
     frontier, chosen = on_rank_zero(lambda: _plan(config, output_dir))
 
-    say(f"3/4 Training {config.trainer.steps} steps at the top clocks")
-    baseline = train(config, make_module, make_data, TOP_CLOCKS, name=TOP_CLOCKS)
+    say(
+        f"3/3 Training {2 * size.steps} steps, at the top clocks and under the plan ({config.plan.select}) in turn, "
+        f"{size.window_steps} each"
+    )
+    training = train(config, make_module, make_data, chosen)
 
-    say(f"4/4 Training {config.trainer.steps} steps under the plan ({config.plan.select})")
-    planned = train(config, make_module, make_data, chosen, name="plan")
+    on_rank_zero(lambda: _report(config, frontier, chosen, training, scanned, say))
 
-    on_rank_zero(lambda: _report(config, frontier, chosen, baseline, planned, say))
+
+def _prepare(output_dir: Path, profile: str) -> None:
+    """Keep what an earlier run has left, and put the profile that is used again where others would be."""
+    place = set_aside(output_dir, keep=profile)
+    if place is not None:
+        _log.warning("The results of an earlier run were moved to %s.", place)
+    target = output_dir / "profile.csv"
+    if profile and not (target.exists() and target.samefile(profile)):
+        write_text_atomically(target, Path(profile).read_text(encoding="utf-8-sig"))
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0, and return its result or raise its PfoError on every rank. A collective call."""
+    """Run `action` on rank 0, and return its result or raise its PfoError on every rank. A collective call.
+
+    Before the processes have met, as where no profile is measured, each runs it; they have the same files.
+    """
+    if not dist.is_initialized():
+        return action()
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -111,23 +132,17 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result
 
 
-def gpu_for(config: ExperimentConfig) -> GpuConfig:
-    """The GPU to measure. Trained on the CPU, `gpu=auto` is emulated: a real one would stand idle."""
-    if config.gpu.kind == "auto" and accelerator_of(config) == "cpu":
-        return dataclasses.replace(config.gpu, kind="emulated")
-    return config.gpu
-
-
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
     frontier = plan_frontier(
-        output_dir / "profile.csv",
+        config.profile or output_dir / "profile.csv",
         config.plan,
         num_microbatches=config.schedule.num_microbatches,
         schedule=config.schedule.name,
     )
     select = config.plan.select
     chosen = frontier.baseline if select == TOP_CLOCKS else select_plan(frontier, select)
-    save_frontier(frontier, output_dir / "plans")
+    if is_first_process():
+        save_frontier(frontier, output_dir / "plans")
     return frontier, chosen
 
 
@@ -135,8 +150,8 @@ def _report(
     config: ExperimentConfig,
     frontier: Frontier,
     chosen: FrequencyPlan,
-    baseline: TrainingResult,
-    planned: TrainingResult,
+    training: Training,
+    scanned: tuple[float, ...],
     say: _Narrator,
 ) -> None:
     gpu = open_gpu(config.gpu, 0)
@@ -144,14 +159,15 @@ def _report(
         name, is_emulated = gpu.name, gpu.is_emulated
     finally:
         gpu.close()
-    report = Report(name, is_emulated, baseline, planned, frontier.baseline, chosen, dataclasses.asdict(config))
-    if report.max_loss_difference > 0:
+    settings = dataclasses.asdict(config)
+    report = Report(name, is_emulated, training, frontier.baseline, chosen, settings, scanned)
+    if report.max_loss_difference:
         _log.warning(
-            "The losses of both trainings differ by up to %.2g, although clocks change no arithmetic: a step of this "
-            "model is not deterministic.",
+            "The losses of this training and of that of the profile differ by up to %.2g, although clocks change no "
+            "arithmetic: a step of this model is not deterministic.",
             report.max_loss_difference,
         )
-    for where, failure in report.clock_failures.items():
+    for where, failure in training.clock_failures.items():
         _log.warning("The figures are not those of the plan, as clocks were not set (%s): %s", where, failure)
     output_dir = Path(config.output_dir)
     report.write(output_dir / "report.json")
@@ -159,6 +175,8 @@ def _report(
     say.console.print()
     show_table(report.table(), say.console)
     say.console.print(f"Written to {output_dir}: report.json, profile.csv, plans, pictures.")
+    saved, slower = report.saving_percent, report.slowdown_percent
+    _log.info("%s: the plan saved %.2f %% of energy and took %.2f %% longer", name, saved, slower)
 
 
 class _Narrator:
@@ -171,3 +189,4 @@ class _Narrator:
     def __call__(self, text: str) -> None:
         if is_first_process():  # of which the others may be clones
             self.console.print(f"[{time.monotonic() - self._start_s:5.1f} s] {text}")
+            _log.info("%s", text)

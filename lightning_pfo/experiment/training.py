@@ -1,4 +1,4 @@
-"""One training of an experiment: the same weights and batches each time, whatever the clocks are."""
+"""The trainings of an experiment: the same weights and batches each time, whatever the clocks are."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning_utilities.core import rank_zero as rank_zero_module
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, is_emulated
+from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.report import TrainingResult
+from lightning_pfo.experiment.windows import Training, Window, Windowed, Windows
+from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.strategy import PfoPipelineStrategy
 
 MakeModule = Callable[[], pl.LightningModule]
@@ -36,7 +38,8 @@ _SET_ELSEWHERE = {
     "max_steps": "trainer.steps",
     "max_epochs": "trainer.steps",
     "limit_train_batches": "trainer.steps",
-    "callbacks": "profiler and plan",
+    "callbacks": "callbacks",
+    "logger": "logger",
     "strategy": "schedule.name and schedule.partition",
 }
 """Arguments of Lightning's Trainer that the experiment depends on, and the settings they follow."""
@@ -60,8 +63,8 @@ class LossHistory(Callback):
         self._losses.append(outputs["loss"].detach().clone())
 
 
-def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> None:
-    """Train while scanning the clocks, until the profile at `path` is complete.
+def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> tuple[float, ...]:
+    """Train while scanning the clocks, until the profile at `path` is complete; returns the losses.
 
     Raises:
         DeviceError: On every rank, if any may not set clocks or fails to.
@@ -69,78 +72,84 @@ def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeDa
     profiler = EnergyProfilerCallback(
         path, gpu=config.gpu, cluster=config.cluster, stop_when_done=True, **vars(config.profiler)
     )
+    history = LossHistory()
+    callbacks = [history, profiler]
     with progress_messages():
-        _fit(config, make_module, make_data, [profiler], max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
+        _fit(config, make_module, make_data, callbacks, max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
     if profiler.error is not None:
         raise profiler.error
+    return history.losses
 
 
-def train(
-    config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, plan: FrequencyPlan | str, name: str
-) -> TrainingResult:
-    """Train `config.trainer.steps` steps under a plan, or under `top_clocks`, and measure.
+def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, plan: FrequencyPlan) -> Training:
+    """Train in windows at the top clocks and under the plan in turn, and measure.
 
     Args:
         config: The experiment.
         make_module: Makes the module, with new weights.
         make_data: Makes the data.
-        plan: Clocks to train with.
-        name: Folder within `output_dir` for the log of metrics.
+        plan: What the top clocks are compared with.
+
+    Raises:
+        ConfigurationError: If a callback has ended the training before any pair of windows was measured.
     """
-    settings = config.trainer
+    windows, num_steps = windows_of(config), windows_of(config).num_steps
     history = LossHistory()
-    applied = FrequencyPlanCallback(plan, gpu=config.gpu, cluster=config.cluster)
+    applied = FrequencyPlanCallback(
+        lambda step: plan if windows.place_of(step)[1] else None, gpu=config.gpu, cluster=config.cluster
+    )
+    further = make_callbacks(config.callbacks)
     trainer = _fit(
         config,
         make_module,
         make_data,
-        [history, applied],
-        max_steps=settings.steps,
-        max_epochs=settings.steps,
-        limit_train_batches=settings.steps,  # else the progress bar counts on the whole epoch
-        limit_val_batches=settings.val_batches,
-        val_check_interval=settings.steps,
+        [history, applied, *further],
+        max_steps=num_steps,
+        max_epochs=num_steps,
+        limit_train_batches=num_steps,  # else the progress bar counts on the whole epoch
+        limit_val_batches=config.trainer.val_batches,
+        val_check_interval=num_steps,
         check_val_every_n_epoch=None,
-        logger=CSVLogger(config.output_dir, name=name, version=""),
+        enable_checkpointing=any(isinstance(one, Checkpoint) for one in further),
+        logger=make_loggers(config.logger) or False,
         log_every_n_steps=1,
-        enable_progress_bar=settings.progress_bar,
+        enable_progress_bar=config.trainer.progress_bar,
     )
-    measured = [one for one in applied.measurements if one.iteration >= settings.warmup_steps]
     val_loss = trainer.callback_metrics.get("val_loss")
-    return TrainingResult(
-        tuple(one.time_s for one in measured),
-        tuple(one.energy_j for one in measured),
+    baseline, planned = _in_windows(windows, applied)
+    return Training(
+        baseline,
+        planned,
         history.losses,
         None if val_loss is None else float(val_loss),
-        applied.clock_statistics.as_dict() if applied.clock_statistics is not None else {},
-        applied.mean_energy_j(len(measured)),
         {rank: clocks.as_dict() for rank, clocks in applied.clock_statistics_of_ranks().items()},
     )
 
 
-def accelerator_of(config: ExperimentConfig) -> str:
-    """Resolve `auto`: GPUs if each rank of this machine gets one, else the CPU."""
-    if config.trainer.accelerator != "auto":
-        return config.trainer.accelerator
-    return "gpu" if torch.cuda.device_count() >= config.trainer.devices else "cpu"
+def windows_of(config: ExperimentConfig) -> Windows:
+    """How the training is divided."""
+    settings = config.trainer
+    return Windows(settings.steps // settings.window_steps, settings.window_steps, settings.warmup_steps)
 
 
-def few_gpus(config: ExperimentConfig) -> str:
-    """What follows, in a line, where the machine has some GPUs, but not one for each rank; empty otherwise."""
-    num_gpus, num_ranks = torch.cuda.device_count(), config.trainer.devices
-    if config.trainer.accelerator != "auto" or not 0 < num_gpus < num_ranks:
-        return ""
-    is_modelled = config.gpu.kind in ("auto", "emulated")
-    modelled = f", and times, clocks and energies are those of an emulated {config.gpu.model}" if is_modelled else ""
-    return (
-        f"{num_ranks} stages (trainer.devices) need {num_ranks} GPUs, and this machine has {num_gpus}: the model "
-        f"trains on the CPU{modelled}. Use trainer.devices={num_gpus} to train on the GPU."
-    )
+def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windowed, Windowed]:
+    """What was measured at the top clocks, and under the plan, in the pairs of which both were."""
+    means_j = applied.mean_energies_j(windows.group_of)
+    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
+    for one in applied.measurements:
+        by_group.setdefault(windows.group_of(one.iteration), []).append(one)
+    pairs = [n for n in range(windows.num_pairs) if {(n, False, True), (n, True, True)} <= by_group.keys()]
+    if not pairs:
+        raise ConfigurationError(
+            "Windows at the top clocks and under the plan are compared; the training ended before one of each was "
+            f"measured, after {len(applied.measurements)} steps. Leave out the callbacks that end it, or train longer."
+        )
 
+    def windowed(is_plan: bool) -> Windowed:
+        groups = [(pair, is_plan, True) for pair in pairs]
+        return Windowed(tuple(Window.of(by_group[group], means_j.get(group)) for group in groups))
 
-def is_emulated(config: ExperimentConfig) -> bool:
-    """Whether neither the training nor the GPU that is measured needs a driver, whose state forks cannot share."""
-    return accelerator_of(config) == "cpu" and config.gpu.kind == "emulated"
+    return windowed(False), windowed(True)
 
 
 def quiet_lightning() -> None:
@@ -216,7 +225,7 @@ def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], option
     check_trainer_options(settings.options)
     defaults: dict[str, Any] = {
         "accelerator": accelerator_of(config),
-        "devices": settings.devices,
+        "devices": 1 if settings.share_gpus else settings.devices,
         "num_nodes": settings.num_nodes,
         "precision": settings.precision,
         "logger": False,
@@ -229,6 +238,7 @@ def make_trainer(config: ExperimentConfig, callbacks: Sequence[Callback], option
         partition=schedule.partition,
         schedule=schedule.name,
         start_method="clone" if is_emulated(config) else "popen",
+        **devices_of_ranks(config),
     )
     try:
         return pl.Trainer(strategy=strategy, callbacks=list(callbacks), **defaults | options | settings.options)

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
@@ -31,17 +32,22 @@ from lightning_pfo.planner.frontier.select import select_plan
 
 log = logging.getLogger(__name__)
 
+Key = TypeVar("Key")
+
 _LAST_REQUEST_S = 2.0
 """At most so long the end of a training waits until the last clock is set, to know whether that fails."""
 
 TOP_CLOCKS = "top_clocks"
 """In place of a plan, or selected instead of one: the highest clock everywhere."""
 
-PlanChoice = str | os.PathLike[str] | Frontier | FrequencyPlan
-"""A frontier file (`frontier.json` or its folder), a frontier, a plan, or `TOP_CLOCKS`."""
+PlanOf = Callable[[int], FrequencyPlan | None]
+"""Which plan an iteration has, by its number; None is the highest clock everywhere. The same on every rank."""
+
+PlanChoice = str | os.PathLike[str] | Frontier | FrequencyPlan | PlanOf
+"""A frontier file (`frontier.json` or its folder), a frontier, a plan, `TOP_CLOCKS`, or plans by iteration."""
 
 
-def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | None:
+def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | PlanOf | None:
     """Find the plan to train under; None for the top clocks, which are known when the GPUs are.
 
     Args:
@@ -53,7 +59,7 @@ def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | None:
     """
     if choice == TOP_CLOCKS:
         return None
-    if isinstance(choice, FrequencyPlan):
+    if isinstance(choice, FrequencyPlan) or callable(choice):
         return choice
     return select_plan(choice if isinstance(choice, Frontier) else load_frontier(choice), select)
 
@@ -66,7 +72,8 @@ class PlannedRun(InstructionListener):
 
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
-        plan: The plan; None is the highest clock everywhere, the baseline to compare with.
+        plan: The plan; None is the highest clock everywhere, the baseline to compare with. Or a function that says
+            which of them an iteration has, by its number, the same on every rank.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
         cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
             `ClusterConfig`.
@@ -75,7 +82,7 @@ class PlannedRun(InstructionListener):
         report: Told about progress.
 
     Attributes:
-        plan: The plan in use; None until the pipeline is known, if none was given.
+        plan: The plan in use; None until the pipeline is known, if none was given, or plans by iteration.
         measurements: What the iterations of this run took so far.
         gpu_name: What was measured: the model of this rank's GPU, `(emulated)` where it is.
 
@@ -96,7 +103,7 @@ class PlannedRun(InstructionListener):
     def __init__(
         self,
         source: InstructionSource,
-        plan: FrequencyPlan | None,
+        plan: FrequencyPlan | PlanOf | None,
         *,
         gpu: GpuChoice = "auto",
         cluster: ClusterChoice = DEFAULT_CLUSTER,
@@ -104,13 +111,15 @@ class PlannedRun(InstructionListener):
         user: object = None,
         report: Callable[[str], None] = log.info,
     ) -> None:
-        self.plan = plan
+        self.plan: FrequencyPlan | None = None if callable(plan) else plan
+        self._plan_of: PlanOf = plan if callable(plan) else lambda iteration: plan
         self.measurements: list[IterationMeasurement] = []
         self._is_told = False
         self._source = source
         self._report = report
         self._user = self if user is None else user
         self._cursor: PlanCursor | None = None
+        self._checked: list[tuple[FrequencyPlan | None, FrequencyPlan]] = []  # as asked for, and as applied
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.gpu_name = session.gpu.name
@@ -133,9 +142,13 @@ class PlannedRun(InstructionListener):
 
     def on_iteration_begin(self, iteration: int) -> None:
         """Ask for the first instruction's clock."""
-        if self._cursor is None:
-            self.plan = self._checked_plan()
-            self._cursor = PlanCursor(self.plan, self._source.rank, self._requests)
+        asked = self._plan_of(iteration)
+        plan = next((applied for known, applied in self._checked if known is asked), None)
+        if plan is None:
+            plan = self._checked_plan(asked)
+            self._checked.append((asked, plan))
+        if self._cursor is None or plan is not self.plan:
+            self.plan, self._cursor = plan, PlanCursor(plan, self._source.rank, self._requests)
         self._cursor.on_iteration_begin(iteration)
 
     def on_instruction_begin(self, event: InstructionEvent) -> None:
@@ -154,13 +167,13 @@ class PlannedRun(InstructionListener):
         if self._cursor is not None:
             self._cursor.on_iteration_end(iteration)
 
-    def _checked_plan(self) -> FrequencyPlan:
+    def _checked_plan(self, asked: FrequencyPlan | None) -> FrequencyPlan:
         source, gpu = self._source, self._session.gpu
         schedule = source.schedule
         assert schedule is not None  # an iteration has begun
         supported_mhz = gpu.supported_clocks_mhz()
         tops_mhz = source.all_gather(max(supported_mhz))
-        plan = uniform_plan(schedule, tops_mhz) if self.plan is None else self.plan
+        plan = uniform_plan(schedule, tops_mhz) if asked is None else asked
 
         def check() -> None:
             plan.check_fits(schedule)
@@ -174,13 +187,16 @@ class PlannedRun(InstructionListener):
         )
         return plan
 
-    def measure(self) -> IterationMeasurement | None:
+    def measure(self, *, waits: bool = False) -> IterationMeasurement | None:
         """Return what the last iteration took, and append it to `measurements`; a collective call.
 
         None if it was not measured: an emulated GPU spends the first iteration counting work. On CUDA it is the
         iteration before the last one, for the host would have to wait for the GPU to know about the last.
+
+        Args:
+            waits: Wait for the GPU, as at the end of a training, and measure the last one too.
         """
-        measurement = self._meter.take(self._news())
+        measurement = self._meter.take(self._news(), waits=waits)
         self._tell(self._meter.remarks)
         if measurement is not None:
             self.measurements.append(measurement)
@@ -205,13 +221,19 @@ class PlannedRun(InstructionListener):
         self._is_told = True
         return f"{name_of(self._source)} ({self.gpu_name}): {error}"
 
-    def mean_energy_j(self, count: int) -> float | None:
-        """Mean energy of all GPUs in the last `count` iterations, where counters tick; a collective call.
+    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
+        """Mean energy of all GPUs in the iterations of each group, where counters tick; a collective call.
 
-        More exact than `measurements`, whose iterations begin and end between ticks. None where these are exact.
+        More exact than `measurements`, whose iterations begin and end between ticks. Empty where these are exact.
+
+        Args:
+            group_of: The group of an iteration, by its number. Iterations of a group have the same plan.
         """
-        of_gpus = self._source.all_gather(self._meter.mean_energy_j(count), everywhere=True)
-        return math.fsum(of_gpus) if None not in of_gpus else None
+        of_gpus: list[dict[Key, float]] = self._source.all_gather(
+            self._meter.mean_energies_j(group_of), everywhere=True
+        )
+        known_to_all = [group for group in of_gpus[0] if all(group in of_gpu for of_gpu in of_gpus)]
+        return {group: math.fsum(of_gpu[group] for of_gpu in of_gpus) for group in known_to_all}
 
     def request_top_clock(self) -> None:
         """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""

@@ -125,7 +125,10 @@ def test_an_emulated_gpu_is_written_with_its_physics(tmp_path: Path, capsys: pyt
     [
         ("watch_s=0", "between 0.001 and 3600"),
         ("index=3", "from 0 to 0; got 3"),
-        ("write=copy.json", "end in .yaml; got 'copy.json'. Use write=copy.yaml"),
+        ("write=copy.json", "ends in .yaml; got 'copy.json'. Use write=copy.yaml"),
+        ("write=7", "a name of letters, digits and _, or a path that ends in .yaml; got '7'. Use write=my_gpu"),
+        ("write=true", "got 'true'. Use write=my_gpu"),  # --write alone
+        ("write=auto", "There is a gpu=auto already; got write=auto. Use write=auto_2"),
         (
             "write=/proc/nobody/x.yaml",
             "a folder that you may write to; got '/proc/nobody/x.yaml' (/proc/",
@@ -137,3 +140,25 @@ def test_impossible_settings(setting: str, message: str, tmp_path: Path, capsys:
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_is_written_to_where_it_is_found_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, mine = tmp_path / "package", tmp_path / "home" / "lightning-pfo" / "conf"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (ours / "gpu").mkdir(parents=True)
+    monkeypatch.setattr("lightning_pfo.cli.gpu.conf_dir", lambda: ours)
+    arguments = ["gpu", "gpu=emulated_a40", "watch_s=0.02", "probe=false"]
+    assert cli.main([*arguments, "write=one"]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {ours / 'gpu' / 'one.yaml'}; use it with gpu=one\n")
+    (ours / "gpu" / "one.yaml").unlink()
+    (ours / "gpu").rmdir()
+    (ours / "gpu").write_text("nothing can be written into this")  # root may write into read-only folders
+    assert cli.main([*arguments, "write=one"]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {mine / 'gpu' / 'one.yaml'}; use it with gpu=one\n")
+    assert cli.main(["gpu", "gpu=one", "watch_s=0.02", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "NVIDIA A40 (emulated, virtual time)"
+    path = tmp_path / "conf" / "gpu" / "two.yaml"
+    assert cli.main([*arguments, f"write={path}"]) == 0
+    assert capsys.readouterr().out.endswith(f"use it with --config-dir {tmp_path / 'conf'} gpu=two\n")

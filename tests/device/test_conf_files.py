@@ -28,7 +28,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (group / "camping.yaml").write_text("defaults: [small, _self_]\ncolour: red\n")
     (group / "plain.yaml").write_text("{}\n")
     (group / "notes.txt").write_text("not an option")
-    monkeypatch.setattr("lightning_pfo.device.conf_files.conf_dir", lambda: tmp_path)
+    monkeypatch.setattr("lightning_pfo.device.conf_files.conf_dirs", lambda: [tmp_path])
     return group
 
 

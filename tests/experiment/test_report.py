@@ -1,38 +1,69 @@
 import io
 import json
-import math
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
-from lightning_pfo.experiment.report import Report, TrainingResult
+from lightning_pfo.experiment.report import Report
+from lightning_pfo.experiment.windows import Training, Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
 CLOCKS = ((1410,) * 4,) * 2
+
+
+def windowed(times_s, energies_j, **options):
+    return Windowed(
+        tuple(Window((time,), (energy,), **options) for time, energy in zip(times_s, energies_j, strict=True))
+    )
+
+
+def training(losses=(3.0, 2.0), **changes):
+    values = {
+        "baseline": windowed((2.0, 1.9, 9.0), (400.0, 390.0, 800.0)),
+        "plan": windowed((2.1, 2.0, 9.2), (300.0, 330.0, 620.0)),
+        "losses": losses,
+        "val_loss": 2.5,
+    }
+    return Training(**values | changes)
 
 
 def make_report(**changes):
     values = {
         "device": "NVIDIA A100 (emulated)",
         "is_emulated": True,
-        "baseline": TrainingResult((2.0, 1.9, 9.0), (400.0, 390.0, 800.0), (3.0, 2.0), 2.5),
-        "plan": TrainingResult((2.1, 2.0, 2.05), (300.0, 330.0, 310.0), (3.0, 2.0), 2.5),
+        "training": training(),
         "predicted_baseline": FrequencyPlan(SCHEDULE, CLOCKS, 1.6, 320.0),
         "predicted_plan": FrequencyPlan(SCHEDULE, CLOCKS, 1.64, 248.0, lower_bound_j=240.0),
         "settings": {"seed": 0},
+        "profiling_losses": (3.0, 2.0, 1.0),
     }
     return Report(**values | changes)
 
 
-def test_percentages():
+def test_differences_are_those_of_pairs():
     report = make_report()
-    assert report.baseline.iteration_time_s == 2.0  # the disturbed iteration does not count
-    assert report.slowdown_percent == pytest.approx(2.5)
-    assert report.saving_percent == pytest.approx(22.5)
+    assert report.training.baseline.iteration_time_s == 2.0  # the disturbed iteration does not count
+    assert report.slowdown_percent == pytest.approx(5)  # of 5, 5.3 and 2.2 %: what disturbed both windows drops out
+    assert report.saving_percent == pytest.approx(22.5)  # of 25, 15.4 and 22.5 %
+    assert (report.saving_interval_percent, report.slowdown_interval_percent) == (None, None)
     assert report.lower_bound_saving_percent == pytest.approx(25)
+
+
+def test_intervals_are_those_of_the_median():
+    energies_j = (80.0, 90.0, 81.0, 82.0, 79.0, 78.0)
+    pairs = training(baseline=windowed([1.0] * 6, [100.0] * 6), plan=windowed([1.0] * 6, energies_j))
+    report = make_report(training=pairs)
+    assert report.saving_percent == pytest.approx(19.5)
+    assert report.saving_interval_percent == pytest.approx((10, 22))
+    assert report.slowdown_interval_percent == (0, 0)
+    text = shown(report)
+    assert "-22.00 to -10.00 %" in text
+    assert "median of 6 pairs" in text
+    assert "no width" not in text
+    alike = training(baseline=windowed([1.0] * 6, [100.0] * 6), plan=windowed([1.0] * 6, [80.0] * 6))
+    assert "Its interval has no width: without noise the pairs are alike." in shown(make_report(training=alike))
 
 
 def test_json_has_what_is_promised(tmp_path):
@@ -41,29 +72,47 @@ def test_json_has_what_is_promised(tmp_path):
     assert record["device"] == "NVIDIA A100 (emulated)"
     assert record["emulated"] is True
     assert record["baseline"]["iteration_time_s"] == 2.0
-    assert record["baseline"]["iteration_energies_j"] == [400, 390, 800]
-    assert record["plan"]["iteration_energy_j"] == 310
+    assert record["baseline"]["iteration_energies_j"] == record["baseline"]["window_energies_j"] == [400, 390, 800]
+    assert record["baseline"]["window_temperatures_c"] == [None, None, None]
+    assert record["plan"]["iteration_energy_j"] == 330
     assert record["predicted"]["plan"] == {"iteration_time_s": 1.64, "iteration_energy_j": 248}
     errors = record["prediction_error_percent"]
     assert errors["baseline"] == pytest.approx({"iteration_time": 25, "iteration_energy": 25})
-    assert errors["plan"] == pytest.approx({"iteration_time": 25, "iteration_energy": 25})
     assert record["saving_percent"] == pytest.approx(22.5)
-    assert record["slowdown_percent"] == pytest.approx(2.5)
+    assert record["slowdown_percent"] == pytest.approx(5)
+    assert record["saving_interval_percent"] is None
     assert record["lower_bound_saving_percent"] == pytest.approx(25)
     assert record["losses"]["identical"] is True
+    assert record["training"] == {"final_loss": 2.0, "val_loss": 2.5, "clocks": {}, "clocks_of_ranks": {}}
     assert record["settings"] == {"seed": 0}
 
 
-def test_losses_that_differ_are_said(tmp_path):
-    report = make_report()
-    report = replace(report, plan=replace(report.plan, losses=(3.0, 2.25)))
+def test_where_counters_tick_means_count():
+    one = Windowed((Window((1.0,), (90.0,), 100.0), Window((1.0,), (190.0,), 200.0)))
+    assert (one.iteration_energy_j, one.windows[1].energy_j) == (150.0, 200.0)
+
+
+def test_temperatures_are_shown_where_known():
+    known = [windowed((1.0,), (1.0,), temperature_c=celsius) for celsius in (61.0, 58.5)]
+    text = shown(make_report(training=training(baseline=known[0], plan=known[1])))
+    assert "hottest (C)" in text
+    assert "-2.5" in text
+    assert "hottest" not in shown(make_report())
+
+
+def test_losses_that_differ_from_those_while_profiling_are_said():
+    report = make_report(training=training(losses=(3.0, 2.25)))
     assert report.as_dict()["losses"] == {
-        "baseline": (3.0, 2.0),
-        "plan": (3.0, 2.25),
+        "training": (3.0, 2.25),
+        "profiling": (3.0, 2.0, 1.0),
+        "compared": 2,
         "identical": False,
         "max_difference": 0.25,
     }
-    assert "up to 0.2" in shown(report)
+    assert "Losses of 2 steps and those while profiling: up to 0.2 apart." in shown(report)
+    alone = make_report(profiling_losses=())
+    assert alone.as_dict()["losses"]["identical"] is None
+    assert "Loss of the last step: 2.0000." in shown(alone)
 
 
 def shown(report):
@@ -76,20 +125,15 @@ def test_table_fits_a_terminal_and_says_emulated():
     text = shown(make_report())
     assert "EMULATED" in text
     assert "EMULATED" not in shown(make_report(is_emulated=False, device="NVIDIA A100"))
-    for cell in ("2.0000", "2.0500", "+2.50 %", "400.00", "310.00", "-22.50 %", "-25.00 %", "+25.00 %", "identical"):
+    for cell in ("2.0000", "2.1000", "+5.00 %", "400.00", "330.00", "-22.50 %", "-25.00 %", "+25.00 %", "identical"):
         assert cell in text
+    assert "An interval takes 6 pairs (trainer.steps / trainer.window_steps)." in text
     assert len({len(line) for line in text.splitlines() if line and line[0] in "┏┡├└│"}) == 1
-
-
-def test_a_single_iteration_suffices():
-    report = make_report(plan=TrainingResult((2.0,), (200.0,), (3.0, 2.0), None))
-    assert report.saving_percent == 50
-    assert not math.isnan(report.slowdown_percent)
 
 
 def test_clocks_that_were_not_set_are_said():
     clocks = {"rank 0": {"num_changes": 9}, "rank 1": {"num_changes": 0, "failure": "You may not."}}
-    plan = TrainingResult((2.0,), (200.0,), (3.0, 2.0), None, clocks_of_ranks=clocks)
-    report = make_report(plan=plan)
-    assert report.as_dict()["clock_failures"] == {"plan, rank 1": "You may not."}
-    assert report.table().caption == "NOT THE PLAN: clocks were not set (plan, rank 1)."
+    report = make_report(training=training(clocks_of_ranks=clocks))
+    assert report.as_dict()["clock_failures"] == {"rank 1": "You may not."}
+    assert report.as_dict()["training"]["clocks"] == {"num_changes": 9}
+    assert report.table().caption.startswith("NOT THE PLAN: clocks were not set (rank 1).")

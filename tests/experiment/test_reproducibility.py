@@ -21,7 +21,13 @@ UNSTEADY = (
     *("gpu.straggler_index=1", "gpu.straggler_factor=1.1", "cluster=pcie", "cluster.optimizer_s=0.02"),
 )
 SMALL = (
-    *("trainer=quick", "trainer.steps=3", "trainer.val_batches=0", "trainer.progress_bar=false"),
+    *(
+        "trainer=quick",
+        "trainer.steps=3",
+        "trainer.window_steps=3",
+        "trainer.val_batches=0",
+        "trainer.progress_bar=false",
+    ),
     *("profiler=quick", "profiler.min_clock_mhz=1300", "profiler.max_iterations_per_clock=2"),
 )
 FILES = ("report.json", "profile.csv", "plans/frontier.json", "plans/frontier.csv")

@@ -16,6 +16,18 @@ from tests.example_scripts import ROOT
 from tests.launch import kill_session, run_script, session_is_empty, start_script
 from tests.waiting import wait_until
 
+PROFILE = "\n".join(
+    [
+        "stage,instruction,frequency,time,energy,p2p_blocking_power_w",
+        *(
+            f"{stage},{kind},{clock},{clock_time * factor},{energy * factor},80"
+            for stage in range(2)
+            for kind, factor in (("forward", 1), ("backward", 2))
+            for clock, clock_time, energy in ((1740, 0.03, 9.0), (1545, 0.033, 7.0), (1350, 0.037, 6.0))
+        ),
+    ]
+)
+"""Of other GPUs; what it predicts is not what is measured."""
 QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 
 
@@ -50,22 +62,23 @@ def test_without_clock_control_the_main_job_ends_and_says_so(tmp_path, fake_driv
 
 def test_gpt_profiles_plans_trains_and_reports(tmp_path):
     output = run_example("gpt", tmp_path, "gpu=emulated_a40", "plan=slowdown_2_percent", fresh=True).stdout
-    for text in ("1/4 Profiling 2 stages x 8 microbatches", "4/4 Training 4 steps", "EMULATED"):
+    for text in ("1/3 Profiling 2 stages x 8 microbatches", "3/3 Training 8 steps", "EMULATED", "Losses of 8 steps"):
         assert output.count(text) == 1, output  # said once, by rank 0
 
     report = json.loads((tmp_path / "report.json").read_text())
     assert "emulated" in report["device"]
     assert report["losses"]["identical"], report["losses"]
-    assert len(report["losses"]["plan"]) == 4
-    assert report["losses"]["plan"][-1] < report["losses"]["plan"][0]
+    assert len(report["losses"]["training"]) == report["losses"]["compared"] == 8
+    assert report["losses"]["training"][-1] < report["losses"]["training"][0]
     for run in ("baseline", "plan"):
-        assert len(report[run]["iteration_times_s"]) == 3  # four steps, one of them warm-up
+        assert len(report[run]["iteration_times_s"]) == 2  # two windows of two steps, one of them warm-up
         assert report[run]["iteration_time_s"] == statistics.median(report[run]["iteration_times_s"])
         assert report[run]["iteration_energy_j"] > 0
-        assert report[run]["clocks"]["num_changes"] > 0
-        assert report[run]["val_loss"] > 0
-        assert list(report[run]["clocks_of_ranks"]) == ["rank 0", "rank 1"]
-        assert report[run]["clocks_of_ranks"]["rank 0"] == report[run]["clocks"]
+    training = report["training"]
+    assert training["clocks"]["num_changes"] > 0
+    assert training["val_loss"] > 0
+    assert list(training["clocks_of_ranks"]) == ["rank 0", "rank 1"]
+    assert training["clocks_of_ranks"]["rank 0"] == training["clocks"]
     assert report["clock_failures"] == {}
 
     frontier = load_frontier(tmp_path / "plans")
@@ -78,12 +91,35 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
     )
     assert report["settings"]["plan"]["select"] == "1.02x"
 
-    for folder, run in (("top_clocks", "baseline"), ("plan", "plan")):
-        with (tmp_path / folder / "metrics.csv").open() as file:
-            logged = [float(row["pfo/iteration_time_s"]) for row in csv.DictReader(file) if row["pfo/iteration_time_s"]]
-        assert logged[-3:] == pytest.approx(report[run]["iteration_times_s"], rel=1e-4)
-    for picture in ("frontier", "timelines", "energy_valleys", "losses"):
+    with (tmp_path / "training" / "metrics.csv").open() as file:
+        logged = [float(row["pfo/iteration_time_s"]) for row in csv.DictReader(file) if row["pfo/iteration_time_s"]]
+    # of eight steps, the first counts work: top, plan, plan, top
+    tops_s, plans_s = logged[0], logged[2]
+    assert [tops_s, logged[-1]] == pytest.approx(report["baseline"]["iteration_times_s"], rel=1e-4)
+    assert [plans_s, logged[4]] == pytest.approx(report["plan"]["iteration_times_s"], rel=1e-4)
+    for picture in ("frontier", "timelines", "energy_valleys", "losses", "windows"):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_earlier_profile_and_earlier_results(tmp_path):
+    """In six pairs of windows, with a logger and callbacks of one's own; the profile lies among the earlier results."""
+    (tmp_path / "profile.csv").write_text(PROFILE)
+    (tmp_path / "report.json").write_text("{}")
+    ours = ("trainer.steps=12", "gpu.noise=0.02", "gpu.counter_tick_s=0.02", f"profile={tmp_path / 'profile.csv'}")
+    users = ("callbacks=model_checkpoint", "+callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor")
+    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "model.num_blocks=2", *ours, *users).stdout
+    assert f"The results of an earlier run were moved to {tmp_path / 'earlier' / '1'}." in output
+    assert (tmp_path / "earlier" / "1" / "report.json").read_text() == "{}"
+    assert (tmp_path / "profile.csv").read_text() == PROFILE
+    assert "1/3 Reusing the profile" in output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"]["identical"] is None
+    low, high = report["slowdown_interval_percent"]
+    assert low < report["slowdown_percent"] < high
+    assert len(report["plan"]["window_energies_j"]) == 6
+    assert report["plan"]["iteration_energy_j"] == statistics.fmean(report["plan"]["window_energies_j"])
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    assert "lr-AdamW" in (tmp_path / "training" / "metrics.csv").read_text()
 
 
 def test_a_model_of_transformers_that_a_config_names(tmp_path):
@@ -91,6 +127,7 @@ def test_a_model_of_transformers_that_a_config_names(tmp_path):
     run_example("gpt", tmp_path, "model=llama_tiny", "schedule.num_microbatches=2", "plan=top_clocks", *size)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["losses"]["identical"]
+    assert report["losses"]["compared"] == 7  # the profile took no more
     assert report["settings"]["model"]["family"] == "llama"
 
 

@@ -8,10 +8,10 @@ import torch
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
+from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, few_gpus, gpu_for
 from lightning_pfo.experiment.checks import check_experiment, check_settings
 from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
-from lightning_pfo.experiment.run import gpu_for
-from lightning_pfo.experiment.training import accelerator_of, check_trainer_options, few_gpus
+from lightning_pfo.experiment.training import check_trainer_options
 from lightning_pfo.listeners.profiling_run import ScanSettings
 from tests.example_scripts import load_example
 
@@ -46,8 +46,10 @@ def test_defaults_are_fine():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 3, "warmup_steps": 3}, "got 3 of 3 steps. Use trainer.warmup_steps=3 trainer.steps=16"),
-        ({"warmup_steps": 0}, "warmup_steps must be at least 1"),
+        ({"window_steps": 3, "warmup_steps": 3}, "got 3 of 3 steps. Use trainer.warmup_steps=1 trainer.window_steps=3"),
+        ({"warmup_steps": 0}, "warmup_steps is at least 1"),
+        ({"steps": 11, "window_steps": 4}, "whole windows .*; got 11 and 4. Use trainer.steps=12"),
+        ({"steps": 0}, "got 0 and 2. Use trainer.steps=2"),
         ({"devices": 0}, "trainer.devices is at least 1; got 0"),
         ({"devices": 4, "num_microbatches": 3}, "num_microbatches=3 for 4 stages. Use num_microbatches=4"),
         ({"devices": 4, "num_nodes": 4}, "num_microbatches=8 for 16 stages"),
@@ -93,6 +95,8 @@ def test_every_section_is_checked(section, settings, message):
         ("trainer", {"precision": "31"}, "Trainer refuses the settings of trainer: Precision '31' is invalid"),
         ("trainer", {"options": {"gradient_clip_val": "x"}}, "refuses the settings .* should be an int or a float"),
         ("trainer", {"options": {"devices": 2}}, "trainer.options.devices follows trainer.devices"),
+        ("", {"callbacks": {"stop": {"monitor": "x"}}}, "callbacks.stop is .*Use \\+callbacks.stop._target_="),
+        ("", {"logger": {"x": {"_target_": "no_such.Logger"}}}, "logger.x._target_ cannot be imported"),
         ("profiler", {"min_clock_mhz": 5000}, "from 5000 MHz .* supports 210 to 1410 MHz.*Use min_clock_mhz=210"),
     ],
 )
@@ -100,7 +104,7 @@ def test_model_data_trainer_and_gpu_are_checked_too(section, settings, message):
     gpt = load_example("gpt")
     changed = config("emulated")
     for key, value in settings.items():
-        setattr(getattr(changed, section), key, value)
+        setattr(getattr(changed, section) if section else changed, key, value)
     with pytest.raises(PfoError, match=message):
         check_experiment(changed, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
 
@@ -171,6 +175,8 @@ def test_unknown_trainer_options_are_refused():
         ({"devices": 4}, 4, "^$"),
         ({"devices": 4}, 0, "^$"),  # NVML says that there is none
         ({"devices": 4, "accelerator": "cpu"}, 1, "^$"),  # as was asked for
+        ({"devices": 4}, 1, "or trainer.share_gpus=true to try the stages there"),
+        ({"devices": 4, "share_gpus": True}, 1, "^4 stages share 1 GPU .*gloo.* No clock is set; .* emulated NVIDIA"),
     ],
 )
 def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, monkeypatch):
@@ -178,3 +184,30 @@ def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, m
     line = few_gpus(config(**settings))
     assert re.search(said, line)
     assert "\n" not in line
+
+
+def test_an_earlier_profile_is_of_as_many_stages(tmp_path):
+    again = config(devices=2)
+    again.profile = str(tmp_path / "profile.csv")
+    with pytest.raises(PfoError, match="There is no profile at"):
+        check_settings(again)
+    rows = [f"{stage},{kind},1410,1,1" for stage in range(3) for kind in ("forward", "backward")]
+    (tmp_path / "profile.csv").write_text("\n".join(["stage,instruction,frequency,time,energy", *rows]))
+    with pytest.raises(
+        ConfigurationError, match=r"has 3 stages, this one 2. Use trainer.devices=3, or leave profile out"
+    ):
+        check_settings(again)
+    again.trainer.devices = 3
+    check_settings(again)
+
+
+def test_ranks_that_share_a_gpu_talk_by_gloo_and_set_no_clocks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shared = config(devices=4, share_gpus=True)
+    assert accelerator_of(shared) == "gpu"
+    assert gpu_for(shared).kind == "emulated"
+    cuda = [torch.device("cuda", index) for index in (0, 1, 0, 1)]
+    assert devices_of_ranks(shared) == {"parallel_devices": cuda, "process_group_backend": "gloo"}
+    assert devices_of_ranks(config(devices=2)) == {}
+    with pytest.raises(ConfigurationError, match=r"share a GPU .* got gpu.kind=nvml. Use gpu=emulated_a100"):
+        check_settings(config(gpu="nvml", devices=4, share_gpus=True))

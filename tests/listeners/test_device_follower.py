@@ -142,6 +142,21 @@ def test_the_thread_waits_on_the_gpu_that_trains(monkeypatch):
     assert not follower._thread.is_alive()  # else it might be inside CUDA when the interpreter ends
 
 
+def test_the_last_iteration_is_measured_where_one_waits_for_the_device():
+    stream, gpu, source = FakeStream(), FakeGpu(), FakeSource()
+    follower = DeviceFollower(stream.record)
+    source.add_listener(meter := IterationMeter(gpu, source, follower, is_ready=lambda: True))
+    for _ in range(2):
+        source.run_iteration()
+    stream.get_to(len(stream.marks) - 1)
+    assert meter.take().iteration == 0
+    assert meter.take() is None
+    assert meter.take(waits=True).iteration == 1
+    assert meter.take(waits=True) is None
+    follower.close()
+    meter.close()
+
+
 @pytest.mark.parametrize("is_deferred", [True, False])
 def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
     stream, gpu, source, failures = FakeStream(), FakeGpu(), FakeSource(), []

@@ -58,6 +58,34 @@ def test_clocks_follow_the_plan_and_their_latency_is_reported(monkeypatch):
     assert [measured.time_s for measured in run.measurements[1:]] == pytest.approx([expected_s] * 4)
 
 
+def test_plans_may_change_from_iteration_to_iteration(monkeypatch):
+    locked = []
+    lock = EmulatedGpu.lock_graphics_clock
+    monkeypatch.setattr(
+        EmulatedGpu, "lock_graphics_clock", lambda gpu, clock_mhz: (locked.append(clock_mhz), lock(gpu, clock_mhz))
+    )
+    source = FakeSource(num_microbatches=1)
+    plan = FrequencyPlan(source.schedule, ((1200, 1005),), 1.0, 1.0)
+    seen, said = [], []
+    with PlannedRun(
+        source,
+        lambda iteration: plan if iteration in (2, 3, 5) else None,
+        gpu=GpuConfig(kind="emulated"),
+        num_gpus=1,
+        report=said.append,
+    ) as run:
+        assert run.plan is None
+        for _ in range(6):
+            source.run_iteration(work=WORK)
+            seen.append(max(run.plan.clocks_mhz[0]))
+            run.measure()
+    assert seen == [1410, 1410, 1200, 1200, 1410, 1200]
+    assert locked == [1410, 1200, 1005, 1200, 1005, 1200, 1410, 1200, 1005, 1200]
+    assert len([text for text in said if "2 instructions on" in text]) == 2  # each is checked once
+    times_s = [measured.time_s for measured in run.measurements]  # from the second on
+    assert min(times_s[1], times_s[2], times_s[4]) > 1.1 * max(times_s[0], times_s[3])
+
+
 def test_clocks_that_are_led_have_landed_when_their_instruction_begins(monkeypatch):
     run, _, locked = planned_run(monkeypatch, num_iterations=25, lead_clocks=True)
     assert {clock_mhz for clock_mhz, _ in locked} == set(CLOCKS_MHZ)

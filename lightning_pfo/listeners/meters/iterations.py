@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
@@ -20,6 +21,10 @@ from lightning_pfo.listeners.device_follower import DeviceFollower
 _LOOK_EVERY_S = 0.1
 _KEPT_ITERATIONS = 10_000
 
+Key = TypeVar("Key")
+_Own = tuple[int, float, float, "float | None"]
+"""Of one GPU: number of the iteration, s, J, degrees Celsius."""
+
 
 @dataclass(frozen=True)
 class IterationMeasurement:
@@ -29,11 +34,13 @@ class IterationMeasurement:
         iteration: Number of the iteration.
         time_s: From the begin of the iteration on the first rank until all ranks had finished.
         energy_j: Energy of all GPUs in that time.
+        temperature_c: The hottest GPU's at the end, degrees Celsius; None where a GPU does not tell.
     """
 
     iteration: int
     time_s: float
     energy_j: float
+    temperature_c: float | None = None
 
 
 class IterationMeter(InstructionListener):
@@ -56,26 +63,33 @@ class IterationMeter(InstructionListener):
         self._follower = follower
         self._time = time_of(gpu)
         self._reader = EnergyReader(gpu)
+        self._temperature_c: Callable[[], float | None] = getattr(gpu, "temperature_c", lambda: None)
         self._is_ready = is_ready
         self.remarks: list[str] = []
         self._is_measuring = False
         self._num_launched = 0  # iterations not taken yet
         self._begin = (0.0, 0.0)
-        self._finished: queue.SimpleQueue[tuple[int, float, float]] = queue.SimpleQueue()
-        self._intervals_s: deque[tuple[float, float]] = deque(maxlen=_KEPT_ITERATIONS)
+        self._finished: queue.SimpleQueue[_Own] = queue.SimpleQueue()
+        self._intervals_s: deque[tuple[int, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
 
-    def mean_energy_j(self, count: int) -> float | None:
-        """Mean energy that this rank's GPU used in the last `count` iterations, by least squares over ticks.
+    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
+        """Mean energy that this rank's GPU used in the iterations of each group, by least squares over ticks.
 
-        Single iterations are read less exactly, as they begin and end between ticks. None where the counter does not
+        Single iterations are read less exactly, as they begin and end between ticks. Empty where the counter does not
         tick: there they are exact.
+
+        Args:
+            group_of: The group of an iteration, by its number. Iterations of a group draw the same power.
         """
-        intervals_s = list(self._intervals_s)[-count:]
-        trace = self._reader.trace(intervals_s[0][0]) if intervals_s else None
-        power = mean_powers(trace, {None: intervals_s}).get(None) if trace is not None else None
-        if power is None:
-            return None
-        return power.power_w * math.fsum(end_s - begin_s for begin_s, end_s in intervals_s) / len(intervals_s)
+        groups: dict[Key, list[tuple[float, float]]] = {}
+        for iteration, begin_s, end_s in self._intervals_s:
+            groups.setdefault(group_of(iteration), []).append((begin_s, end_s))
+        trace = self._reader.trace(self._intervals_s[0][1]) if self._intervals_s else None
+        powers = mean_powers(trace, groups) if trace is not None else {}
+        return {
+            group: power.power_w * math.fsum(end_s - begin_s for begin_s, end_s in groups[group]) / len(groups[group])
+            for group, power in powers.items()
+        }
 
     def close(self) -> None:
         """Stop reading the GPU."""
@@ -98,40 +112,42 @@ class IterationMeter(InstructionListener):
 
     def _reached_end(self, iteration: int) -> None:
         time_s, energy_j = self._read()
-        self._intervals_s.append((self._begin[0], time_s))
-        self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1]))
+        self._intervals_s.append((iteration, self._begin[0], time_s))
+        self._finished.put((iteration, time_s - self._begin[0], energy_j - self._begin[1], self._temperature_c()))
 
     def _read(self) -> tuple[float, float]:
         return self._time.now_s(), self._reader.energy_j()
 
-    def take(self, remark: str = "") -> IterationMeasurement | None:
+    def take(self, remark: str = "", *, waits: bool = False) -> IterationMeasurement | None:
         """Return the last iteration's measurement, the same on every rank; a collective call.
 
         Each rank's `remark` reaches all others with it, as `remarks`.
 
-        On CUDA it is the iteration before the last one: the device is still busy with the last.
+        On CUDA it is the iteration before the last one: the device is still busy with the last, unless one `waits`.
 
         The first rank's time counts, of replicas that of the slowest: it runs the first and the last instruction, and
         the clocks of several nodes cannot be compared. The energy is that of all GPUs.
         """
-        gathered = self._source.all_gather((self._source.rank, self._take_own(), remark), everywhere=True)
+        gathered = self._source.all_gather((self._source.rank, self._take_own(waits), remark), everywhere=True)
         self.remarks = [remark for *_, remark in gathered if remark]
         if any(own is None for _, own, _ in gathered):
             return None
+        temperatures_c = [own[3] for _, own, _ in gathered]
         return IterationMeasurement(
             gathered[0][1][0],
             max(own[1] for rank, own, _ in gathered if rank == 0),
             math.fsum(own[2] for _, own, _ in gathered),
+            None if None in temperatures_c else max(temperatures_c),
         )
 
-    def _take_own(self) -> tuple[int, float, float] | None:
+    def _take_own(self, waits: bool) -> _Own | None:
         own = None
-        while self._num_launched > self._follower.is_deferred:
+        while self._num_launched > (self._follower.is_deferred and not waits):
             self._num_launched -= 1
             own = self._next_finished()
         return own
 
-    def _next_finished(self) -> tuple[int, float, float] | None:
+    def _next_finished(self) -> _Own | None:
         """Wait for the device, however long an iteration takes; None if nothing follows it any more."""
         while True:
             is_last_look = self._follower.has_ended

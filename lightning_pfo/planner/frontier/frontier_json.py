@@ -60,6 +60,7 @@ def frontier_text(frontier: Frontier) -> str:
                 "instruction": kind.profile_name,
                 **{column: getattr(measured, column) for column in ("clocks_mhz", *_MEASURED)},
                 **({"transfer_s": measured.transfer_s} if has_transfers else {}),
+                **({"unreached_mhz": measured.unreached_mhz} if measured.unreached_mhz else {}),
             }
             for (stage, kind), measured in measurements.items()
         ],
@@ -116,6 +117,7 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
                 tuple(map(_whole, row["clocks_mhz"])),
                 **_columns(row),
                 transfer_s=row.get("transfer_s"),
+                unreached_mhz=tuple(map(_whole, row.get("unreached_mhz", ()))),
             )
             for row in data["profile"]
         },

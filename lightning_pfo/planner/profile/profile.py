@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, TRANSFER, Quantity, check_whole, items
 from lightning_pfo.core.wording import counted, listed, shortened
 from lightning_pfo.planner.profile.interpolation import at_clock
+from lightning_pfo.planner.profile.repetitions import mean_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,6 +49,9 @@ class InstructionProfile:
         transfer_s: Time from the end of the instruction until the one on another rank that needs its output could have
             started; None where not known. It hardly depends on the clock, so that one number does for all.
         unreached_mhz: Those of `clocks_mhz` at which the GPU did not run when it was asked to; see `unreached`.
+        capped_mhz: Groups of `clocks_mhz` that a power limit held at one lower clock, so that they are repetitions of
+            one measurement: their times and energies are replaced by the means. (`read_profile` has done so, and tells
+            none.)
     """
 
     clocks_mhz: tuple[int, ...]
@@ -58,6 +62,7 @@ class InstructionProfile:
     energy_stderrs_j: tuple[float, ...] = ()
     transfer_s: float | None = None
     unreached_mhz: tuple[int, ...] = ()
+    capped_mhz: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -77,6 +82,26 @@ class InstructionProfile:
                 f"Each of {counted(len(clocks), 'clock')} needs one time and one energy, and a blocking power and "
                 f"standard errors where these are known at all; got {lengths}."
             )
+        object.__setattr__(self, "capped_mhz", tuple(map(tuple, self.capped_mhz)))
+        for group in self.capped_mhz:
+            self._merge(group)
+
+    def _merge(self, group: Sequence[int]) -> None:
+        if not group or not set(group) <= set(self.clocks_mhz):
+            raise ProfileError(
+                f"capped_mhz are groups of the measured clocks, such as [(1410, 1395)]; got {shortened(group)}, of "
+                f"{shortened(self.clocks_mhz)}."
+            )
+        rows = [self.clocks_mhz.index(clock) for clock in group]
+        for values_name, stderrs_name in (("times_s", "time_stderrs_s"), ("energies_j", "energy_stderrs_j")):
+            values, stderrs = list(getattr(self, values_name)), list(getattr(self, stderrs_name))
+            mean, stderr = mean_of([values[row] for row in rows], [stderrs[row] if stderrs else None for row in rows])
+            for row in rows:
+                values[row] = mean
+                if stderrs:
+                    stderrs[row] = stderr
+            object.__setattr__(self, values_name, tuple(values))
+            object.__setattr__(self, stderrs_name, tuple(stderrs))
 
     def at(self, clock_mhz: int) -> tuple[float, float]:
         """Time (s) and energy (J) at a measured clock.

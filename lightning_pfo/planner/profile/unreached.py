@@ -15,6 +15,7 @@ from lightning_pfo.core.errors import ProfileError
 from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, POWER_CAP
 from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.repetitions import mean_of
 from lightning_pfo.planner.profile.row import ProfileRow
 
 Rank = tuple[str, ...]
@@ -74,18 +75,15 @@ def _mean(group: Sequence[Mapping[Rank, ProfileRow]]) -> list[Mapping[Rank, Prof
 
 
 def _mean_row(rows: Sequence[ProfileRow]) -> ProfileRow:
+    time_s, time_stderr_s = mean_of([row.time_s for row in rows], [row.time_stderr_s for row in rows])
+    energy_j, energy_stderr_j = mean_of([row.energy_j for row in rows], [row.energy_stderr_j for row in rows])
     return replace(
         rows[0],
-        time_s=math.fsum(row.time_s for row in rows) / len(rows),
-        energy_j=math.fsum(row.energy_j for row in rows) / len(rows),
-        time_stderr_s=_stderr([row.time_stderr_s for row in rows]),
-        energy_stderr_j=_stderr([row.energy_stderr_j for row in rows]),
+        time_s=time_s,
+        energy_j=energy_j,
+        time_stderr_s=time_stderr_s,
+        energy_stderr_j=energy_stderr_j,
     )
-
-
-def _stderr(stderrs: Sequence[float | None]) -> float | None:
-    known = [stderr for stderr in stderrs if stderr is not None]
-    return math.hypot(*known) / len(known) if len(known) == len(stderrs) else None
 
 
 def check_reached(profile: Profile) -> None:

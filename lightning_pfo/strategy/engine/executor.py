@@ -5,6 +5,9 @@ of the iteration for its last sends. What it has posted before follows one order
 of a program that `find_deadlock` has passed finish on every backend: gloo, where each goes its own way, and nccl, where
 all of a rank's transfers may share one queue.
 
+gloo transfers host memory only: tensors of a GPU go by way of it, and the host waits for the GPU before each send. That
+is for trying out, as several ranks on one GPU, which nccl refuses.
+
 A receive gets its tensors when it is posted, and a send gives its tensors up when the peer is known to have them. So a
 rank holds those of the microbatches in flight, however many an iteration has.
 """
@@ -16,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -44,17 +48,32 @@ class _Posted:
         peer: The other rank.
         tensors: What is sent, or where it is received.
         works: What to wait for.
+        arrived: The tensors that are received into in place of `tensors`, or those themselves.
     """
 
     number: int
     peer: int
     tensors: Tensors
     works: Sequence[dist.Work]
+    arrived: Tensors = ()
 
     def wait(self) -> Tensors:
         for work in self.works:
             work.wait()
+        for tensor, host in zip(self.tensors, self.arrived, strict=bool(self.arrived)):
+            if host is not tensor:
+                tensor.detach().copy_(host)
         return self.tensors
+
+
+def goes_by_host(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether the group's backend cannot transfer this tensor from or into the memory where it is."""
+    return tensor.device.type != "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _on_host(tensor: torch.Tensor, holds_data: bool) -> torch.Tensor:
+    host = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    return host.copy_(tensor.detach()) if holds_data else host
 
 
 class Executor:
@@ -121,7 +140,7 @@ class Executor:
 
     def _post(self, number: int, steps: Sequence[Send | Receive]) -> None:
         operations: list[dist.P2POp] = []
-        transfers: list[tuple[Send | Receive, int, Tensors]] = []
+        transfers: list[tuple[Send | Receive, int, Tensors, Tensors]] = []
         for step in steps:
             call: Any
             if isinstance(step, Send):
@@ -130,19 +149,25 @@ class Executor:
             else:
                 call, peer = dist.irecv, step.transfer.source
                 tensors = self.stages[step.transfer.consumer.stage].make_buffers(step.transfer.consumer)
-            transfers.append((step, peer, tensors))
-            operations += [dist.P2POp(call, tensor, group=self._group, group_peer=peer) for tensor in tensors]
+            sent = self._transferable(tensors, holds_data=isinstance(step, Send))
+            transfers.append((step, peer, tensors, sent))
+            operations += [dist.P2POp(call, tensor, group=self._group, group_peer=peer) for tensor in sent]
         works = dist.batch_isend_irecv(operations) if operations else []
         one_for_all = len(works) != len(operations)  # nccl's
         position = 0
-        for step, peer, tensors in transfers:
+        for step, peer, tensors, sent in transfers:
             own = works if one_for_all else works[position : position + len(tensors)]
             position += len(tensors)
-            posted = _Posted(number, peer, tensors, own)
             if isinstance(step, Send):
-                self._leaving[peer].append(posted)
+                self._leaving[peer].append(_Posted(number, peer, sent, own))
             else:
-                self._arriving[step.transfer.consumer] = posted
+                self._arriving[step.transfer.consumer] = _Posted(number, peer, tensors, own, sent)
+
+    def _transferable(self, tensors: Tensors, *, holds_data: bool) -> Tensors:
+        """The tensors, or in place of those that go by the host others there, with their data if they hold any."""
+        return tuple(
+            _on_host(tensor, holds_data) if goes_by_host(tensor, self._group) else tensor for tensor in tensors
+        )
 
     def _finish_sends(self, peer: int, number: int) -> None:
         """Wait for sends to `peer` that were posted up to posting `number`, and let their tensors go."""

@@ -32,13 +32,31 @@ def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_the
         source.run_iteration(lambda instruction: sleep(0.02))
         sleep(0.01)
     meter.close()
-    assert [end_s - begin_s for begin_s, end_s in meter._intervals_s] == pytest.approx([0.08] * 14)
-    assert meter.mean_energy_j(12) == pytest.approx(60 * 0.08, rel=0.005)
+    assert [end_s - begin_s for _, begin_s, end_s in meter._intervals_s] == pytest.approx([0.08] * 14)
+    means_j = meter.mean_energies_j(lambda iteration: iteration >= 7)
+    assert means_j == pytest.approx({False: 60 * 0.08, True: 60 * 0.08}, rel=0.01)
 
 
 def test_single_iterations_are_exact_where_the_counter_does_not_tick():
     meter, source, sleep = meter_of_60_w(tick_s=0)
     source.run_iteration(lambda instruction: sleep(0.002))
     meter.close()
-    assert meter.mean_energy_j(1) is None
-    assert meter.take().energy_j == pytest.approx(60 * 0.008)
+    assert meter.mean_energies_j(bool) == {}
+    measured = meter.take()
+    assert measured.energy_j == pytest.approx(60 * 0.008)
+    assert measured.temperature_c is None
+
+
+def test_the_hottest_gpu_counts_where_all_tell_their_temperature(monkeypatch):
+    monkeypatch.setattr(EmulatedGpu, "temperature_c", lambda gpu: 51.0, raising=False)
+    meter, source, sleep = meter_of_60_w(tick_s=0)
+    source.run_iteration(lambda instruction: sleep(0.002))
+    gather = source.all_gather
+    for others, hottest in (([60.0, 40.0], 60.0), ([60.0, None], None)):
+        source.all_gather = lambda own, others=others, **_: [
+            *gather(own, everywhere=True),
+            *((1, (0, 1.0, 1.0, temperature), "") for temperature in others),
+        ]
+        assert meter.take().temperature_c == hottest
+        source.run_iteration(lambda instruction: sleep(0.002))
+    meter.close()

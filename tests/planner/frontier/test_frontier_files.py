@@ -146,6 +146,16 @@ def test_times_of_transfers_come_back_and_are_reckoned_with(make_profile, tmp_pa
         load_frontier(edit(tmp_path, lambda d: [row.pop("transfer_s") for row in d["profile"]]))
 
 
+def test_clocks_that_were_not_reached_come_back(make_profile, tmp_path):
+    measured = make_profile([1.0, 1.2])
+    key, forward = next(iter(measured.instructions.items()))
+    flagged = replace(forward, unreached_mhz=forward.clocks_mhz[1:3])
+    profile = replace(measured, instructions={**measured.instructions, key: flagged})
+    frontier = plan_frontier(profile, num_microbatches=2, num_plans=2, p2p_blocking_power_w=80, use_unreached=True)
+    save_frontier(frontier, tmp_path)
+    assert load_frontier(tmp_path).profile.of(*key).unreached_mhz == forward.clocks_mhz[1:3]
+
+
 def test_without_them_an_older_release_can_read_the_file(folder):
     data = json.loads((folder / "frontier.json").read_text())
     assert data["version"] == 2

@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -146,3 +147,17 @@ def test_pandas_is_loaded_for_tables_only(tmp_path, profile):
         f"regularise(read_profile({str(tmp_path / 'profile.csv')!r})); assert 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_clocks_under_a_power_cap_are_one_point_in_profiles_made_in_python_too():
+    measured = {"times_s": (1.03, 0.98, 1.2), "energies_j": (10.2, 9.9, 9.0)}
+    stderrs = {"time_stderrs_s": (0.03, 0.04, 0.01), "energy_stderrs_j": (0.3, 0.4, 0.1)}
+    merged = InstructionProfile((1700, 1600, 1400), **measured, **stderrs, capped_mhz=[[1700, 1600]])
+    assert merged.times_s == pytest.approx((1.005, 1.005, 1.2))
+    assert merged.energies_j == pytest.approx((10.05, 10.05, 9.0))
+    assert merged.time_stderrs_s == pytest.approx((0.025, 0.025, 0.01))
+    assert merged.energy_stderrs_j == pytest.approx((0.25, 0.25, 0.1))
+    assert replace(merged) == merged  # merging again changes nothing
+    assert InstructionProfile((1700, 1600, 1400), **measured, capped_mhz=((1700, 1600),)).time_stderrs_s == ()
+    with pytest.raises(ProfileError, match=r"groups of the measured clocks, such as \[\(1410, 1395\)\]; got .*1500"):
+        InstructionProfile((1700, 1600, 1400), **measured, capped_mhz=((1700, 1500),))

@@ -15,7 +15,7 @@ def ranks(tmp_path_factory):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "1f1b by host memory"])
 @pytest.mark.parametrize("name", ["frozen", "pairs", "several", "views"])
 def test_gradients_are_those_of_one_process(ranks, name, schedule):
     expected = ranks[0][name]

@@ -9,9 +9,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.loops import PipelinedModel
+from lightning_pfo.strategy.engine import executor
 from tests.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "zbv")
+BY_HOST = "1f1b by host memory"
+"""As gloo does with tensors of a GPU: transfers have tensors of their own."""
 
 
 def frozen():
@@ -88,10 +91,12 @@ def main():
     x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
     results = {}
     for name in MODELS:
-        for schedule in SCHEDULES:
+        for case in (*SCHEDULES, BY_HOST):
+            executor.goes_by_host = lambda tensor, group, case=case: case == BY_HOST
+            schedule = case.partition(" ")[0]
             model = PipelinedModel(make(name), nn.functional.mse_loss, num_microbatches=4, schedule=schedule)
             model.step(x, y)
-            results[f"{name} {schedule}"] = gradients(model.module)
+            results[f"{name} {case}"] = gradients(model.module)
         whole = make(name)
         nn.functional.mse_loss(whole(x), y).backward()
         results[name] = gradients(whole)

@@ -1,0 +1,1 @@
+"""Hydra's groups; as `pkg://lightning_pfo.conf` they are on the search path of any script that asks for them."""

@@ -1,0 +1,36 @@
+"""What an earlier run has left in a folder is kept when the next begins: moved into `earlier/1`, `earlier/2`, ..."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+_RESULTS = ("report.json", "profile.csv", "plans", "training", "config", "*.png", "*.log")
+"""What a run writes. The first three say that there was one."""
+
+
+def set_aside(folder: Path, keep: str = "") -> Path | None:
+    """Move the results of an earlier run out of the way.
+
+    Args:
+        folder: Where results go.
+        keep: A file that this run reads, such as the earlier profile: it is copied.
+
+    Returns:
+        Where they are now; None if there were none.
+    """
+
+    def is_kept(path: Path) -> bool:
+        return bool(keep) and Path(keep).exists() and path.samefile(keep)
+
+    if not any((folder / name).exists() and not is_kept(folder / name) for name in _RESULTS[:3]):
+        return None
+    numbers = [int(path.name) for path in (folder / "earlier").glob("[0-9]*") if path.name.isdigit()]
+    place = folder / "earlier" / str(1 + max(numbers, default=0))
+    place.mkdir(parents=True)
+    for path in [path for name in _RESULTS for path in folder.glob(name)]:
+        if is_kept(path):
+            shutil.copy2(path, place / path.name)
+        else:
+            path.rename(place / path.name)
+    return place
