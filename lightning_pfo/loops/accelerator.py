@@ -34,6 +34,7 @@ _METHODS = (
     "prepare_optimizer",
     "prepare_scheduler",
     "reduce",
+    "save_model",
     "save_state",
     "unwrap_model",
     "wait_for_everyone",
@@ -172,6 +173,13 @@ class _AcceleratorOfPipeline:
         if model is self._pipeline or model is self._pipeline.module:
             return self._pipeline.full_state_dict()
         return self._ordinary["get_state_dict"](model, unwrap)
+
+    def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        whole = self._pipeline.gather_module() if model is self._pipeline else model
+        if whole is not None:  # on the first rank
+            self._ordinary["save_model"](whole, *args, **kwargs)
+        if model is self._pipeline:
+            self._pipeline.meet("end of accelerator.save_model")
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         self._pipeline.meet("accelerator.save_state")

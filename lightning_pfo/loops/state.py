@@ -18,6 +18,7 @@ from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithP
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
+from lightning_pfo.strategy.state.whole_module import gather_module
 
 
 class StateOfOneRank(OrderedDict[str, Any]):
@@ -103,6 +104,18 @@ class ModelState(ModuleWithPlaceholders):
             return {}
         return full.gather_module_state(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group)
 
+    def gather_module(self) -> nn.Module | None:
+        """The whole module on rank 0, None on other ranks; a collective call of all ranks.
+
+        It is a copy in CPU memory without anything of the pipeline: to save it by its own methods, to export it, or to
+        generate with it. Training goes on as before.
+
+        Raises:
+            ConfigurationError: On rank 0, if the module has something that cannot be copied.
+        """
+        self._together.meet("gathering the module")
+        return gather_module(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group, self.patches)
+
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
         self._together.meet("collecting the state of an optimizer")
@@ -118,6 +131,5 @@ class ModelState(ModuleWithPlaceholders):
 def _refuse_to_generate(*args: Any, **kwargs: Any) -> Any:
     raise ConfigurationError(
         "generate() runs the whole model in one process, and each process of a pipeline holds its own stages. Call "
-        "accelerator.get_state_dict(model) (in a plain loop model.full_state_dict()) on every rank, and load it on the "
-        "first into a model of its own, which generates."
+        "whole = model.gather_module() of the pipelined model on every rank, and on the first whole.generate()."
     )

@@ -24,6 +24,7 @@ def test_release_gives_all_back(tmp_path):
         "prepare_optimizer",
         "prepare_scheduler",
         "reduce",
+        "save_model",
         "save_state",
         "scheduler",
         "unwrap_model",

@@ -53,6 +53,12 @@ def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen
     assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1]
 
 
+def test_the_whole_module_is_that_of_one_process(seen):
+    check(seen["pipeline_0"]["gathered_module"], seen["alone"]["gathered_module"], "gathered_module")
+    others = seen["pipeline_1"]["gathered_module"]
+    check(others, seen["alone"]["gathered_module"] | {"whole": [], "none": True}, "gathered_module")
+
+
 def test_the_loops_have_something_to_tell(seen):
     alone = seen["alone"]
     assert [size for size, _ in alone["loaders_prepared_before"]["batches"]] == [16, 16, 5]
@@ -84,7 +90,7 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("prediction_on_the_main_process", "RanksApartError", r"rank 0: prediction .*; rank 1: begin of an epoch"),
         ("outputs_on_the_main_process", "RanksApartError", r"rank 0: a look at outputs 'logits'; rank 1: evaluation"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
-        ("generation", "ConfigurationError", r"accelerator\.get_state_dict\(model\)"),
+        ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
         ("tuple_with_loss", "ConfigurationError", r"a tuple of 2 .*return_dict=True"),
         ("freed_model", "ConfigurationError", r"accelerator\.free_memory\(\)"),
     ],

@@ -77,6 +77,9 @@ PRIVATE = {
         "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "
         "attentions; no public name tells of hooks."
     ),
+    "torch.nn.Module._forward_pre_hooks": (
+        "A module that is put together from parts of tensor parallelism would go on dividing its inputs."
+    ),
     "torch.nn.Module._parameters": (
         "Placeholders could not take the places of other ranks' parameters without the side effects of "
         "`__setattr__`, nor be told apart where a parameter has two names."
@@ -168,6 +171,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
     """What is called after each forward of a module itself."""
     return module._forward_hooks.values()
+
+
+def drop_hooks_of_tensor_parallelism(module: nn.Module) -> None:
+    """Let a module whose parameters are whole again take and return plain tensors: torch's hooks divide them."""
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.tensor")]:
+                hooks.pop(key)
 
 
 def version_of(tensor: torch.Tensor) -> int:

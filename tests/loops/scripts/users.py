@@ -17,6 +17,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import find_executable_batch_size, set_seed
 from net import NetWithLoss, make_loaders
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
@@ -77,7 +78,7 @@ def named(batches):
 
 
 def sums(state):
-    return {name: float(value.double().sum()) for name, value in state.items()}
+    return {name: value.double().sum().item() for name, value in state.items()}
 
 
 # ---- checkpoints of tied weights ----
@@ -260,7 +261,7 @@ def local_sgd():
 
 
 def saved_for_others():
-    """`save_pretrained` without a state dict, and with the one that Accelerate's guides give it."""
+    """`save_pretrained` without a state dict, and with the one that Accelerate's guides give it; `save_model`."""
     accelerator, model = make_accelerator(), make_llama()
     example = {"example_batch": {"input_ids": IDS, "labels": IDS}} if is_pipeline() else {}
     model, _, _ = prepare(accelerator, model, **example)
@@ -269,10 +270,33 @@ def saved_for_others():
     unwrapped.save_pretrained(FOLDER / f"{name}_saved", is_main_process=accelerator.is_main_process)
     state = accelerator.get_state_dict(model)
     unwrapped.save_pretrained(FOLDER / f"{name}_saved_again", state_dict=state)
+    accelerator.save_model(model, FOLDER / f"{name}_model")
     accelerator.wait_for_everyone()
     folders = [FOLDER / f"{name}_saved", FOLDER / f"{name}_saved_again"]
     with torch.no_grad():
-        return [LlamaForCausalLM.from_pretrained(folder)(IDS, labels=IDS).loss.item() for folder in folders]
+        losses = [LlamaForCausalLM.from_pretrained(folder)(IDS, labels=IDS).loss.item() for folder in folders]
+    return [*losses, sums(load_file(FOLDER / f"{name}_model" / "model.safetensors"))]
+
+
+def gathered_module():
+    """The whole model generates, is tied and frozen as it was, and is no part of the training that goes on."""
+    accelerator, model = make_accelerator(), make_llama()
+    model.model.layers[1].mlp.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    example = {"example_batch": {"input_ids": IDS, "labels": IDS}} if is_pipeline() else {}
+    model, optimizer, _ = prepare(accelerator, model, optimizer, **example)
+    losses, generated = train_two(model, optimizer, accelerator), []
+    whole = model.gather_module() if is_pipeline() else model
+    if accelerator.is_main_process:
+        generated = whole.generate(IDS[:2, :2], max_new_tokens=5, do_sample=False, pad_token_id=0).tolist()
+        whole.train()
+        tied = whole.lm_head.weight is whole.model.embed_tokens.weight
+        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+        copied = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        generated += [tied, trained, sums(copied), sums(whole.state_dict())]
+        if is_pipeline():
+            whole.lm_head.weight.data.zero_()
+    return {"losses": losses + train_two(model, optimizer, accelerator), "whole": generated, "none": whole is None}
 
 
 def inputs_with_a_graph():
@@ -350,6 +374,7 @@ LOOPS = (
     prepared_later,
     local_sgd,
     saved_for_others,
+    gathered_module,
     inputs_with_a_graph,
     batch_sizes_that_fit,
 )
