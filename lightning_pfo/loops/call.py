@@ -53,6 +53,13 @@ class ModelCall:
         (*inputs, target), kwargs = batch
         return self.loss_fn(self.module(*inputs, **kwargs), target)
 
+    def evaluated(self, batch: Batch) -> Any:
+        """The same without the caches of transformers' models, which would be sent from stage to stage for nothing."""
+        found = self.loss(batch)
+        if isinstance(found, Mapping) and "loss" in found:
+            return {key: None if key == "past_key_values" else value for key, value in found.items()}
+        return found
+
     def output(self, batch: Batch) -> Any:
         """What the module returns for a batch without a target."""
         args, kwargs = batch

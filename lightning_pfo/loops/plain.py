@@ -298,7 +298,7 @@ class PipelinedModel(ModelState):
         with torch.no_grad():
             found = self._pipeline.runner.evaluate(
                 "evaluation",
-                self._call.loss,
+                self._call.evaluated,
                 self._call.of_evaluation(batch),
                 self._step_seed(1),
                 batch,

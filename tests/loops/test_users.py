@@ -50,7 +50,7 @@ def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
 
 def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen):
     check(seen["pipeline_0"]["prepared_later"], seen["alone"]["prepared_later"], "prepared_later")
-    assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1]
+    assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1, 1]
 
 
 def test_the_whole_module_is_that_of_one_process(seen):
@@ -99,3 +99,9 @@ def test_what_cannot_be_the_same_says_why(seen, case, kind, message, rank):
     found_kind, found = seen[rank][case]
     assert found_kind in (kind, "StepFailedError")  # the latter quotes what another rank raised
     assert re.search(message, found, re.DOTALL)
+
+
+def test_a_rank_that_is_left_alone_says_so(seen):
+    kind, message = seen["ended"]
+    assert kind == "RanksApartError"
+    assert "others have ended while this one comes to: collecting the state of the model" in message

@@ -6,6 +6,7 @@ what it returns is compared. Each of `REFUSALS` is run by two ranks only.
 
 import gc
 import json
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -225,13 +226,15 @@ def outputs_and_attributes():
 
 
 def prepared_later():
-    """An optimizer, prepared a second time or only later, has one place and whole states in checkpoints."""
+    """An optimizer, prepared a second time, only later, or before, has one place and whole states in checkpoints."""
     seen = []
-    for again in (True, False):
+    for when in ("again", "later", "before"):
         accelerator, model = make_accelerator(), make_net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model, prepared, _ = prepare(accelerator, model, optimizer if again else None)
-        optimizer = accelerator.prepare(prepared if again else optimizer)
+        if when == "before":
+            optimizer = accelerator.prepare(optimizer)
+        model, prepared, _ = prepare(accelerator, model, None if when == "later" else optimizer)
+        optimizer = prepared if when == "before" else accelerator.prepare(prepared or optimizer)
         for batch in train_loader()[:2]:
             accelerator.backward(model(**batch)["loss"])
             optimizer.step()
@@ -403,7 +406,11 @@ def term_over_parameters():
 def norm_of_a_rank():
     accelerator, model, batch = simple()
     accelerator.backward(model(**batch).loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        accelerator.free_memory()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which is torch's own again
 
 
 def saved_placeholders():
@@ -453,6 +460,7 @@ def other_batches_to_predict():
 def generation():
     accelerator, model = make_accelerator(), make_llama()
     model, _, _ = prepare(accelerator, model, example_batch={"input_ids": IDS, "labels": IDS})
+    assert model.eval()(input_ids=IDS, labels=IDS).past_key_values is None  # it would be sent from stage to stage
     accelerator.unwrap_model(model).generate(IDS[:, :2], max_new_tokens=1)
 
 
@@ -501,12 +509,22 @@ def attempt(case):
         return [type(error).__name__, str(error)]
 
 
+def state_when_others_have_ended():
+    accelerator, model, _ = simple()
+    if not accelerator.is_main_process:
+        os._exit(0)
+    accelerator.get_state_dict(model)
+
+
 def main():
     gc.freeze()  # what was imported: Accelerate collects garbage whenever it frees memory
     results = {case.__name__: attempt(case) for case in LOOPS}
     if is_pipeline():
         results |= {case.__name__: attempt(case) for case in REFUSALS}
     write(f"pipeline_{dist.get_rank()}" if is_pipeline() else "alone", results)
+    if is_pipeline():
+        write("ended", attempt(state_when_others_have_ended))
+        os._exit(0)
 
 
 if __name__ == "__main__":
