@@ -99,6 +99,7 @@ MAY_KNOW = {
         "strategy.model",
         "strategy.parallel",
         "strategy.state",
+        "strategy.watch",
     },
     "listeners": {"core", "device", "planner.frontier", "planner.profile"},
     "listeners.agreement": {"core"},

@@ -38,8 +38,11 @@ from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.accelerator import adapt
-from lightning_pfo.loops.compat import is_prepared, knows_loader, knows_model, mark_prepared
-from lightning_pfo.loops.example import first_batch
+from lightning_pfo.loops.call import first_batch
+from lightning_pfo.loops.compat import knows_model, loaders_of, mark_prepared
+from lightning_pfo.loops.loaders import check_adoptable
+from lightning_pfo.loops.optimizers import Replaced
+from lightning_pfo.loops.outputs import LossOutput
 from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
@@ -71,9 +74,10 @@ class AcceleratedPipeline(PipelinedModel):
         return None if step is None else run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch through the pipeline; see `PipelinedModel.forward`."""
+        """Run a batch through the pipeline; see `PipelinedModel.forward`. Outputs are float32, as Accelerate's are."""
         with self._autocast():
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        return output.converted(convert_to_fp32) if isinstance(output, LossOutput) else convert_to_fp32(output)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a batch without loss and gradients; outputs are float32, as Accelerate's are."""
@@ -105,16 +109,16 @@ def prepare_pipeline(
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
-    It takes the place of `accelerator.prepare(model, optimizer, dataloader)`. Prepare further loaders and schedulers
-    with `accelerator.prepare` afterwards: every rank then reads the same batches, and a scheduler makes one step per
-    optimizer step. In a single process without torchrun, everything runs in one stage.
+    It takes the place of `accelerator.prepare(model, optimizer, dataloader)`. Prepare further loaders, optimizers and
+    schedulers with `accelerator.prepare`, before or afterwards: every rank reads the same batches, and a scheduler
+    makes one step per optimizer step. In a single process without torchrun, everything runs in one stage.
 
     Args:
         accelerator: The accelerator; its methods are adapted to the pipeline.
         model: A module whose call computes the loss, or the output for `loss_fn`; see `PipelinedModel`. Changed in
             place.
         optimizer: Its optimizer.
-        dataloader: A DataLoader of whole batches, not prepared yet.
+        dataloader: A DataLoader of whole batches.
         loss_fn: `loss_fn(output, target)`; the call of the model then takes the target as its last argument.
         num_microbatches: Microbatches per batch; None chooses up to four per rank.
         partition: `uniform`, `parameters`, `type:REGEX` or `custom:0,8,14,21,27`; see `partition_layers`.
@@ -138,11 +142,12 @@ def prepare_pipeline(
         The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
 
     Raises:
-        ConfigurationError: If processes were not started as Accelerate needs it, model or loader were prepared before,
-            the accelerator uses fp8 or another kind of parallelism, or the model cannot be split as asked.
+        ConfigurationError: If processes were not started as Accelerate needs it, the model was prepared before, or
+            a loader was that cannot be adopted, the accelerator uses fp8 or another kind of parallelism, or the model
+            cannot be split as asked.
     """
     _check_processes(accelerator)
-    _refuse_unsupported(accelerator, model, dataloader)
+    _refuse_unsupported(accelerator, model)
     before = dict(model.named_parameters(remove_duplicate=False))
     pipeline = AcceleratedPipeline(
         accelerator,
@@ -166,13 +171,9 @@ def prepare_pipeline(
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")
-    adapt(accelerator, pipeline)
-    prepared_optimizer = None
-    if optimizer is not None:
-        after = dict(model.named_parameters(remove_duplicate=False))
-        _follow_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
-        prepared_optimizer = accelerator.prepare_optimizer(optimizer)
-        _make_checkpoints_full(prepared_optimizer, pipeline)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    adapt(accelerator, pipeline, Replaced((parameter, after[name]) for name, parameter in before.items()))
+    prepared_optimizer = accelerator.prepare_optimizer(optimizer) if optimizer is not None else None
     prepared_loader = accelerator.prepare_data_loader(dataloader) if dataloader is not None else None
     return pipeline, prepared_optimizer, prepared_loader
 
@@ -196,9 +197,14 @@ def _check_processes(accelerator: Accelerator) -> None:
         )
     backend = "cpu:gloo,cuda:nccl" if accelerator.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    accelerator.print(
+        "lightning_pfo: this process is alone, so the pipeline has one stage. Start several by `torchrun "
+        "--nproc_per_node N script.py` (on CPUs with Accelerator(cpu=True)), or `accelerate launch --multi_gpu "
+        "--num_processes N script.py`."
+    )
 
 
-def _refuse_unsupported(accelerator: Accelerator, model: nn.Module, dataloader: Any) -> None:
+def _refuse_unsupported(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.distributed_type not in _SUPPORTED:
         raise ConfigurationError(
             f"prepare_pipeline works with Accelerate's plain processes (MULTI_GPU, MULTI_CPU); this Accelerator uses "
@@ -215,24 +221,5 @@ def _refuse_unsupported(accelerator: Accelerator, model: nn.Module, dataloader: 
             "prepare_pipeline takes the model itself, but this one went through accelerator.prepare, which makes every "
             "process hold all of it. Leave the model out of accelerator.prepare."
         )
-    if is_prepared(dataloader) or knows_loader(accelerator, dataloader):
-        raise ConfigurationError(
-            "prepare_pipeline takes a plain DataLoader, but this one went through accelerator.prepare, which gives "
-            "every process other batches. Leave the loader out of accelerator.prepare, or prepare it afterwards."
-        )
-
-
-def _follow_parameters(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Let an optimizer that was made before the split hold the placeholders of layers that are elsewhere now."""
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-    for old, new in replaced.items():
-        if new is not old:
-            optimizer.state.pop(old, None)
-
-
-def _make_checkpoints_full(optimizer: Any, pipeline: PipelinedModel) -> None:
-    """Let `accelerator.save_state` and `load_state` deal in whole state dicts, as on a single process."""
-    inner = optimizer.optimizer
-    pipeline.patches.set(optimizer, "state_dict", lambda: pipeline.full_optimizer_state(inner))
-    pipeline.patches.set(optimizer, "load_state_dict", lambda state: pipeline.load_optimizer_state(inner, state))
+    for loader in loaders_of(accelerator):
+        check_adoptable(loader)

@@ -1,137 +1,214 @@
-"""What an Accelerator must do otherwise on a pipeline: loaders, schedulers, clipping, gathering, checkpoints."""
+"""What an Accelerator must do otherwise on a pipeline: optimizers, schedulers, clipping, gathering, checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader  # type: ignore[import-untyped]
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.loops.compat import add_loader, add_model, is_prepared, mark_prepared, schedulers_of
+from lightning_pfo.loops.compat import add_model, loaders_of, optimizers_of, schedulers_of
+from lightning_pfo.loops.loaders import adopt, prepare_same
+from lightning_pfo.loops.optimizers import Replaced, prepare_for_pipeline
 from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 
 _STATE_FILE = "lightning_pfo.json"
+_METHODS = (
+    "backward",
+    "clip_grad_norm_",
+    "free_memory",
+    "gather",
+    "gather_for_metrics",
+    "get_state_dict",
+    "load_state",
+    "prepare_data_loader",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "reduce",
+    "save_model",
+    "save_state",
+    "unwrap_model",
+    "wait_for_everyone",
+)
 
 
-def adapt(accelerator: Any, pipeline: PipelinedModel) -> None:
+def adapt(accelerator: Any, pipeline: PipelinedModel, replaced: Replaced) -> None:
     """Replace the methods of an accelerator that take every process for a replica with data of its own.
 
+    What it has prepared before is adapted too. All is undone when the pipeline is released.
+
     Args:
-        accelerator: The accelerator; its own methods are back when the pipeline is released.
+        accelerator: The accelerator.
         pipeline: Its model.
+        replaced: The model's parameters before the split.
     """
-    clip, get_state_dict, unwrap = accelerator.clip_grad_norm_, accelerator.get_state_dict, accelerator.unwrap_model
-    prepare_scheduler, save_state, load_state = (
-        accelerator.prepare_scheduler,
-        accelerator.save_state,
-        accelerator.load_state,
-    )
-    parameters = set(pipeline.parameters())
+    adapted = _AcceleratorOfPipeline(accelerator, pipeline, replaced)
+    patches = pipeline.patches
+    for name in _METHODS:
+        patches.set(accelerator, name, getattr(adapted, name))
+    patches.callback(accelerator.register_save_state_pre_hook(adapted.save_progress).remove)
+    patches.callback(accelerator.register_load_state_pre_hook(adapted.load_progress).remove)
+    add_model(accelerator, pipeline, patches)
+    for optimizer in optimizers_of(accelerator):
+        prepare_for_pipeline(optimizer, pipeline, replaced)
+    for scheduler in schedulers_of(accelerator):
+        patches.set(scheduler, "split_batches", True)
+    for loader in loaders_of(accelerator):
+        adopt(loader, pipeline)
 
-    def clip_grad_norm_(to_clip: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
-        to_clip = list(to_clip)
-        if not parameters.intersection(to_clip):
-            return clip(to_clip, max_norm, norm_type)
-        if norm_type != 2:
-            raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
-        accelerator.unscale_gradients()
-        return pipeline.clip_grad_norm_(max_norm, to_clip)
 
-    def prepare_same_data_loader(loader: Any, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:
-        if is_prepared(loader):
-            return loader
-        config = accelerator.dataloader_config
-        prepared = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=pipeline.num_replicas,  # all ranks of a pipeline read the same batches
-            process_index=pipeline.replica,
-            split_batches=config.split_batches,
-            even_batches=config.even_batches,
-            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
-            rng_types=["torch"],  # shuffling draws from it: every epoch starts from rank 0's
-            dispatch_batches=False,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-        )
-        mark_prepared(prepared)
-        add_loader(accelerator, prepared)
+class _AcceleratorOfPipeline:
+    """The methods of an accelerator whose processes run one model together."""
+
+    def __init__(self, accelerator: Any, pipeline: PipelinedModel, replaced: Replaced) -> None:
+        self._accelerator = accelerator
+        self._pipeline = pipeline
+        self._replaced = replaced
+        self._ordinary = {name: getattr(accelerator, name) for name in _METHODS}
+
+    def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, *_: Any, **__: Any) -> Any:
+        return prepare_same(loader, self._accelerator, self._pipeline, device_placement)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        prepared = self._ordinary["prepare_optimizer"](optimizer, device_placement=device_placement)
+        prepare_for_pipeline(prepared, self._pipeline, self._replaced)
         return prepared
 
-    def prepare_single_step_scheduler(scheduler: Any) -> Any:
-        prepared = prepare_scheduler(scheduler)
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        prepared = self._ordinary["prepare_scheduler"](scheduler)
         prepared.split_batches = True  # a batch does not grow with the number of processes
         return prepared
 
-    def gather_over_replicas(data: Any, use_gather_object: bool = False) -> Any:
-        if pipeline.num_replicas == 1:
-            return data  # every rank has all of it
-        ends = accelerator.gradient_state.end_of_dataloader and accelerator.gradient_state.remainder > 0
-        size = accelerator.gradient_state.remainder if ends else None  # the last batches were filled up
-        if use_gather_object:
-            parts: list[Any] = [None] * pipeline.num_replicas
-            dist.all_gather_object(parts, data, group=pipeline.replica_group)
-            return [item for part in parts for item in part][:size]
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        if loss.is_meta:
+            raise ConfigurationError(
+                "The loss has a term that depends on parameters of other ranks, such as a sum over model.parameters(): "
+                "here they are placeholders without values. For squares of weights use the optimizer's weight_decay; "
+                "for others add the gradient of the term to p.grad of those parameters that are not on the meta device."
+            )
+        self._ordinary["backward"](loss, **kwargs)
 
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            tensors = [torch.empty_like(tensor) for _ in range(pipeline.num_replicas)]
-            dist.all_gather(tensors, tensor.contiguous(), group=pipeline.replica_group)
-            return torch.cat(tensors)[:size] if tensor.dim() else torch.stack(tensors)
+    def clip_grad_norm_(self, to_clip: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2) -> Any:
+        to_clip = list(to_clip)
+        if {id(parameter) for parameter in self._pipeline.parameters()}.isdisjoint(map(id, to_clip)):
+            return self._ordinary["clip_grad_norm_"](to_clip, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
+        self._accelerator.unscale_gradients()
+        return self._pipeline.clip_grad_norm_(max_norm, to_clip)
 
-        return tree_map_only(torch.Tensor, gather, data)
+    # ---- what processes tell each other ----
 
-    def save_state_and_wait(*args: Any, **kwargs: Any) -> Any:
-        location = save_state(*args, **kwargs)
-        accelerator.wait_for_everyone()  # until rank 0 has written it
+    def wait_for_everyone(self) -> None:
+        self._pipeline.meet("accelerator.wait_for_everyone")
+        self._ordinary["wait_for_everyone"]()
+
+    def gather(self, tensor: Any) -> Any:
+        self._pipeline.meet("accelerator.gather")
+        return self._ordinary["gather"](tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As Accelerate's; but the model's own parameters, as `LocalSGD` gives them, are reduced over replicas."""
+        if isinstance(tensor, torch.Tensor) and self._is_of_model(tensor):
+            return tensor if tensor.is_meta else self._reduce_over_replicas(tensor, reduction)
+        self._pipeline.meet("accelerator.reduce")
+        return self._ordinary["reduce"](tensor, reduction, scale)
+
+    def _is_of_model(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_meta:
+            return True
+        held = {parameter.data_ptr() for parameter in self._pipeline.parameters() if not parameter.is_meta}
+        return tensor.numel() > 0 and tensor.data_ptr() in held
+
+    def _reduce_over_replicas(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        reduced, group = tensor.clone(), self._pipeline.replica_group
+        if group is not None:
+            dist.all_reduce(reduced, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+        return reduced / self._pipeline.num_replicas if reduction == "mean" else reduced
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """Every rank of a pipeline has all of it: gathered over replicas, and cut where Accelerate cuts it."""
+        self._pipeline.meet("accelerator.gather_for_metrics")
+        state = self._accelerator.gradient_state
+        # the last batches were filled up, or something was repeated for as many samples as other batches have
+        size = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        if use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(data)):
+            found = self._gather_objects(data)
+            return found[:size] if isinstance(found, Sequence) else found
+        return tree_map_only(torch.Tensor, partial(self._gather_over_replicas, size=size), data)
+
+    def _gather_objects(self, data: Any) -> Any:
+        number = self._pipeline.num_replicas
+        if number == 1:
+            return data
+        parts: list[Any] = [None] * number
+        dist.all_gather_object(parts, data, group=self._pipeline.replica_group)
+        return [item for part in parts for item in part]
+
+    def _gather_over_replicas(self, tensor: torch.Tensor, size: int | None) -> torch.Tensor:
+        number = self._pipeline.num_replicas
+        if number == 1:
+            return tensor[:size] if tensor.dim() else tensor
+        tensors = [torch.empty_like(tensor) for _ in range(number)]
+        dist.all_gather(tensors, tensor.contiguous(), group=self._pipeline.replica_group)
+        return torch.cat(tensors)[:size] if tensor.dim() else torch.stack(tensors)
+
+    # ---- the model and its state ----
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if model is self._pipeline:
+            return self._pipeline.module
+        return self._ordinary["unwrap_model"](model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        if model is self._pipeline or model is self._pipeline.module:
+            return self._pipeline.full_state_dict()
+        return self._ordinary["get_state_dict"](model, unwrap)
+
+    def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        whole = self._pipeline.gather_module() if model is self._pipeline else model
+        if whole is not None:  # on the first rank
+            self._ordinary["save_model"](whole, *args, **kwargs)
+        if model is self._pipeline:
+            self._pipeline.meet("end of accelerator.save_model")
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        self._pipeline.meet("accelerator.save_state")
+        location = self._ordinary["save_state"](*args, **kwargs)
+        self._accelerator.wait_for_everyone()  # until rank 0 has written it
         return location
 
-    def load_state_everywhere(*args: Any, **kwargs: Any) -> None:
-        load_state(*args, **kwargs)
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        self._pipeline.meet("accelerator.load_state")
+        self._ordinary["load_state"](*args, **kwargs)
         # files of fewer processes say nothing about the others
-        message = [accelerator.step]
+        message = [self._accelerator.step]
         dist.broadcast_object_list(message, src=0)
-        accelerator.step = message[0]
+        self._accelerator.step = message[0]
         random_state.synchronise()
 
-    def save_progress(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-        if accelerator.is_main_process:
-            write_text_atomically(Path(folder) / _STATE_FILE, json.dumps({"iteration": pipeline.iteration}))
+    def save_progress(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        if self._accelerator.is_main_process:
+            progress = {"iteration": self._pipeline.iteration}
+            write_text_atomically(Path(folder) / _STATE_FILE, json.dumps(progress))
 
-    def load_progress(models: list[nn.Module], folder: str) -> None:
+    def load_progress(self, models: list[nn.Module], folder: str) -> None:
         path = Path(folder) / _STATE_FILE
         if path.exists():  # a checkpoint of a plain loop has none
-            pipeline.iteration = int(json.loads(path.read_text())["iteration"])
+            self._pipeline.iteration = int(json.loads(path.read_text())["iteration"])
 
-    replaced = {
-        "clip_grad_norm_": clip_grad_norm_,
-        "prepare_data_loader": prepare_same_data_loader,
-        "prepare_scheduler": prepare_single_step_scheduler,
-        "gather_for_metrics": gather_over_replicas,
-        "get_state_dict": lambda model, unwrap=True: (
-            pipeline.full_state_dict() if model is pipeline else get_state_dict(model, unwrap)
-        ),
-        "unwrap_model": lambda model, *args, **kwargs: (
-            pipeline.module if model is pipeline else unwrap(model, *args, **kwargs)
-        ),
-        "save_state": save_state_and_wait,
-        "load_state": load_state_everywhere,
-    }
-    patches = pipeline.patches
-    for name, method in replaced.items():
-        patches.set(accelerator, name, method)
-    patches.callback(accelerator.register_save_state_pre_hook(save_progress).remove)
-    patches.callback(accelerator.register_load_state_pre_hook(load_progress).remove)
-    add_model(accelerator, pipeline, patches)
-    for scheduler in schedulers_of(accelerator):
-        patches.set(scheduler, "split_batches", True)
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's: it lets go of the model too."""
+        ordinary = self._ordinary["free_memory"]
+        self._pipeline.release()
+        vars(self).clear()  # Accelerate collects garbage while this method is under way
+        return ordinary(*objects)

@@ -15,7 +15,11 @@ PRIVATE = {
         "could not be told."
     ),
     "accelerate.Accelerator._dataloaders": (
-        "`save_state` would leave out how far a loader was read, and the end of an epoch would not be noticed."
+        "`save_state` would leave out how far a loader was read, the end of an epoch would not be noticed, and loaders "
+        "prepared before would give every rank other batches."
+    ),
+    "accelerate.Accelerator._optimizers": (
+        "An optimizer prepared before would train parameters from before the split, and save a part of its state."
     ),
     "accelerate.Accelerator._schedulers": "Schedulers that were prepared before would make a step for each process.",
     "accelerate.Accelerator._is_accelerate_prepared": (
@@ -40,11 +44,6 @@ def knows_model(accelerator: Any, model: nn.Module) -> bool:
     return model in accelerator._models
 
 
-def knows_loader(accelerator: Any, loader: Any) -> bool:
-    """Whether a loader came out of `accelerator.prepare`."""
-    return loader in accelerator._dataloaders
-
-
 def add_model(accelerator: Any, model: nn.Module, patches: Patches) -> None:
     """Let an accelerator save and load a model."""
     accelerator._models.append(model)
@@ -54,6 +53,18 @@ def add_model(accelerator: Any, model: nn.Module, patches: Patches) -> None:
 def add_loader(accelerator: Any, loader: Any) -> None:
     """Let an accelerator save and load a loader."""
     accelerator._dataloaders.append(loader)
+
+
+def loaders_of(accelerator: Any) -> list[Any]:
+    """The loaders that an accelerator has prepared."""
+    loaders: list[Any] = accelerator._dataloaders
+    return loaders
+
+
+def optimizers_of(accelerator: Any) -> list[Any]:
+    """The optimizers that an accelerator has prepared."""
+    optimizers: list[Any] = accelerator._optimizers
+    return optimizers
 
 
 def schedulers_of(accelerator: Any) -> list[Any]:

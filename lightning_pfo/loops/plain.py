@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,42 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
-from lightning_pfo.loops.example import first_microbatch
+from lightning_pfo.loops.call import ModelCall
+from lightning_pfo.loops.clipping import refuse_clipping
+from lightning_pfo.loops.inputs import InputsWithGraph
+from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
+from lightning_pfo.loops.state import ModelState
+from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
-from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders, tree_map_only
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.state import full
-from lightning_pfo.strategy.step.batch_check import check_same_batch
+from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
-from lightning_pfo.strategy.step.microbatches import default_num_microbatches, evaluation_microbatches
 
 _log = logging.getLogger(__name__)
-_CHECKED_STEPS = 3  # compare the batches of all ranks in the first steps ...
-_CHECK_EVERY = 50  # ... and then once in so many
 
 
-class LossOutput(dict[str, torch.Tensor]):
-    """What the call of a model that returns its loss in a dict gives: the loss alone, as an item and an attribute."""
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The loss."""
-        return self["loss"]
-
-
-class PipelinedModel(ModuleWithPlaceholders):
+class PipelinedModel(ModelState):
     """A model split into pipeline stages, one or more per process of torch.distributed.
 
     In training its call runs all microbatches forward and backward through the pipeline and returns the batch's loss;
@@ -142,24 +133,23 @@ class PipelinedModel(ModuleWithPlaceholders):
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
-        self._loss_fn = loss_fn
         self._scaler = scaler
         if scaler is not None:
             skip_together(scaler, self.patches)
-        self._num_microbatches = num_microbatches
-        self._make_schedule = partial(
+        make_schedule = partial(
             make_checked_schedule,
             schedule,
             self._mesh.num_ranks,
             stages_per_rank=stages_per_rank,
             max_in_flight=max_in_flight,
         )
-        self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
-        self._num_checks = {True: 0, False: 0}
+        batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
+        self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
+        self._averages = True
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
-            self._make_schedule,
+            make_schedule,
             self.device,
             self.patches,
             pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
@@ -169,12 +159,17 @@ class PipelinedModel(ModuleWithPlaceholders):
             local_device_index=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
             group=self._mesh.pipeline_group,
             replica_group=self._mesh.replica_group,
-            batching=self._batching,
+            batching=batching,
             check_loss=check_loss,
             batch_norm=batch_norm,
             seed=random_state.synchronise(),
         )
 
+        self._together = Together(self._pipeline.engine)
+        self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
+        self.guard_state()
+        if self._mesh.num_ranks > 1:
+            refuse_clipping(self.parameters, self.patches)
         if dist.get_rank() == 0:
             for warning in self._pipeline.warnings:
                 _log.warning(warning)
@@ -204,14 +199,9 @@ class PipelinedModel(ModuleWithPlaceholders):
         """The stages, for people."""
         return self._pipeline.description
 
-    @property
-    def iteration(self) -> int:
-        """Number of training iterations so far; random numbers of a step derive from it, so restore it to resume."""
-        return self._pipeline.engine.iteration
-
-    @iteration.setter
-    def iteration(self, iteration: int) -> None:
-        self._pipeline.engine.iteration = iteration
+    def meet(self, what: str) -> None:
+        """Say what comes next, so that ranks of the pipeline notice if others do not take part; see `Together.meet`."""
+        self._together.meet(what)
 
     # ---- steps ----
 
@@ -225,34 +215,22 @@ class PipelinedModel(ModuleWithPlaceholders):
 
         Returns:
             The batch's loss, 0-dimensional, or a `LossOutput` if the module returns a dict. In training its `backward`
-            adds the gradients, averaged over replicas, to those that are there.
+            adds the gradients to those that are there, and averages them over replicas; it hands inputs that have a
+            graph their gradients. In evaluation the other outputs of the module are there too, for ranks that ask for
+            them together.
 
         Raises:
             BatchError: If the batch cannot be split, or ranks pass different batches.
             ConfigurationError: On every rank, if the module returns no loss, or on the first batch one that is NaN or
                 does not suit microbatches.
+            RanksApartError: If other ranks do something else.
         """
         batch = (args, kwargs)
-        training = self.training and torch.is_grad_enabled()
-        self._check_batch(batch, training)
-        runner = self._pipeline.runner
-        if training:
-            self._num_microbatches = self._training_microbatches(batch)
-            output = runner.train(
-                self._loss,
-                self._num_microbatches,
-                self._step_seed(0),
-                batch,
-                (),
-                loss_scale_of(self._scaler, self.device),
-                average_over=self._mesh.replica_group,
-                outputs="nobody",  # beside the loss
-            )
-        else:
-            microbatches = self._evaluation_microbatches(batch)
-            with torch.no_grad():
-                output = runner.evaluate("evaluation", self._loss_alone, microbatches, self._step_seed(1), batch, ())
-        return LossOutput(output) if isinstance(output, dict) else output
+        if torch.is_grad_enabled():
+            inputs = InputsWithGraph(batch)
+            if inputs or self.training:
+                return self._train(inputs)
+        return self._evaluate(batch)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward and backward, and add the gradients to those that are there.
@@ -277,53 +255,66 @@ class PipelinedModel(ModuleWithPlaceholders):
             dimension 0.
         """
         batch = (args, kwargs)
+        self._together.begin("prediction", batch)
         with torch.no_grad():
             return self._pipeline.runner.evaluate(
-                "predict", self._output, self._evaluation_microbatches(batch), self._step_seed(2), batch, ()
+                "predict", self._call.output, self._call.of_evaluation(batch), self._step_seed(2), batch, ()
             )
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let `backward` leave gradients as they are on each replica; the next one outside averages all of them."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    def _train(self, inputs: InputsWithGraph) -> Any:
+        self._together.begin("training", inputs.batch)
+        number = self._call.num_microbatches = self._call.of_training(inputs.batch)
+        loss_scale = loss_scale_of(self._scaler, self.device)
+        output = self._pipeline.runner.train(
+            self._call.loss,
+            number,
+            self._step_seed(0),
+            inputs.batch,
+            (),
+            loss_scale,
+            then=self._average_gradients,
+            outputs="nobody",  # beside the loss
+        )
+        loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
+        if inputs:
+            loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
+        return LossOutput(loss=loss) if isinstance(output, dict) else loss
+
+    def _average_gradients(self) -> None:
+        if self._averages:
+            average_gradients(self._pipeline.held, self._mesh.replica_group)
+
+    def _evaluate(self, batch: Any) -> Any:
+        self._together.begin("evaluation", batch)
+        with torch.no_grad():
+            found = self._pipeline.runner.evaluate(
+                "evaluation",
+                self._call.evaluated,
+                self._call.of_evaluation(batch),
+                self._step_seed(1),
+                batch,
+                (),
+                outputs="last",
+            )
+        return self._outputs.tell(found)
+
     def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
-        """What runs the call on a microbatch of an example, on a device; None without an example."""
-        if example is None:
-            return None
-        microbatch = first_microbatch(example, self._batching, self._training_microbatches)
-        return lambda device: self._loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
+        return self._call.first_step(example)
 
     def _step_seed(self, kind: int) -> tuple[int, ...]:
         if kind == 0:
             return (kind, self.replica, self.iteration)
         self._num_evaluations += 1  # every batch has noise of its own
         return (kind, self.replica, self.iteration, self._num_evaluations)
-
-    def _loss(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        if self._loss_fn is None:
-            return self._output(batch)
-        (*inputs, target), kwargs = batch
-        return self._loss_fn(self.module(*inputs, **kwargs), target)
-
-    def _loss_alone(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        result = self._loss(batch)
-        return {"loss": result["loss"]} if isinstance(result, dict) and "loss" in result else result
-
-    def _output(self, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        args, kwargs = batch
-        return self.module(*args, **kwargs)
-
-    def _check_batch(self, batch: Any, training: bool) -> None:
-        index = self._num_checks[training]
-        self._num_checks[training] += 1
-        if index < _CHECKED_STEPS or index % _CHECK_EVERY == 0:
-            check_same_batch(batch, self._mesh.pipeline_group, self.device)
-
-    def _training_microbatches(self, batch: Any) -> int:
-        if self._num_microbatches is not None:
-            return self._num_microbatches
-        return default_num_microbatches(self._batching.size_of(batch), self._mesh.num_ranks, self._make_schedule)
-
-    def _evaluation_microbatches(self, batch: Any) -> int:
-        batching = self._pipeline.runner.batching
-        size = None if batching.split_batch is not None else batching.size_of(batch)
-        return evaluation_microbatches(size, self._num_microbatches, self._mesh.num_ranks)
 
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.
@@ -336,39 +327,22 @@ class PipelinedModel(ModuleWithPlaceholders):
             clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=self._mesh.num_ranks
         )
 
-    # ---- state ----
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state dict: its names, with placeholders for layers of other ranks."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
-        return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
-        if self.replica > 0:
-            return {}
-        last_rank = self._pipeline.engine.last_rank
-        return full.gather_module_state(self.module, last_rank, self._mesh.pipeline_group)
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
-        if self.replica > 0:
-            return {}
-        return full.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a full optimizer state dict."""
-        full.load_optimizer_state(optimizer, state)
-
     def release(self) -> None:
         """Give the module, the scaler and the metrics back as they were, for use without the pipeline.
 
         Layers of other ranks stay placeholders; for all of them load `full_state_dict` into a new model.
         """
+        self._together.end()
         self.patches.close()
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not the pipeline's own is the module's, such as `config`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name == "module":
+                raise
+            return getattr(self.module, name)
 
 
 def _default_device() -> torch.device:

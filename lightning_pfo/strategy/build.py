@@ -239,7 +239,7 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Uni
     if not trace.marks:
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
-            f"Name the module that it calls with PfoPipelineStrategy(pipeline_module=...)."
+            f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
         )
     return units, trace
 

@@ -12,16 +12,23 @@ def test_release_gives_all_back(tmp_path):
     run_script(Path(__file__).parent / "scripts" / "giving_back.py", tmp_path)
     seen = json.loads((tmp_path / "results.json").read_text())
     methods = [
+        "backward",
         "clip_grad_norm_",
+        "free_memory",
+        "gather",
         "gather_for_metrics",
         "get_state_dict",
         "hooks",
         "load_state",
         "prepare_data_loader",
+        "prepare_optimizer",
         "prepare_scheduler",
+        "reduce",
+        "save_model",
         "save_state",
         "scheduler",
         "unwrap_model",
+        "wait_for_everyone",
     ]
     assert seen["training"] == [
         *(f"accelerator.{name}" for name in methods),
@@ -31,4 +38,5 @@ def test_release_gives_all_back(tmp_path):
         "state_dict",
     ]
     assert seen["after"] == []
+    assert seen["sampler"] == [[1, 0, False], [2, 1, True]]
     assert seen["same"] == pytest.approx(seen["loss"])

@@ -17,6 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 def test_one_process_is_a_pipeline_of_one_stage():
     output = run_script(SCRIPTS / "alone.py", fresh=True).stdout
     assert "on 1 processes" in output
+    assert "this process is alone, so the pipeline has one stage. Start several by `torchrun" in output
     assert "imported: set()" in output
 
 
@@ -40,8 +41,12 @@ def refusals(tmp_path_factory):
         ("other_batches", "BatchError", r"ranks \[1\] received another one than rank 0"),
         ("other_norm", "ConfigurationError", r"2-norm; got norm_type=1"),
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
-        ("prepared_loader", "ConfigurationError", r"Leave the loader out of accelerator\.prepare"),
-        ("no_loss", "ConfigurationError", r"returns the loss as a one-element tensor .* shape \(2, 3\)"),
+        (
+            "prepared_stream",
+            "ConfigurationError",
+            r"Those of datasets with an index .* Prepare it after prepare_pipeline",
+        ),
+        ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
         ("another_order", "ConfigurationError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         pytest.param(

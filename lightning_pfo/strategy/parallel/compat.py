@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -76,6 +77,9 @@ PRIVATE = {
         "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "
         "attentions; no public name tells of hooks."
     ),
+    "torch.nn.Module._forward_pre_hooks": (
+        "A module that is put together from parts of tensor parallelism would go on dividing its inputs."
+    ),
     "torch.nn.Module._parameters": (
         "Placeholders could not take the places of other ranks' parameters without the side effects of "
         "`__setattr__`, nor be told apart where a parameter has two names."
@@ -106,6 +110,10 @@ PRIVATE = {
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": (
         "A group of layers under `checkpoint` that a stage boundary cuts would run in backward from its begin, with "
         "layers that are elsewhere."
+    ),
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": (
+        "`torch.nn.utils.clip_grad_norm_` would clip by the norm of one rank's gradients without a word, as a loop may "
+        "have imported it before."
     ),
     "torch.amp.GradScaler._unscale_grads_": (
         "Ranks would skip fp16 steps each by itself, and their weights drift apart."
@@ -163,6 +171,14 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
     """What is called after each forward of a module itself."""
     return module._forward_hooks.values()
+
+
+def drop_hooks_of_tensor_parallelism(module: nn.Module) -> None:
+    """Let a module whose parameters are whole again take and return plain tensors: torch's hooks divide them."""
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hook.__module__.startswith("torch.distributed.tensor")]:
+                hooks.pop(key)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -223,6 +239,19 @@ def recompute_with(make: Callable[[Recompute], Recompute], patches: Patches) -> 
     """Let `torch.utils.checkpoint` do something else around forwards, made from what it does."""
     module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
     patches.set(module, name, make(getattr(module, name)))
+
+
+def before_clipping(look: Callable[[list[torch.Tensor]], object], patches: Patches) -> None:
+    """Let torch's `clip_grad_norm_` first show somebody the parameters whose gradients it is about to scale."""
+    module, name = clip_grad, "_clip_grads_with_norm_"
+    ordinary = getattr(module, name)
+
+    def scale(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        look(parameters)
+        ordinary(parameters, *args, **kwargs)
+
+    patches.set(module, name, scale)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

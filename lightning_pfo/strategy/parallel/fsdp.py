@@ -48,6 +48,17 @@ def shard_over_replicas(
     return {layer: layer.__dict__[_SHARDED] for layer in layers if _SHARDED in layer.__dict__}
 
 
+def holders_of(module: nn.Module) -> list[nn.Module]:
+    """What FSDP2 hooks into, of all divided layers of a module."""
+    return [found for each in module.modules() if (found := each.__dict__.get(_SHARDED)) is not None]
+
+
+def forget_division(module: nn.Module) -> None:
+    """Let a copy of a module, whose parameters are whole, know nothing of FSDP2."""
+    for each in module.modules():
+        each.__dict__.pop(_SHARDED, None)
+
+
 def accumulate_only(layers: Iterable[nn.Module]) -> None:
     """Let the backwards that follow add up the gradients of divided layers without exchanging them."""
     for layer in layers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,6 +12,10 @@ _ABSENT = object()
 
 class Patches(ExitStack):
     """An `ExitStack` for what is changed while a model is split: closing it undoes all, the last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[Callable[[], None], tuple[Any, str, Any, Any]] = {}  # by what undoes it
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or class until the stack is closed.
@@ -22,10 +26,26 @@ class Patches(ExitStack):
         _assign(owner, name, value)
 
         def undo() -> None:
+            self._made.pop(undo)
             if vars(owner).get(name, _ABSENT) is value:
                 _assign(owner, name, before)
 
+        self._made[undo] = (owner, name, value, before)
         self.callback(undo)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let objects be as they were while the context is open."""
+        undone = []
+        for owner, name, value, before in reversed(self._made.values()):
+            if vars(owner).get(name, _ABSENT) is value:
+                _assign(owner, name, before)
+                undone.append((owner, name, value))
+        try:
+            yield
+        finally:
+            for owner, name, value in reversed(undone):
+                _assign(owner, name, value)
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:

@@ -42,7 +42,7 @@ def gather_module_state(module: nn.Module, last_rank: int, group: dist.ProcessGr
     """
     first_names = _first_names(module)
     local = {key: value for key, value in local_module_state(module).items() if first_names.get(key, key) == key}
-    gathered = _gather(local, last_rank, group)
+    gathered = gather_tensors(local, last_rank, group)
     keys = {key: first_names.get(key, key) for key in module.state_dict()}
     # ordered, as torch's own, by which Accelerate tells that it has to leave out all but one name of a tied tensor
     return OrderedDict((key, gathered[first]) for key, first in keys.items() if first in gathered)
@@ -56,7 +56,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 def gather_optimizer_state(optimizer: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Collect the full optimizer state on the world's first rank (empty on others); a collective call of all ranks."""
-    gathered = _gather(local_optimizer_state(optimizer), 0, group)
+    gathered = gather_tensors(local_optimizer_state(optimizer), 0, group)
     if dist.get_rank() != 0:
         return {}
     return {"state": nest_optimizer_state(gathered), "param_groups": optimizer.state_dict()["param_groups"]}
@@ -131,23 +131,31 @@ def _owners(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup |
     return described
 
 
-def _gather(local: dict[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> dict[Key, Any]:
-    """Values of all ranks of `group` on the world's first rank, in CPU memory; sent one tensor at a time."""
-    local = {key: _whole(value) for key, value in local.items()}
-    if global_rank(group, 0) != 0:  # another replica holds the same
-        return {}
+def gather_tensors(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> dict[Key, Any]:
+    """Values of all ranks of `group` on the world's first rank, in CPU memory; a collective call of all ranks.
+
+    Tensors are put together and sent one at a time, by the rank that owns them.
+
+    Args:
+        local: What this rank holds, in the same order on all who hold the same.
+        last_rank: The rank of the last stage, see `owned`.
+        group: The pipeline's processes; None is the world.
+    """
     owners = _owners(local, last_rank, group)
+    is_sent = global_rank(group, 0) == 0  # another replica holds the same, or other parts of it
     device = _transport_device(group)
     if dist.get_rank() != 0:
         for key, layout in owners[dist.get_rank(group)].items():
-            if isinstance(layout, _Layout) and layout.num_bytes:
-                dist.send(_bytes_of(local[key].to(device)), dst=0, group=group)
+            value = _whole(local[key])  # by those who hold parts of it
+            if is_sent and isinstance(layout, _Layout) and layout.num_bytes:
+                dist.send(_bytes_of(value.to(device)), dst=0, group=group)
         return {}
     gathered: dict[Key, Any] = {}
     for rank, part in enumerate(owners):
         for key, layout in part.items():
             if rank == 0:
-                gathered[key] = local[key].cpu() if isinstance(local[key], torch.Tensor) else local[key]
+                value = _whole(local[key])
+                gathered[key] = value.cpu() if isinstance(value, torch.Tensor) else value
             elif isinstance(layout, _Layout):
                 buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
                 if layout.num_bytes:

@@ -59,6 +59,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
         different = [rank for rank, value in enumerate(values) if value != values[0]]
         raise BatchError(
             f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
-            f"the data pipeline deterministic: give the sampler a generator with a fixed seed, call "
-            f"lightning.seed_everything(seed, workers=True), and do not let ranks read different data."
+            f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
+            f"alike (lightning.seed_everything(seed, workers=True), accelerate.utils.set_seed(seed)), and do not let "
+            f"ranks read different data."
         )

@@ -1,8 +1,8 @@
-"""Moving gradients between the pipeline, which produces them inside a step, and Lightning, which expects them later.
+"""Moving gradients between the pipeline, which produces them inside a step, and loops, which expect them later.
 
 Lightning's closure runs `training_step`, then `zero_grad`, then `backward`. The pipeline has its gradients already when
 `training_step` returns; they are set aside and handed out when Lightning calls backward on the loss. So accumulation,
-loss division and the hooks around backward work as they are.
+loss division and the hooks around backward work as they are, in loops of users' own too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from lightning_pfo.strategy.parallel.compat import scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import local, placed_like
 
 Gradients = list[torch.Tensor | None]
+
+
+def do_nothing() -> None:
+    """What follows backward where nothing does."""
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
@@ -66,6 +70,7 @@ def attach_gradients(
     parameters: Sequence[nn.Parameter],
     gradients: Gradients,
     loss_scale: torch.Tensor | None = None,
+    then: Callable[[], object] = do_nothing,
 ) -> torch.Tensor:
     """Return `loss` such that `backward` on it adds `gradients`, times its incoming gradient, to the parameters.
 
@@ -74,11 +79,13 @@ def attach_gradients(
         parameters: Where the gradients belong.
         gradients: One per parameter or None; consumed by the first backward.
         loss_scale: What the loss was multiplied with when the gradients were computed.
+        then: Called when they have been handed out.
     """
     handle = torch.zeros((), device=loss.device, requires_grad=True)
 
     def install(factor: torch.Tensor) -> None:
         _add_gradients(parameters, gradients, factor if loss_scale is None else factor / loss_scale)
+        then()
 
     attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]
     return attached
@@ -93,8 +100,9 @@ def loss_of(result: Any) -> torch.Tensor:
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ConfigurationError(
-            "A pipelined training_step returns the loss as a one-element tensor that depends on the model's output, or "
-            f"a dict with it under 'loss'; got {_describe(result)}."
+            "What training_step returns on a pipeline (in a loop of one's own, the model or loss_fn) is the loss as a "
+            "one-element tensor that depends on the model's output, or a dict with it under 'loss'; "
+            f"got {_describe(result)}."
         )
     return loss.reshape(())
 
@@ -102,4 +110,6 @@ def loss_of(result: Any) -> torch.Tensor:
 def _describe(result: Any) -> str:
     if isinstance(result, torch.Tensor):
         return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)} (transformers' models return a dict with return_dict=True)"
     return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)

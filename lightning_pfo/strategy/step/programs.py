@@ -168,11 +168,11 @@ def logs_noted(owner: nn.Module) -> Iterator[None]:
 
 
 def signature_of(microbatch: Any) -> Any:
-    """The form of a microbatch: shapes, types, and values that are no tensors but may decide what runs."""
+    """The form of a microbatch: shapes, types, whether gradients are wanted, and values that may decide what runs."""
     return (
         type(microbatch).__name__,
         *(
-            (path, tuple(leaf.shape), str(leaf.dtype))
+            (path, tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else (path, leaf if isinstance(leaf, (bool, type(None))) else type(leaf).__name__)
             for path, leaf in leaves_of(microbatch)

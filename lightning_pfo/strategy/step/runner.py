@@ -22,14 +22,20 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared, host_group
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
+from lightning_pfo.strategy.parallel.reductions import sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
-from lightning_pfo.strategy.step.gradients import attach_gradients, loss_of, put_gradients, take_gradients
+from lightning_pfo.strategy.step.gradients import (
+    attach_gradients,
+    do_nothing,
+    loss_of,
+    put_gradients,
+    take_gradients,
+)
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -99,7 +105,7 @@ class StepRunner:
         batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
-        average_over: dist.ProcessGroup | None = None,
+        then: Callable[[], object] = do_nothing,
         keep_gradients: bool = True,
         outputs: Outputs = "all",
     ) -> Any:
@@ -114,7 +120,7 @@ class StepRunner:
             rest: Its other arguments.
             loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
                 is returned, logged and handed out does not have it.
-            average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
+            then: Called when `backward` has handed out the gradients.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
             outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
 
@@ -144,7 +150,6 @@ class StepRunner:
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared)
-            average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
@@ -156,7 +161,7 @@ class StepRunner:
         self._leave_behind(outcome, microbatches.size)
         if loss is None:
             return None
-        loss = attach_gradients(loss, self._parameters, gradients, loss_scale)
+        loss = attach_gradients(loss, self._parameters, gradients, loss_scale, then)
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def evaluate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -15,8 +15,10 @@ from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
+from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
@@ -57,6 +59,7 @@ class CheckpointStrategy(MeshStrategy):
 
     _save_distributed_checkpoint = False
     _seed = 0
+    _patches: Patches
 
     @property
     @abstractmethod
@@ -74,6 +77,19 @@ class CheckpointStrategy(MeshStrategy):
     def gather_module_state(self, module: nn.Module | None = None) -> dict[str, Any]:
         """The whole state dict of a split module (the user's) on the first process, empty on others; collective."""
         return whole.gather_module_state(module or self._module(), self._last_rank, self.mesh.pipeline_group)
+
+    def gather_module(self) -> pl.LightningModule | None:
+        """The whole module on the first process, None on others; a collective call of all processes.
+
+        It is a copy in CPU memory without anything of the pipeline: to save it by its own methods, to export it, or to
+        generate with it, in hooks or after `fit`, where processes go on then.
+
+        Raises:
+            ConfigurationError: On the first process, if the module has something that cannot be copied.
+        """
+        self.meet("gathering the module")
+        module = whole_module.gather_module(self._module(), self._last_rank, self.mesh.pipeline_group, self._patches)
+        return cast("pl.LightningModule | None", module)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -54,5 +54,6 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     found = "; ".join(f"rank {', '.join(map(str, some))}: {place}" for place, some in ranks.items())
     raise RanksApartError(
         f"The ranks of a pipeline do everything together, but they are at different places: {found}. Decide alike on "
-        f"every rank what ends a loop (StopIteration, returning -1), and call what all take part in on all of them."
+        f"every rank what ends a loop (StopIteration, returning -1), and call what all take part in on all of them, "
+        f"not on the main process only."
     )

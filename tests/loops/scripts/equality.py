@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
-from net import Net, TiedNet, make_loaders
+from net import Net, make_loaders
 from torch import nn
 
 from lightning_pfo.accelerate import prepare_pipeline
@@ -95,35 +95,7 @@ def resumed_run(resume_from, **options):
 def go_on_alone():
     run = resumed_run(resume_from=FOLDER / "pipeline")
     run.epoch()
-    run.history["tied"] = tied(FOLDER / "tied_pipeline")
     (FOLDER / "resumed.json").write_text(json.dumps(run.history))
-
-
-def tied(resume_from=None, save_to=None):
-    """Losses of two steps of a model with tied weights."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    set_seed(3)
-    accelerator, net = Accelerator(cpu=True), TiedNet()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    if dist.is_initialized():
-        model, optimizer, _ = prepare_pipeline(accelerator, net, optimizer, None, loss_fn, num_microbatches=4)
-    else:
-        model, optimizer = accelerator.prepare(net, optimizer)
-    if resume_from is not None:
-        accelerator.load_state(resume_from)
-    losses = []
-    ids = torch.arange(8)
-    for _ in range(2):
-        loss = model(ids, ids + 1) if dist.is_initialized() else loss_fn(model(ids), ids + 1)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    if save_to is not None:
-        accelerator.save_state(save_to)
-    return losses
 
 
 def main(name):
@@ -167,11 +139,6 @@ def main(name):
     run = resumed_run(mixed_precision="fp16", resume_from=FOLDER / "single_fp16")
     run.epoch()
     results["fp16_from_single"] = run.history
-    if dist.is_initialized():
-        results["tied"] = tied(FOLDER / "tied_single", FOLDER / "tied_pipeline")
-    else:
-        results["tied"] = [*tied(save_to=FOLDER / "tied_single"), *tied(FOLDER / "tied_single", FOLDER / "tied_again")]
-        results["tied"] += tied(FOLDER / "tied_again")
     (FOLDER / f"{name}_{run.accelerator.process_index}.json").write_text(json.dumps(results))
 
 

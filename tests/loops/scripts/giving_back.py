@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from net import Net, make_loaders
 from torch import nn, optim
 from torch.amp import GradScaler
@@ -36,6 +37,13 @@ def hooks():
     return len(accelerator._save_model_state_pre_hook) + len(accelerator._load_model_state_pre_hook)
 
 
+def sampler():
+    return [loader_before.batch_sampler.num_processes, shard.process_index, shard.even_batches]
+
+
+loader_before = accelerator.prepare(make_loaders()[0])
+shard = BatchSamplerShard(loader_before.batch_sampler, num_processes=2, process_index=1)  # as on one of two
+loader_before.base_dataloader.__dict__["batch_sampler"] = shard
 before = look()
 model, prepared, loader = prepare_pipeline(
     accelerator, net, optimizer, make_loaders()[0], nn.functional.cross_entropy, pipeline_module="layers"
@@ -43,10 +51,12 @@ model, prepared, loader = prepare_pipeline(
 x, y = next(iter(loader))
 loss = model.step(x, y)
 training = changed(before, look()) + of_optimizer()
+samplers = [sampler()]
 model.release()
+samplers.append(sampler())
 after = changed(before, look()) + of_optimizer()
 same = nn.functional.cross_entropy(net(x), y)  # all layers are here: the model is whole again
 Path(sys.argv[1], "results.json").write_text(
-    json.dumps({"training": training, "after": after, "loss": loss.item(), "same": same.item()})
+    json.dumps({"training": training, "after": after, "loss": loss.item(), "same": same.item(), "sampler": samplers})
 )
 accelerator.end_training()

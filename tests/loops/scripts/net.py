@@ -29,20 +29,6 @@ class NetWithLoss(Net):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-class TiedNet(nn.Module):
-    """Its head has the weight of its embedding."""
-
-    def __init__(self, width=8, vocabulary=12):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
-        self.head = nn.Linear(width, vocabulary)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.layers(self.embedding(ids)))
-
-
 def make_loaders(num_samples=104, batch_size=16):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(num_samples, 6, generator=generator)

@@ -44,9 +44,15 @@ def prepared_model():
     prepare_pipeline(accelerator, accelerator.prepare(Net()), loss_fn=loss_fn)
 
 
-def prepared_loader():
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(make_loaders()[0].dataset)
+
+
+def prepared_stream():
     accelerator = Accelerator(cpu=True)
-    prepare_pipeline(accelerator, Net(), None, accelerator.prepare(make_loaders()[0]), loss_fn)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=8))
+    prepare_pipeline(accelerator, Net(), None, loader, loss_fn, pipeline_module="layers")
 
 
 def no_loss():
@@ -90,7 +96,7 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
-CASES = (other_batches, other_norm, prepared_model, prepared_loader, no_loss, another_order, order_of_an_example)
+CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
 CASES += (fp8_layers,)
 
 

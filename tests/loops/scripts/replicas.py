@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
 from net import Net, make_loaders
 from torch import nn
@@ -39,7 +40,7 @@ def main(name):
     else:
         model, optimizer, train = accelerator.prepare(net, optimizer, train)
     val = accelerator.prepare(val)
-    history = {"loss": [], "norm": [], "predicted": []}
+    history = {"loss": [], "norm": [], "predicted": [], "repeated": []}
     for x, y in train:
         with accelerator.accumulate(model):
             loss = model(x, y) if name == "pipeline" else loss_fn(model(x), y)
@@ -54,6 +55,16 @@ def main(name):
         with torch.no_grad():
             logits = model.predict(x) if name == "pipeline" else model(x)
         history["predicted"] += accelerator.gather_for_metrics(logits).flatten().tolist()
+        history["repeated"] += accelerator.gather_for_metrics(logits.mean().repeat(8)).tolist()
+    model.train()
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for x, y in train:
+            loss = model(x, y) if name == "pipeline" else loss_fn(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            history["loss"].append(loss.item())
     weights = accelerator.get_state_dict(model)
     history["weights"] = {key: value.flatten().tolist() for key, value in weights.items()}
     (FOLDER / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(history))

@@ -51,6 +51,19 @@ def test_losses_and_weights_are_those_of_one_device(folder, name):
             assert mine == pytest.approx(theirs, abs=2e-5), key
 
 
+@pytest.mark.parametrize("name", ["tensor", "sharded", "sharded_zero_bubble"])
+def test_the_whole_module_is_on_the_first_process_alone(folder, name):
+    """Put together in a hook, and after `fit`, of parts of tensor parallelism and FSDP2."""
+    single = read(folder, "single")
+    for loss, weights in read(folder, f"{name}_0")["wholes"]:
+        assert loss == pytest.approx(single["val"][-1], abs=2e-5)
+        assert list(weights) == list(single["weights"])
+        for key, expected in single["weights"].items():
+            for mine, theirs in zip(weights[key], expected, strict=True):
+                assert mine == pytest.approx(theirs, abs=2e-5), key
+    assert all(read(folder, f"{name}_{rank}")["wholes"] == [None, None] for rank in RANKS if rank > 0)
+
+
 def test_processes_are_where_the_mesh_order_says(folder):
     def places(name):
         return [tuple(read(folder, f"{name}_{rank}")["place"]) for rank in RANKS]

@@ -51,6 +51,7 @@ class Module(L.LightningModule):
         self.stem = nn.Linear(6, 8)
         self.model = None
         self.seen = {"loss": [], "batches": [], "val": []}
+        self.wholes = []
 
     def configure_model(self):
         if self.model is not None:
@@ -82,6 +83,10 @@ class Module(L.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen["loss"].append(float(outputs["loss"]))
         self.seen["batches"].append([part.tolist() for part in batch])
+
+    def on_train_end(self):
+        if isinstance(self.trainer.strategy, PfoPipelineStrategy):
+            self.wholes.append(self.trainer.strategy.gather_module())
 
     def on_validation_epoch_end(self):
         self.seen["val"].append(float(self.trainer.callback_metrics["val"]))
@@ -119,11 +124,13 @@ def run_parallel(name, folder):
         module, train, val, devices=8, strategy=PfoPipelineStrategy(num_microbatches=4, check_loss=False, **options)
     )
     validated = trainer.validate(module, val, verbose=False)
+    module.wholes.append(trainer.strategy.gather_module())
     place = trainer.strategy.mesh
     local = {name: p for name, p in module.named_parameters() if not p.is_meta}
     result = {
         **module.seen,
         "validated": validated[0]["val"],
+        "wholes": [None if whole is None else seen_of_whole(whole, val) for whole in module.wholes],
         "place": [place.replica, place.rank, place.tensor_rank],
         "dimensions": list(module.device_mesh.mesh_dim_names),
         "num_held": {name: local_part(p).numel() for name, p in local.items()},
@@ -139,6 +146,14 @@ def run_parallel(name, folder):
     dist.all_gather_object(everyone, (place.replica, module.seen["batches"]))
     replicas = dict(everyone)
     return [replicas[index] for index in sorted(replicas)]
+
+
+def seen_of_whole(module, val):
+    """The mean loss over equal batches, and the weights, with nothing that is divided."""
+    assert not any(isinstance(p, DTensor) or p.is_meta for p in module.parameters())
+    with torch.no_grad():
+        losses = [float(nn.functional.cross_entropy(module.model(module.stem(x)), y)) for x, y in val]
+    return [sum(losses) / len(losses), {name: p.tolist() for name, p in module.named_parameters()}]
 
 
 def local_part(tensor):

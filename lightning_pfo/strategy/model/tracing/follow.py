@@ -32,8 +32,9 @@ def _followed(unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
             return unit.outside(unit, plain(args), plain(kwargs))
         if unit.is_elsewhere:
             raise ConfigurationError(
-                f"{unit.name!r} can only be called inside training_step, validation_step, test_step or predict_step: "
-                f"elsewhere this process holds the layers of its own stage only. Move the call there."
+                f"{unit.name!r} can only be called inside a step (training_step, validation_step, test_step or "
+                f"predict_step; in a loop of one's own, the model's call): elsewhere this process holds the layers of "
+                f"its own stage only. Move the call there."
             )
         return unit.compute(*plain(args), **plain(kwargs))
 

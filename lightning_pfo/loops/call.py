@@ -1,0 +1,100 @@
+"""One call of a model: what comes of its arguments, and into how many microbatches they are divided.
+
+What the call does with a first microbatch is traced, and shows how the model is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.microbatches import (
+    can_be_read_again,
+    default_num_microbatches,
+    evaluation_microbatches,
+)
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call, and the named ones."""
+
+
+@dataclass
+class ModelCall:
+    """What a pipelined model runs for its caller.
+
+    Attributes:
+        module: The user's module.
+        loss_fn: `loss_fn(output, target)`; None: the module computes the loss.
+        batching: How batches are divided.
+        num_ranks: Ranks of the pipeline.
+        make_schedule: Makes the schedule of training iterations for a number of microbatches.
+        num_microbatches: Microbatches of a training batch; None until the first batch.
+    """
+
+    module: nn.Module
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    batching: Batching
+    num_ranks: int
+    make_schedule: Callable[[int], PipelineSchedule]
+    num_microbatches: int | None
+
+    def loss(self, batch: Batch) -> Any:
+        """The loss of a batch, or outputs with it."""
+        if self.loss_fn is None:
+            return self.output(batch)
+        (*inputs, target), kwargs = batch
+        return self.loss_fn(self.module(*inputs, **kwargs), target)
+
+    def evaluated(self, batch: Batch) -> Any:
+        """The same without the caches of transformers' models, which would be sent from stage to stage for nothing."""
+        found = self.loss(batch)
+        if isinstance(found, Mapping) and "loss" in found:
+            return {key: None if key == "past_key_values" else value for key, value in found.items()}
+        return found
+
+    def output(self, batch: Batch) -> Any:
+        """What the module returns for a batch without a target."""
+        args, kwargs = batch
+        return self.module(*args, **kwargs)
+
+    def first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
+        """What runs the first microbatch of an example, on a device; None without an example.
+
+        Args:
+            example: A batch as the call takes it: a tuple of its arguments, a dict of named ones, or one argument.
+        """
+        if example is None:
+            return None
+        batch: Batch = (tuple(example) if isinstance(example, (tuple, list)) else (example,), {})
+        if isinstance(example, Mapping):
+            batch = ((), dict(example))
+        microbatch = self.batching.split(batch, self.of_training(batch))[0]
+        return lambda device: self.loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
+
+    def of_training(self, batch: Batch) -> int:
+        """The number of microbatches of a training batch."""
+        if self.num_microbatches is not None:
+            return self.num_microbatches
+        return default_num_microbatches(self.batching.size_of(batch), self.num_ranks, self.make_schedule)
+
+    def of_evaluation(self, batch: Batch) -> int:
+        """The number of microbatches of a batch that is only run forward."""
+        size = None if self.batching.split_batch is not None else self.batching.size_of(batch)
+        return evaluation_microbatches(size, self.num_microbatches, self.num_ranks)
+
+
+def first_batch(loader: Any, device: torch.device) -> Any:
+    """A batch of a loader that training does not miss; None where it might."""
+    if not can_be_read_again(loader):
+        return None
+    loader = getattr(loader, "base_dataloader", loader)  # Accelerate's own would be taken for one that is gone through
+    with random_state.isolated(device):  # a loader draws numbers for its workers and its order
+        return next(iter(loader), None)

@@ -1,0 +1,135 @@
+"""The state of a split model in loops of one's own: whole where it is kept, a part of it on each rank."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.loops.together import Together
+from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders
+from lightning_pfo.strategy.parallel.mesh import ProcessMesh
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.state import full
+from lightning_pfo.strategy.state.whole_module import gather_module
+
+
+class StateOfOneRank(OrderedDict[str, Any]):
+    """A state dict with placeholders for layers of other ranks: it is read and copied, but not written to a file."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "A state dict that is written to a file is that of the whole model; this one has placeholders for the "
+            "layers of other ranks. Call accelerator.get_state_dict(model) (in a plain loop model.full_state_dict()) "
+            "on every rank, and write what it returns on the first."
+        )
+
+    def __copy__(self) -> OrderedDict[str, Any]:
+        return OrderedDict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
+        return copy.deepcopy(OrderedDict(self), memo)
+
+
+class ModelState(ModuleWithPlaceholders):
+    """What a pipelined model keeps, saves and loads; see `PipelinedModel`."""
+
+    module: nn.Module
+    patches: Patches
+    _mesh: ProcessMesh
+    _pipeline: Pipeline
+    _together: Together
+
+    @property
+    def iteration(self) -> int:
+        """Number of training iterations so far; random numbers of a step derive from it, so restore it to resume."""
+        return self._pipeline.engine.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self._pipeline.engine.iteration = iteration
+
+    def guard_state(self) -> None:
+        """Let nobody write placeholders to a file, until `patches` is closed."""
+        module = self.module
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            return
+        state_dict = module.state_dict
+
+        def state_of_one_rank(*args: Any, **kwargs: Any) -> Any:
+            state = state_dict(*args, **kwargs)
+            guarded = StateOfOneRank(state)
+            vars(guarded).update(vars(state))  # such as the versions of modules
+            return guarded
+
+        self.patches.set(module, "state_dict", state_of_one_rank)
+        if hasattr(module, "save_pretrained"):
+            self.patches.set(module, "save_pretrained", self._saving_all(module.save_pretrained))
+        if hasattr(module, "generate"):
+            self.patches.set(module, "generate", _refuse_to_generate)
+
+    def _saving_all(self, save: Any) -> Any:
+        """Transformers' `save_pretrained`, which writes the whole model on the first rank."""
+
+        def save_pretrained(directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+            is_given = state_dict is not None
+            if not is_given:
+                state_dict = self.full_state_dict()
+            saved = save(directory, *args, state_dict=state_dict, **kwargs) if dist.get_rank() == 0 else None
+            if not is_given:
+                self._together.meet("end of save_pretrained")
+            return saved
+
+        return save_pretrained
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state dict: its names, with placeholders for layers of other ranks."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
+        return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
+        self._together.meet("collecting the state of the model")
+        if self._mesh.replica > 0:
+            return {}
+        return full.gather_module_state(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group)
+
+    def gather_module(self) -> nn.Module | None:
+        """The whole module on rank 0, None on other ranks; a collective call of all ranks.
+
+        It is a copy in CPU memory without anything of the pipeline: to save it by its own methods, to export it, or to
+        generate with it. Training goes on as before.
+
+        Raises:
+            ConfigurationError: On rank 0, if the module has something that cannot be copied.
+        """
+        self._together.meet("gathering the module")
+        return gather_module(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group, self.patches)
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
+        self._together.meet("collecting the state of an optimizer")
+        if self._mesh.replica > 0:
+            return {}
+        return full.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a full optimizer state dict."""
+        full.load_optimizer_state(optimizer, state)
+
+
+def _refuse_to_generate(*args: Any, **kwargs: Any) -> Any:
+    raise ConfigurationError(
+        "generate() runs the whole model in one process, and each process of a pipeline holds its own stages. Call "
+        "whole = model.gather_module() of the pipelined model on every rank, and on the first whole.generate()."
+    )

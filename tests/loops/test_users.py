@@ -1,0 +1,107 @@
+"""Loops of Accelerate's users: on a pipeline of two ranks they give what one process gives, or say why not."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "users.py"
+RANKS = ("pipeline_0", "pipeline_1")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("users")
+    run_script(SCRIPT, folder)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def check(found, expected, path):
+    if isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=2e-5), path
+    elif isinstance(expected, (list, dict)):
+        assert len(found) == len(expected), (path, found)
+        for key in expected if isinstance(expected, dict) else range(len(expected)):
+            check(found[key], expected[key], f"{path}[{key!r}]")
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "loaders_prepared_before",
+        "gathered_for_metrics",
+        "loss_over_items_of_several_batches",
+        "outputs_and_attributes",
+        "local_sgd",
+        "saved_for_others",
+        "inputs_with_a_graph",
+        "batch_sizes_that_fit",
+    ],
+)
+def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
+    check(seen[rank][loop], seen["alone"][loop], loop)
+
+
+def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen):
+    check(seen["pipeline_0"]["prepared_later"], seen["alone"]["prepared_later"], "prepared_later")
+    assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1, 1]
+
+
+def test_the_whole_module_is_that_of_one_process(seen):
+    check(seen["pipeline_0"]["gathered_module"], seen["alone"]["gathered_module"], "gathered_module")
+    others = seen["pipeline_1"]["gathered_module"]
+    check(others, seen["alone"]["gathered_module"] | {"whole": [], "none": True}, "gathered_module")
+
+
+def test_the_loops_have_something_to_tell(seen):
+    alone = seen["alone"]
+    assert [size for size, _ in alone["loaders_prepared_before"]["batches"]] == [16, 16, 5]
+    assert alone["loaders_prepared_before"]["epochs"] is True
+    assert len(alone["gathered_for_metrics"]["texts"]) == alone["gathered_for_metrics"]["number"] == 37
+    assert alone["batch_sizes_that_fit"][0] == 8
+    assert alone["batch_sizes_that_fit"][2:] == [[[16, 0], [12, 0], [8, 0]], [False] * 3, []]  # nothing is left
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
+    begun, alone, again = seen["tied_alone"][family]
+    assert begun[1] > alone[1] > again[1]  # losses after two steps each
+    for rank in (0, 1):
+        check(seen[f"tied_pipeline_{rank}"][family], alone, family)
+    check(seen["tied_again"][family], again, family)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    ("case", "kind", "message"),
+    [
+        ("outputs_in_training", "OutputError", r"gives the loss alone.*'logits'.*model\.predict\(\*\*batch\)"),
+        ("term_over_parameters", "ConfigurationError", r"sum over model\.parameters\(\).*weight_decay"),
+        ("norm_of_a_rank", "ConfigurationError", r"this rank's stages only.*accelerator\.clip_grad_norm_"),
+        ("saved_placeholders", "ConfigurationError", r"placeholders.*accelerator\.get_state_dict\(model\)"),
+        ("state_on_the_main_process", "RanksApartError", r"rank 0: collecting the state.*rank 1: .*wait_for_everyone"),
+        ("evaluation_on_the_main_process", "RanksApartError", r"rank 0: evaluation .*; rank 1: accelerator\.gather"),
+        ("prediction_on_the_main_process", "RanksApartError", r"rank 0: prediction .*; rank 1: begin of an epoch"),
+        ("outputs_on_the_main_process", "RanksApartError", r"rank 0: a look at outputs 'logits'; rank 1: evaluation"),
+        ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
+        ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
+        ("tuple_with_loss", "ConfigurationError", r"a tuple of 2 .*return_dict=True"),
+        ("freed_model", "ConfigurationError", r"accelerator\.free_memory\(\)"),
+    ],
+)
+def test_what_cannot_be_the_same_says_why(seen, case, kind, message, rank):
+    found_kind, found = seen[rank][case]
+    assert found_kind in (kind, "StepFailedError")  # the latter quotes what another rank raised
+    assert re.search(message, found, re.DOTALL)
+
+
+def test_a_rank_that_is_left_alone_says_so(seen):
+    kind, message = seen["ended"]
+    assert kind == "RanksApartError"
+    assert "others have ended while this one comes to: collecting the state of the model" in message
