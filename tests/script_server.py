@@ -21,7 +21,7 @@ from pathlib import Path
 IMPORTS = """
 accelerate lightning lightning.pytorch.loggers matplotlib.pyplot torch torch._dynamo torch.distributed.checkpoint
 torch.distributed.fsdp torch.distributed.tensor.parallel torch.utils.flop_counter torchmetrics
-lightning_pfo.accelerate lightning_pfo.callbacks lightning_pfo.experiment.training lightning_pfo.experiment.hydra_main
+lightning_pfo.accelerate lightning_pfo.callbacks lightning_pfo.experiment.training lightning_pfo.hydra_app
 lightning_pfo.planner lightning_pfo.strategy.trainer.strategy
 """
 
