@@ -161,6 +161,7 @@ class PipelinedModel(ModuleWithPlaceholders):
             self,
             self._make_schedule,
             self.device,
+            self._mesh.groups,
             self.patches,
             pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
             partition=partition,

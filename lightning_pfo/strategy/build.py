@@ -39,7 +39,7 @@ from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
-from lightning_pfo.strategy.parallel.groups import Shared, copy_from_first, share
+from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
@@ -77,6 +77,7 @@ def build_pipeline(
     model: nn.Module,
     make_schedule: Callable[[int], PipelineSchedule],
     device: torch.device,
+    groups: Groups,
     patches: Patches,
     *,
     pipeline_module: str | None = None,
@@ -105,6 +106,7 @@ def build_pipeline(
         model: The user's module; changed in place.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
+        groups: Makes groups of processes.
         patches: Closing it gives the module back: its steps, layers and metrics are as the user wrote them.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
         partition: Which layers go to which stage; see `partition_layers`.
@@ -143,7 +145,7 @@ def build_pipeline(
     release_others(model, split.held, stages)
     move_local_tensors(model, device)
     holders = {name: frozenset(placement[stage] for stage in of_name) for name, of_name in split.held.items()}
-    shared = share(named_tensors(model), holders, group, device)
+    shared = share(named_tensors(model), holders, group, groups)
     _agree_on_initial_values(model, shared, replica_group, tensor_group)
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
@@ -163,6 +165,7 @@ def build_pipeline(
         placement,
         make_schedule,
         device,
+        groups,
         layers=list(divided.values()),
         group=group,
         place=(_rank_in(replica_group), _rank_in(tensor_group)),
@@ -185,6 +188,7 @@ def build_pipeline(
         compiled=compile,
         deferred=deferred,
     )
+    groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)
     partitioned = describe_partition(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes

@@ -15,11 +15,12 @@ from torch import nn
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
+from lightning_pfo.strategy.engine.channels import make_channels
 from lightning_pfo.strategy.engine.executor import Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.groups import Groups
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
@@ -36,6 +37,7 @@ class PipelineEngine:
         placement: Rank of every stage.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
+        groups: Makes groups of processes.
         layers: What of these stages is divided over replicas.
         group: Process group of the pipeline; None is the world.
         place: Which replica of the pipeline, and which part of its layers, this process is.
@@ -49,6 +51,7 @@ class PipelineEngine:
         placement: Sequence[int],
         make_schedule: Callable[[int], PipelineSchedule],
         device: torch.device,
+        groups: Groups,
         *,
         layers: Sequence[nn.Module] = (),
         group: dist.ProcessGroup | None = None,
@@ -66,6 +69,8 @@ class PipelineEngine:
         self.place = place
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
+        self._groups = groups
+        self._channels = make_channels(placement, group, groups)
         self._layers = layers
         self.placement = tuple(placement)
         self._make_schedule = make_schedule
@@ -126,7 +131,7 @@ class PipelineEngine:
     def host_group(self, *, everywhere: bool = False) -> dist.ProcessGroup | None:
         """See `InstructionSource.host_group`."""
         if everywhere not in self._hosts:
-            self._hosts[everywhere] = host_group(None if everywhere else self.group, self.device)
+            self._hosts[everywhere] = self._groups.hosts(None if everywhere else self.group)
         return self._hosts[everywhere]
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
@@ -207,7 +212,7 @@ class PipelineEngine:
             if schedule is None:  # of a batch with few samples, or evaluation
                 schedule = (all_forwards_first if train else forward_only)(self.placement, num_microbatches)
             stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
-            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group)
+            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group, self._channels)
         return self._executors[train, num_microbatches]
 
     def _make_stage(self, stage: int, train: bool, *, tell: bool = False) -> Stage:

@@ -3,7 +3,7 @@
 Posting a transfer never blocks. A rank waits at two places only: for the inputs of its next instruction, and at the end
 of the iteration for its last sends. What it has posted before follows one order that all ranks share, so the transfers
 of a program that `find_deadlock` has passed finish on every backend: gloo, where each goes its own way, and nccl, where
-all of a rank's transfers may share one queue.
+those of one direction share a queue (see `channels`).
 
 A receive gets its tensors when it is posted, and a send gives its tensors up when the peer is known to have them. So a
 rank holds those of the microbatches in flight, however many an iteration has.
@@ -22,7 +22,9 @@ from torch.distributed import distributed_c10d
 from lightning_pfo.core.instruction import Instruction
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.engine.channels import Channels
 from lightning_pfo.strategy.engine.stage import Stage, Tensors
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 WAITS_IN = frozenset({__file__, distributed_c10d.__file__})
 """Source files in which a rank waits for others."""
@@ -64,14 +66,20 @@ class Executor:
         schedule: What every rank executes.
         stages: The stages of this rank by index.
         group: Process group of the pipeline; None is the world.
+        channels: Groups for transfers in one direction.
     """
 
     def __init__(
-        self, schedule: PipelineSchedule, stages: Mapping[int, Stage], group: dist.ProcessGroup | None
+        self,
+        schedule: PipelineSchedule,
+        stages: Mapping[int, Stage],
+        group: dist.ProcessGroup | None,
+        channels: Channels,
     ) -> None:
         rank = dist.get_rank(group)
         self.stages = dict(stages)
         self._group = group
+        self._channels = channels
         self._steps: list[Instruction | list[Send | Receive]] = []
         for step in p2p_program(schedule)[rank]:
             if isinstance(step, Instruction):
@@ -120,29 +128,23 @@ class Executor:
         self._ready[self._local_consumer.get(instruction, instruction)] = produced
 
     def _post(self, number: int, steps: Sequence[Send | Receive]) -> None:
-        operations: list[dist.P2POp] = []
-        transfers: list[tuple[Send | Receive, int, Tensors]] = []
         for step in steps:
+            transfer = step.transfer
             call: Any
             if isinstance(step, Send):
-                call, peer = dist.isend, step.transfer.destination
-                tensors = self._ready.pop(step.transfer.producer)
+                call, peer = dist.isend, transfer.destination
+                tensors = self._ready.pop(transfer.producer)
             else:
-                call, peer = dist.irecv, step.transfer.source
-                tensors = self.stages[step.transfer.consumer.stage].make_buffers(step.transfer.consumer)
-            transfers.append((step, peer, tensors))
-            operations += [dist.P2POp(call, tensor, group=self._group, group_peer=peer) for tensor in tensors]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        one_for_all = len(works) != len(operations)  # nccl's
-        position = 0
-        for step, peer, tensors in transfers:
-            own = works if one_for_all else works[position : position + len(tensors)]
-            position += len(tensors)
-            posted = _Posted(number, peer, tensors, own)
+                call, peer = dist.irecv, transfer.source
+                tensors = self.stages[transfer.consumer.stage].make_buffers(transfer.consumer)
+            channel = self._channels.get((transfer.source, transfer.destination), self._group)
+            peer_in_world = global_rank(self._group, peer)
+            operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in tensors]
+            posted = _Posted(number, peer, tensors, dist.batch_isend_irecv(operations) if operations else ())
             if isinstance(step, Send):
                 self._leaving[peer].append(posted)
             else:
-                self._arriving[step.transfer.consumer] = posted
+                self._arriving[transfer.consumer] = posted
 
     def _finish_sends(self, peer: int, number: int) -> None:
         """Wait for sends to `peer` that were posted up to posting `number`, and let their tensors go."""

@@ -20,7 +20,7 @@ from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import Shared, host_group
+from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
@@ -84,7 +84,7 @@ class StepRunner:
         self._deferred = deferred
         self._parameters = parameters
         self._shared = shared
-        self._hosts = host_group(engine.group, engine.device)
+        self._hosts = engine.host_group()
         self._exchanges: dict[str, ValueExchange] = {}
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True

@@ -243,6 +243,7 @@ class PfoPipelineStrategy(StepStrategy):
             module,
             self._make_schedule,
             self.root_device,
+            self.mesh.groups,
             self._patches,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
