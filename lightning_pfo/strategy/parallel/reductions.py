@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,22 @@ def _sum_gradients(trainable: Sequence[nn.Parameter], group: dist.ProcessGroup |
         sums = torch.split(flat, [part.numel() for part in own])  # type: ignore[no-untyped-call]
         for parameter, part, total in zip(parameters, own, sums, strict=True):
             parameter.grad = from_local(total.view_as(part), parameter)
+
+
+def reduce_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, how: Any) -> torch.Tensor:
+    """Reduce a tensor over processes, as Lightning does but without a barrier first: hosts do not wait for devices.
+
+    Args:
+        tensor: What is reduced; returned too.
+        group: The processes.
+        how: `mean`, `sum`, `max` and so on, or an operation of torch.distributed.
+    """
+    name = how.lower() if isinstance(how, str) else ""
+    is_mean = name in ("mean", "avg")  # which gloo has not
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, name.upper(), how), group=group)
+    if is_mean:
+        tensor.copy_(tensor / dist.get_world_size(group))
+    return tensor
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -18,12 +18,12 @@ from typing_extensions import override
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
     connect_processes,
     default_backend,
-    reduce_tensor,
     seed_workers,
 )
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
@@ -242,7 +242,7 @@ class MeshStrategy(StrategyBase):
         """Reduce over the replicas; the ranks of a pipeline hold the same metric values."""
         if self._mesh is None or self._mesh.replica_group is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_tensor(tensor, group or self._mesh.replica_group, reduce_op=reduce_op)
+        return reduce_in_place(tensor, group or self._mesh.replica_group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
