@@ -27,8 +27,8 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_tog
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
-from lightning_pfo.strategy.step.batch_check import check_same_batch
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.microbatches import default_num_microbatches, evaluation_microbatches
@@ -246,7 +246,7 @@ class PipelinedModel(ModuleWithPlaceholders):
                 batch,
                 (),
                 loss_scale_of(self._scaler, self.device),
-                average_over=self._mesh.replica_group,
+                average=True,
                 outputs="nobody",  # beside the loss
             )
         else:

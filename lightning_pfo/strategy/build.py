@@ -29,6 +29,7 @@ from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
     local_parameters,
     move_local_tensors,
+    parameters_by_end,
     release_others,
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
@@ -36,6 +37,7 @@ from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
+from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
@@ -45,6 +47,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
+from lightning_pfo.strategy.step.outside import allow_calls_outside_steps
 from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
@@ -61,6 +64,7 @@ class Pipeline:
         runner: Runs the user's steps on the engine.
         shared: What this rank holds together with others.
         held: Parameters this rank holds.
+        means: Averages gradients over replicas; None where there is one.
         description: The stages, for people.
         warnings: What people should know of how memory is divided.
     """
@@ -69,6 +73,7 @@ class Pipeline:
     runner: StepRunner
     shared: list[Shared]
     held: list[nn.Parameter]
+    means: ReplicaMeans | None
     description: str
     warnings: list[str]
 
@@ -94,7 +99,9 @@ def build_pipeline(
     batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
     batch_norm: str = "microbatch",
+    precise_gradients: bool = False,
     seed: int = 0,
+    meet: Callable[[str], object] | None = None,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
 
@@ -123,7 +130,9 @@ def build_pipeline(
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         batch_norm: When batch norms update their running statistics; see `defer_batch_norms`.
+        precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
+        meet: Notices ranks that call the model outside of steps alone; None: there is no calling it there.
 
     Raises:
         ConfigurationError: If there are no or several candidates to split, the model was split otherwise before, or
@@ -174,12 +183,14 @@ def build_pipeline(
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
-    held = local_parameters(model)
+    means = None
+    if replica_group is not None:
+        means = ReplicaMeans(replica_group, groups.hosts(replica_group), precise=precise_gradients)
     runner = StepRunner(
         engine,
         model,
         split,
-        held,
+        parameters_by_end(model, split.held, stages),
         shared,
         patches,
         replica_group,
@@ -187,13 +198,18 @@ def build_pipeline(
         check_loss=check_loss,
         compiled=compile,
         deferred=deferred,
+        means=means,
+        precise_gradients=precise_gradients,
     )
+    if meet is not None:
+        allow_calls_outside_steps(split, engine, meet)
     groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)
     partitioned = describe_partition(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    return Pipeline(engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement))
+    warnings = warnings_of(memory, split, placement)
+    return Pipeline(engine, runner, shared, local_parameters(model), means, f"{partitioned}\n{memory}", warnings)
 
 
 def _split(

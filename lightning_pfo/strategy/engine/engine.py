@@ -16,7 +16,7 @@ from torch import nn
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
 from lightning_pfo.strategy.engine.channels import make_channels
-from lightning_pfo.strategy.engine.executor import Executor
+from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
@@ -163,6 +163,7 @@ class PipelineEngine:
         loss_function: LossFunction,
         *,
         train: bool,
+        after_backward: AfterBackward | None = None,
     ) -> None:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
@@ -173,6 +174,7 @@ class PipelineEngine:
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
+            after_backward: Called after each backward, and each weight gradient.
 
         Raises:
             Exception: The first error of a stage of this rank; the iteration is finished first, since other ranks
@@ -191,7 +193,7 @@ class PipelineEngine:
             if train:
                 accumulate_only(self._layers)
             with torch.set_grad_enabled(train):
-                executor.run()
+                executor.run(after_backward)
             if train:
                 reduce_over_replicas(self._layers)
             failure = next((stage.failure for stage in executor.stages.values() if stage.failure), None)

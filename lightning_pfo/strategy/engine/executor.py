@@ -12,14 +12,14 @@ rank holds those of the microbatches in flight, however many an iteration has.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.channels import Channels
@@ -28,6 +28,11 @@ from lightning_pfo.strategy.parallel.groups import global_rank
 
 WAITS_IN = frozenset({__file__, distributed_c10d.__file__})
 """Source files in which a rank waits for others."""
+
+AfterBackward = Callable[[int, Sequence[int]], None]
+"""Takes the stage of a backward, and the stages of this rank that have done all of theirs by it."""
+
+_OF_WEIGHTS = (InstructionType.BACKWARD, InstructionType.WEIGHT_GRADIENT)
 
 _num_instructions = 0
 
@@ -93,16 +98,23 @@ class Executor:
             for producer, consumer in schedule.handovers().items()
             if schedule.rank_of(producer.stage) == schedule.rank_of(consumer.stage) == rank
         }
+        self._ends = _ends_of(schedule.orders[rank])
         self._ready: dict[Instruction, Tensors] = {}
         self._arriving: dict[Instruction, _Posted] = {}
         self._leaving: dict[int, deque[_Posted]] = defaultdict(deque)
 
-    def run(self) -> None:
-        """Run one iteration; a collective call of the pipeline's ranks."""
+    def run(self, after_backward: AfterBackward | None = None) -> None:
+        """Run one iteration; a collective call of the pipeline's ranks.
+
+        Args:
+            after_backward: Called after each backward, and each weight gradient.
+        """
         try:
             for number, step in enumerate(self._steps):
                 if isinstance(step, Instruction):
                     self._compute(step)
+                    if after_backward is not None and step.type in _OF_WEIGHTS:
+                        after_backward(step.stage, self._ends.get(step, ()))
                 else:
                     self._post(number, step)
             for peer in self._leaving:
@@ -151,3 +163,18 @@ class Executor:
         sends = self._leaving[peer]
         while sends and sends[0].number <= number:
             sends.popleft().wait()
+
+
+def _ends_of(order: Sequence[Instruction]) -> dict[Instruction, list[int]]:
+    """The stages that have done all their backwards by an instruction, from the last one on in any schedule.
+
+    A stage counts when those behind it have ended too, so that replicas under other schedules, as of a short batch,
+    see the same order.
+    """
+    last = {inst.stage: position for position, inst in enumerate(order) if inst.type in _OF_WEIGHTS}
+    ends: dict[Instruction, list[int]] = {}
+    position = 0
+    for stage in sorted(last, reverse=True):
+        position = max(position, last[stage])
+        ends.setdefault(order[position], []).append(stage)
+    return ends

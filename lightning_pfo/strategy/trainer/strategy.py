@@ -90,6 +90,8 @@ class PfoPipelineStrategy(StepStrategy):
             warning.
         batch_norm: When batch norms update their running statistics: `microbatch` (with each, as when gradients are
             accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
+        precise_gradients: Whether the gradients of a batch's microbatches, and of replicas, are added up in 32 bits
+            where parameters have 16 (`precision="bf16-true"`); takes 4 bytes for each parameter.
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
             stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
@@ -142,6 +144,7 @@ class PfoPipelineStrategy(StepStrategy):
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
+        precise_gradients: bool = False,
         gather: str = "all",
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -186,6 +189,7 @@ class PfoPipelineStrategy(StepStrategy):
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
         self._batch_norm = batch_norm
+        self._precise_gradients = precise_gradients
         if gather not in ("all", "rank0", "none"):
             raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
         self._gather = gather
@@ -259,9 +263,10 @@ class PfoPipelineStrategy(StepStrategy):
             batching=self._batching,
             check_loss=self._check_loss,
             batch_norm=self._batch_norm,
+            precise_gradients=self._precise_gradients,
             seed=self._seed,
+            meet=self.meet,
         )
-        pipeline.runner.allow_calls_outside_steps(self.meet)
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
             for warning in pipeline.warnings:

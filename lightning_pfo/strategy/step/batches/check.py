@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
 
-
 _BITS = 64
 _CHUNK = 1 << 20  # elements
 _MIX = 0x1E3779B97F4A7C15

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pfo.strategy.step.batch_check import checksum
+from lightning_pfo.strategy.step.batches.check import checksum
 
 
 def test_other_order_values_and_shapes_have_other_checksums():
