@@ -5,9 +5,9 @@
 A transfer happens when both ends have come to it (a rendezvous, as with nccl), so what is behind it in a queue waits
 for the slower of two ranks. The planner knows of no such waits. Here the transfers of `p2p_program` are played too,
 with queues of three kinds: one for all transfers of a rank, one for each pair of ranks, and one for each direction
-between two ranks, as the strategy posts them. Transfers themselves take no time. The clocks are those of plans that take
-1.0, 1.1, ... times as long as the fastest, on emulated A100s. Prints one JSON line for each schedule and plan: by how
-many percent each kind of queue makes the iteration longer.
+between two ranks, as the strategy posts them. Transfers themselves take no time. The clocks are those of plans that
+take 1.0, 1.1, ... times as long as the fastest, on emulated A100s. Prints one JSON line for each schedule and plan: by
+how many percent each kind of queue makes the iteration longer.
 """
 
 from __future__ import annotations
