@@ -149,10 +149,14 @@ class Executor:
             else:
                 call, peer = dist.irecv, transfer.source
                 tensors = self.stages[transfer.consumer.stage].make_buffers(transfer.consumer)
-            channel = self._channels.get((transfer.source, transfer.destination), self._group)
+            channel = self._channels.get((transfer.source, transfer.destination))
             peer_in_world = global_rank(self._group, peer)
-            operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in tensors]
-            posted = _Posted(number, peer, tensors, dist.batch_isend_irecv(operations) if operations else ())
+            if channel is None:
+                works = [call(tensor, peer_in_world, self._group) for tensor in tensors]
+            else:  # all at once: in a queue they would be many kernels
+                operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in tensors]
+                works = dist.batch_isend_irecv(operations) if operations else []
+            posted = _Posted(number, peer, tensors, works)
             if isinstance(step, Send):
                 self._leaving[peer].append(posted)
             else:

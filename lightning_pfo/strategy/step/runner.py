@@ -313,10 +313,11 @@ class StepRunner:
         def inside(stage: int | None, *, ends_here: bool) -> Iterator[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
             with ExitStack() as stack:
-                if stage is not None:
+                if stage is not None and changes:
                     stack.enter_context(buffers.of(stage))
                 stack.enter_context(kept.of(ends_here=ends_here, log=log))
-                stack.enter_context(without_synchronisation(self._metrics))
+                if self._metrics:
+                    stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:
                     stack.enter_context(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
                 yield

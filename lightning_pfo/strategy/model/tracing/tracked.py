@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
@@ -185,7 +186,29 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def plain(values: Any) -> Any:
     """The values that tracked tensors in a nested structure stand for."""
+    if type(values) is tuple and _LEAVES.issuperset(map(type, values)):  # as most arguments are: a tree takes longer
+        return tuple([value_of(value) if type(value) is Tracked else value for value in values])
+    if type(values) is dict and _LEAVES.issuperset(map(type, values.values())):
+        return {name: value_of(value) if type(value) is Tracked else value for name, value in values.items()}
     return tree_map_only(Tracked, value_of, values)
+
+
+_LEAVES = frozenset({Tracked, torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """All leaves of the arguments of a call, and what `unflattened` takes with them."""
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def unflattened(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that were flattened."""
+    if structure is None:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs
 
 
 def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
