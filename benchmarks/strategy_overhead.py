@@ -6,9 +6,9 @@
 Both train the same model on the same data with 1F1B on CPUs, in turn within one run: after each step of the Trainer, a
 callback runs a step by hand, so that both see the same machine. A step of the Trainer is all between two of those:
 loading the batch, the step, the optimizer, logging, all hooks. Prints one JSON line per case: medians of the step
-times (s), of the ratio of neighbouring steps, and of their difference (ms), and the CPU time of a process for each. With
-repeats, all cases are run again and again in turn, and each number is the median over the repeats. With replicas, the
-loop by hand wraps its stage in torch's DistributedDataParallel.
+times (s), of the ratio of neighbouring steps, and of their difference (ms), and the CPU time of a process for each.
+With repeats, all cases are run again and again in turn, and each number is the median over the repeats. With replicas,
+the loop by hand wraps its stage in torch's DistributedDataParallel.
 
 Cases: `small` shows the fixed cost of a step (in ten times as many steps), `large` has steps of some 300 ms or more,
 `profiler` and `plan` are `large` with that callback on an emulated GPU whose modelled times are shorter than the real
@@ -97,9 +97,8 @@ class ByHand:
         own: nn.Module = nn.Sequential(*layers[3 * self.rank : 3 * (self.rank + 1)])
         if replicas > 1:
             own = DistributedDataParallel(own, process_group=mesh.get_group("dp"))
-            of_replica = DistributedSampler(
-                loader.dataset, replicas, mesh.get_local_rank("dp")
-            )  # shuffles, as Lightning does
+            # which shuffles, as Lightning does
+            of_replica = DistributedSampler(loader.dataset, replicas, mesh.get_local_rank("dp"))
             loader = DataLoader(loader.dataset, loader.batch_size, sampler=of_replica)
         example = torch.zeros(microbatch, width, requires_grad=self.rank > 0)
         stage = PipelineStage(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -40,9 +39,8 @@ from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
-from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
+from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
-from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
@@ -93,7 +91,7 @@ def build_pipeline(
     group: dist.ProcessGroup | None = None,
     replica_group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
-    shard_over: DeviceMesh | None = None,
+    sharding: Sharding | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
     batching: Batching = DEFAULT_BATCHING,
@@ -124,7 +122,7 @@ def build_pipeline(
         group: The pipeline's processes; None is the world.
         replica_group: The processes that hold the same stages in other replicas; None where there is one replica.
         tensor_group: The processes that share this rank's layers; None without tensor parallelism.
-        shard_over: The replicas that parameters are divided over; None keeps them whole.
+        sharding: How layers are divided over the replicas; None keeps them whole.
         activation_checkpointing: Whether layers keep only their inputs and run again in backward.
         compile: Whether layers are compiled.
         batching: How batches are divided, and how much each microbatch counts.
@@ -146,6 +144,8 @@ def build_pipeline(
     batching.check_schedule(sample)
     if compile:
         check_compilable(sample)
+    if sharding is not None:
+        check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
@@ -160,12 +160,12 @@ def build_pipeline(
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
         recompute_activations(model, [unit.module for unit in own_layers], patches)
-    divided: dict[nn.Module, Holder] = {}
-    if shard_over is not None:
+    sharded = None
+    if sharding is not None:
         kept_whole = [parameter for each in shared for parameter in each.parameters]
-        divided = shard_over_replicas([unit.module for unit in own_layers], shard_over, kept_whole)
+        sharded = ShardedLayers([unit.module for unit in own_layers], sharding, kept_whole)
     for unit in own_layers:
-        unit.replacement = divided.get(unit.module)
+        unit.replacement = None if sharded is None else sharded.holders.get(unit.module)
     if compile:
         compile_layers(own_layers, patches)
     follow_units(split.units.all, patches)
@@ -175,7 +175,7 @@ def build_pipeline(
         make_schedule,
         device,
         groups,
-        layers=list(divided.values()),
+        sharded=sharded,
         group=group,
         place=(_rank_in(replica_group), _rank_in(tensor_group)),
         local_device_index=local_device_index,

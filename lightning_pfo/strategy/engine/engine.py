@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
@@ -19,7 +18,7 @@ from lightning_pfo.strategy.engine.channels import make_channels
 from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
+from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
 from lightning_pfo.strategy.parallel.groups import Groups
 
 LossFunction = Callable[[Any, int], torch.Tensor]
@@ -38,7 +37,7 @@ class PipelineEngine:
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
         groups: Makes groups of processes.
-        layers: What of these stages is divided over replicas.
+        sharded: What of these stages is divided over replicas; None: nothing.
         group: Process group of the pipeline; None is the world.
         place: Which replica of the pipeline, and which part of its layers, this process is.
         local_device_index: Index of this rank's GPU on its node.
@@ -53,7 +52,7 @@ class PipelineEngine:
         device: torch.device,
         groups: Groups,
         *,
-        layers: Sequence[nn.Module] = (),
+        sharded: ShardedLayers | None = None,
         group: dist.ProcessGroup | None = None,
         place: tuple[int, int] = (0, 0),
         local_device_index: int = 0,
@@ -71,7 +70,7 @@ class PipelineEngine:
         self.iteration = 0
         self._groups = groups
         self._channels = make_channels(placement, group, groups)
-        self._layers = layers
+        self._sharded = sharded
         self.placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
@@ -190,12 +189,12 @@ class PipelineEngine:
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
                 stage.failure = None
-            if train:
-                accumulate_only(self._layers)
+            if train and self._sharded is not None:
+                self._sharded.begin()
             with torch.set_grad_enabled(train):
                 executor.run(after_backward)
-            if train:
-                reduce_over_replicas(self._layers)
+            if train and self._sharded is not None:
+                self._sharded.end()
             failure = next((stage.failure for stage in executor.stages.values() if stage.failure), None)
             if failure is not None:
                 raise failure
@@ -203,8 +202,8 @@ class PipelineEngine:
             self._loss_function = None
             for stage in executor.stages.values():
                 stage.programs, stage.step, stage.failure = (), None, None
-            if not train:
-                release_gathered(self._layers)
+            if not train and self._sharded is not None:
+                self._sharded.release()
 
     def _executor(self, num_microbatches: int, train: bool) -> Executor:
         assert self.schedule is not None or not train
