@@ -1,11 +1,14 @@
 """A step of `Trainer.fit` with pfo_pipeline against a hand-written loop on torch.distributed.pipelining.
 
-    python benchmarks/strategy_overhead.py [--ranks 2] [--steps 40] [--cases small large profiler plan]
+    python benchmarks/strategy_overhead.py [--ranks 2] [--steps 40] [--repeats 3] [--cases small large profiler plan]
+    python benchmarks/strategy_overhead.py --replicas 2 --cases small large
 
 Both train the same model on the same data with 1F1B on CPUs, in turn within one run: after each step of the Trainer, a
 callback runs a step by hand, so that both see the same machine. A step of the Trainer is all between two of those:
 loading the batch, the step, the optimizer, logging, all hooks. Prints one JSON line per case: medians of the step
 times (s), of the ratio of neighbouring steps, and of their difference (ms), and the CPU time of a process for each.
+With repeats, all cases are run again and again in turn, and each number is the median over the repeats. With replicas,
+the loop by hand wraps its stage in torch's DistributedDataParallel.
 
 Cases: `small` shows the fixed cost of a step (in ten times as many steps), `large` has steps of some 300 ms or more,
 `profiler` and `plan` are `large` with that callback on an emulated GPU whose modelled times are shorter than the real
@@ -31,8 +34,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -56,10 +61,10 @@ def make_model(width: int, num_ranks: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make_loader(width: int, microbatch: int, steps: int) -> DataLoader[Any]:
-    """One batch for each step, in order."""
+def make_loader(width: int, microbatch: int, steps: int, replicas: int) -> DataLoader[Any]:
+    """One batch for each step and replica, in order."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(steps * NUM_MICROBATCHES * microbatch, width, generator=generator)
+    x = torch.randn(steps * replicas * NUM_MICROBATCHES * microbatch, width, generator=generator)
     return DataLoader(TensorDataset(x, x.roll(1, 1)), batch_size=NUM_MICROBATCHES * microbatch)
 
 
@@ -83,12 +88,18 @@ class Module(L.LightningModule):
 
 
 class ByHand:
-    """What one writes without Lightning: a stage, torch's schedule, an optimizer, a loop."""
+    """What one writes without Lightning: a stage, torch's schedule, an optimizer, a loop; DDP for replicas."""
 
-    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any]) -> None:
-        self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any], replicas: int) -> None:
+        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+        self.rank, num_ranks = mesh.get_local_rank("pp"), mesh.size(1)
         layers = make_model(width, num_ranks)
-        own = nn.Sequential(*layers[3 * self.rank : 3 * (self.rank + 1)])
+        own: nn.Module = nn.Sequential(*layers[3 * self.rank : 3 * (self.rank + 1)])
+        if replicas > 1:
+            own = DistributedDataParallel(own, process_group=mesh.get_group("dp"))
+            # which shuffles, as Lightning does
+            of_replica = DistributedSampler(loader.dataset, replicas, mesh.get_local_rank("dp"))
+            loader = DataLoader(loader.dataset, loader.batch_size, sampler=of_replica)
         example = torch.zeros(microbatch, width, requires_grad=self.rank > 0)
         stage = PipelineStage(
             own,
@@ -97,6 +108,7 @@ class ByHand:
             torch.device("cpu"),
             input_args=example,
             output_args=torch.zeros(microbatch, width, requires_grad=True),
+            group=mesh.get_group("pp"),
         )
         self.is_last = self.rank == num_ranks - 1
         self.schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=nn.functional.mse_loss)
@@ -127,8 +139,8 @@ def restless_plan(num_ranks: int) -> FrequencyPlan:
 class InTurn(L.Callback):
     """Runs a step by hand after each step of the Trainer, and takes the times of both."""
 
-    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any]) -> None:
-        self._arguments = (width, microbatch, loader)
+    def __init__(self, width: int, microbatch: int, loader: DataLoader[Any], replicas: int) -> None:
+        self._arguments = (width, microbatch, loader, replicas)
         self.seconds: list[tuple[float, float]] = []
         self.cpu_seconds: list[tuple[float, float]] = []
         self.losses: list[torch.Tensor] = []
@@ -153,20 +165,20 @@ class InTurn(L.Callback):
         return time.perf_counter(), time.process_time()
 
 
-def measure(case: str, num_ranks: int, steps: int, folder: Path) -> dict[str, Any]:
+def measure(case: str, num_ranks: int, replicas: int, steps: int, folder: Path) -> dict[str, Any]:
     """Run one case; returns what is printed."""
     width, microbatch = SIZES["small" if case == "small" else "large"]
     steps = (10 if case == "small" else 1) * steps + WARM_UP_STEPS
-    loader = make_loader(width, microbatch, steps)
-    in_turn = InTurn(width, microbatch, loader)
+    loader = make_loader(width, microbatch, steps, replicas)
+    in_turn = InTurn(width, microbatch, loader, replicas)
     callbacks: dict[str, list[L.Callback]] = {
         "profiler": [EnergyProfilerCallback(folder / "profile.csv", gpu=GPU, iterations_per_clock=10 * steps)],
         "plan": [FrequencyPlanCallback(restless_plan(num_ranks), gpu=GPU)],
     }
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=num_ranks,
-        strategy=PfoPipelineStrategy(num_microbatches=NUM_MICROBATCHES),
+        devices=num_ranks * replicas,
+        strategy=PfoPipelineStrategy(num_microbatches=NUM_MICROBATCHES, data_parallel_size=replicas),
         max_epochs=1,
         callbacks=[*callbacks.get(case, []), in_turn],
         logger=False,
@@ -183,6 +195,7 @@ def measure(case: str, num_ranks: int, steps: int, folder: Path) -> dict[str, An
     return {
         "case": case,
         "ranks": num_ranks,
+        "replicas": replicas,
         "steps": len(seconds),
         "trainer_s": round(median(trainer for trainer, _ in seconds), 5),
         "by_hand_s": round(median(by_hand for _, by_hand in seconds), 5),
@@ -199,16 +212,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--cases", nargs="+", default=["small", "large", "profiler", "plan"])
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for case in options.cases:
-            result = measure(case, options.ranks, options.steps, Path(folder))
-            if dist.get_rank() == 0:
-                sys.stdout.write(json.dumps(result) + "\n")
-                sys.stdout.flush()
+        results: dict[str, list[dict[str, Any]]] = {case: [] for case in options.cases}
+        for _ in range(options.repeats):
+            for case, found in results.items():
+                found.append(measure(case, options.ranks, options.replicas, options.steps, Path(folder)))
+        if dist.get_rank() == 0:
+            for case, found in results.items():
+                medians = {
+                    name: round(median(result[name] for result in found), 5) for name in found[0] if name != "case"
+                }
+                sys.stdout.write(json.dumps({"case": case, **medians}) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import model_zoo
 import on_gpu
 import own_clock
 import planner_ablation
+import rendezvous
 from pipelines import emulate, evaluation_set
 
 
@@ -133,6 +134,12 @@ def test_the_ablation_judges_every_variant_by_the_best_bound() -> None:
         assert max(result.gaps) <= max(result.own_gaps) + 1e-9
         assert result.saving > 10
     assert sum(results["best"].gaps) <= sum(results["fast"].gaps)
+
+
+def test_queues_by_direction_cost_no_time_and_one_queue_for_all_does() -> None:
+    (lost,) = rendezvous.losses("interleaved_1f1b", 4, 8, [1.1])
+    assert lost["rank"] > 3
+    assert lost["direction"] == 0
 
 
 def test_a_cluster_of_emulated_gpus_trains_in_cloned_processes() -> None:

@@ -30,10 +30,10 @@ from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.reductions import average_gradients
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.gradients import do_nothing
 
 _log = logging.getLogger(__name__)
 
@@ -146,11 +146,13 @@ class PipelinedModel(ModelState):
         batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
         self._averages = True
+        self._left_by_no_sync = False
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
             make_schedule,
             self.device,
+            self._mesh.groups,
             self.patches,
             pipeline_module=None if pipeline_module is None else f"module.{pipeline_module}",
             partition=partition,
@@ -274,6 +276,8 @@ class PipelinedModel(ModelState):
         self._together.begin("training", inputs.batch)
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
         loss_scale = loss_scale_of(self._scaler, self.device)
+        left, self._left_by_no_sync = self._left_by_no_sync, not self._averages
+        together = self._averages and left
         output = self._pipeline.runner.train(
             self._call.loss,
             number,
@@ -281,7 +285,8 @@ class PipelinedModel(ModelState):
             inputs.batch,
             (),
             loss_scale,
-            then=self._average_gradients,
+            then=self._average_gradients if together else do_nothing,
+            average=self._averages and not together,
             outputs="nobody",  # beside the loss
         )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
@@ -290,8 +295,8 @@ class PipelinedModel(ModelState):
         return LossOutput(loss=loss) if isinstance(output, dict) else loss
 
     def _average_gradients(self) -> None:
-        if self._averages:
-            average_gradients(self._pipeline.held, self._mesh.replica_group)
+        if self._pipeline.means is not None:
+            self._pipeline.means.average(self._pipeline.held)
 
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -29,6 +28,7 @@ from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
     local_parameters,
     move_local_tensors,
+    parameters_by_end,
     release_others,
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
@@ -36,15 +36,16 @@ from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
+from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
-from lightning_pfo.strategy.parallel.fsdp import check_not_sharded, shard_over_replicas
-from lightning_pfo.strategy.parallel.groups import Shared, copy_from_first, share
-from lightning_pfo.strategy.parallel.holder import Holder
+from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
+from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
+from lightning_pfo.strategy.step.outside import allow_calls_outside_steps
 from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
@@ -61,6 +62,7 @@ class Pipeline:
         runner: Runs the user's steps on the engine.
         shared: What this rank holds together with others.
         held: Parameters this rank holds.
+        means: Averages gradients over replicas; None where there is one.
         description: The stages, for people.
         warnings: What people should know of how memory is divided.
     """
@@ -69,6 +71,7 @@ class Pipeline:
     runner: StepRunner
     shared: list[Shared]
     held: list[nn.Parameter]
+    means: ReplicaMeans | None
     description: str
     warnings: list[str]
 
@@ -77,6 +80,7 @@ def build_pipeline(
     model: nn.Module,
     make_schedule: Callable[[int], PipelineSchedule],
     device: torch.device,
+    groups: Groups,
     patches: Patches,
     *,
     pipeline_module: str | None = None,
@@ -87,13 +91,15 @@ def build_pipeline(
     group: dist.ProcessGroup | None = None,
     replica_group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
-    shard_over: DeviceMesh | None = None,
+    sharding: Sharding | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
     batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
     batch_norm: str = "microbatch",
+    precise_gradients: bool = False,
     seed: int = 0,
+    meet: Callable[[str], object] | None = None,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
 
@@ -105,6 +111,7 @@ def build_pipeline(
         model: The user's module; changed in place.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
+        groups: Makes groups of processes.
         patches: Closing it gives the module back: its steps, layers and metrics are as the user wrote them.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them, see `find_units`.
         partition: Which layers go to which stage; see `partition_layers`.
@@ -115,13 +122,15 @@ def build_pipeline(
         group: The pipeline's processes; None is the world.
         replica_group: The processes that hold the same stages in other replicas; None where there is one replica.
         tensor_group: The processes that share this rank's layers; None without tensor parallelism.
-        shard_over: The replicas that parameters are divided over; None keeps them whole.
+        sharding: How layers are divided over the replicas; None keeps them whole.
         activation_checkpointing: Whether layers keep only their inputs and run again in backward.
         compile: Whether layers are compiled.
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         batch_norm: When batch norms update their running statistics; see `defer_batch_norms`.
+        precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
+        meet: Notices ranks that call the model outside of steps alone; None: there is no calling it there.
 
     Raises:
         ConfigurationError: If there are no or several candidates to split, the model was split otherwise before, or
@@ -135,6 +144,8 @@ def build_pipeline(
     batching.check_schedule(sample)
     if compile:
         check_compilable(sample)
+    if sharding is not None:
+        check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
@@ -143,18 +154,18 @@ def build_pipeline(
     release_others(model, split.held, stages)
     move_local_tensors(model, device)
     holders = {name: frozenset(placement[stage] for stage in of_name) for name, of_name in split.held.items()}
-    shared = share(named_tensors(model), holders, group, device)
+    shared = share(named_tensors(model), holders, group, groups)
     _agree_on_initial_values(model, shared, replica_group, tensor_group)
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
         recompute_activations(model, [unit.module for unit in own_layers], patches)
-    divided: dict[nn.Module, Holder] = {}
-    if shard_over is not None:
+    sharded = None
+    if sharding is not None:
         kept_whole = [parameter for each in shared for parameter in each.parameters]
-        divided = shard_over_replicas([unit.module for unit in own_layers], shard_over, kept_whole)
+        sharded = ShardedLayers([unit.module for unit in own_layers], sharding, kept_whole)
     for unit in own_layers:
-        unit.replacement = divided.get(unit.module)
+        unit.replacement = None if sharded is None else sharded.holders.get(unit.module)
     if compile:
         compile_layers(own_layers, patches)
     follow_units(split.units.all, patches)
@@ -163,7 +174,8 @@ def build_pipeline(
         placement,
         make_schedule,
         device,
-        layers=list(divided.values()),
+        groups,
+        sharded=sharded,
         group=group,
         place=(_rank_in(replica_group), _rank_in(tensor_group)),
         local_device_index=local_device_index,
@@ -171,12 +183,14 @@ def build_pipeline(
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
-    held = local_parameters(model)
+    means = None
+    if replica_group is not None:
+        means = ReplicaMeans(replica_group, groups.hosts(replica_group), precise=precise_gradients)
     runner = StepRunner(
         engine,
         model,
         split,
-        held,
+        parameters_by_end(model, split.held, stages),
         shared,
         patches,
         replica_group,
@@ -184,12 +198,18 @@ def build_pipeline(
         check_loss=check_loss,
         compiled=compile,
         deferred=deferred,
+        means=means,
+        precise_gradients=precise_gradients,
     )
+    if meet is not None:
+        allow_calls_outside_steps(split, engine, meet)
+    groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)
     partitioned = describe_partition(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    return Pipeline(engine, runner, shared, held, f"{partitioned}\n{memory}", warnings_of(memory, split, placement))
+    warnings = warnings_of(memory, split, placement)
+    return Pipeline(engine, runner, shared, local_parameters(model), means, f"{partitioned}\n{memory}", warnings)
 
 
 def _split(

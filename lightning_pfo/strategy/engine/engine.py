@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
-from lightning_pfo.strategy.engine.executor import Executor
+from lightning_pfo.strategy.engine.channels import make_channels
+from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.parallel.fsdp import accumulate_only, reduce_over_replicas, release_gathered
-from lightning_pfo.strategy.parallel.groups import host_group
+from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
+from lightning_pfo.strategy.parallel.groups import Groups
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
@@ -36,7 +36,8 @@ class PipelineEngine:
         placement: Rank of every stage.
         make_schedule: Makes the schedule of training iterations for a number of microbatches.
         device: Device of this rank.
-        layers: What of these stages is divided over replicas.
+        groups: Makes groups of processes.
+        sharded: What of these stages is divided over replicas; None: nothing.
         group: Process group of the pipeline; None is the world.
         place: Which replica of the pipeline, and which part of its layers, this process is.
         local_device_index: Index of this rank's GPU on its node.
@@ -49,8 +50,9 @@ class PipelineEngine:
         placement: Sequence[int],
         make_schedule: Callable[[int], PipelineSchedule],
         device: torch.device,
+        groups: Groups,
         *,
-        layers: Sequence[nn.Module] = (),
+        sharded: ShardedLayers | None = None,
         group: dist.ProcessGroup | None = None,
         place: tuple[int, int] = (0, 0),
         local_device_index: int = 0,
@@ -66,7 +68,9 @@ class PipelineEngine:
         self.place = place
         self.schedule: PipelineSchedule | None = None
         self.iteration = 0
-        self._layers = layers
+        self._groups = groups
+        self._channels = make_channels(placement, group, groups)
+        self._sharded = sharded
         self.placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
@@ -126,7 +130,7 @@ class PipelineEngine:
     def host_group(self, *, everywhere: bool = False) -> dist.ProcessGroup | None:
         """See `InstructionSource.host_group`."""
         if everywhere not in self._hosts:
-            self._hosts[everywhere] = host_group(None if everywhere else self.group, self.device)
+            self._hosts[everywhere] = self._groups.hosts(None if everywhere else self.group)
         return self._hosts[everywhere]
 
     def set_num_microbatches(self, num_microbatches: int) -> None:
@@ -158,6 +162,7 @@ class PipelineEngine:
         loss_function: LossFunction,
         *,
         train: bool,
+        after_backward: AfterBackward | None = None,
     ) -> None:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
@@ -168,6 +173,7 @@ class PipelineEngine:
             loss_function: Called on the rank of the last stage only; in training its sum over microbatches is
                 differentiated.
             train: Whether to run backward.
+            after_backward: Called after each backward, and each weight gradient.
 
         Raises:
             Exception: The first error of a stage of this rank; the iteration is finished first, since other ranks
@@ -183,12 +189,12 @@ class PipelineEngine:
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
                 stage.failure = None
-            if train:
-                accumulate_only(self._layers)
+            if train and self._sharded is not None:
+                self._sharded.begin()
             with torch.set_grad_enabled(train):
-                executor.run()
-            if train:
-                reduce_over_replicas(self._layers)
+                executor.run(after_backward)
+            if train and self._sharded is not None:
+                self._sharded.end()
             failure = next((stage.failure for stage in executor.stages.values() if stage.failure), None)
             if failure is not None:
                 raise failure
@@ -196,8 +202,8 @@ class PipelineEngine:
             self._loss_function = None
             for stage in executor.stages.values():
                 stage.programs, stage.step, stage.failure = (), None, None
-            if not train:
-                release_gathered(self._layers)
+            if not train and self._sharded is not None:
+                self._sharded.release()
 
     def _executor(self, num_microbatches: int, train: bool) -> Executor:
         assert self.schedule is not None or not train
@@ -207,7 +213,7 @@ class PipelineEngine:
             if schedule is None:  # of a batch with few samples, or evaluation
                 schedule = (all_forwards_first if train else forward_only)(self.placement, num_microbatches)
             stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
-            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group)
+            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group, self._channels)
         return self._executors[train, num_microbatches]
 
     def _make_stage(self, stage: int, train: bool, *, tell: bool = False) -> Stage:

@@ -3,7 +3,7 @@
 Posting a transfer never blocks. A rank waits at two places only: for the inputs of its next instruction, and at the end
 of the iteration for its last sends. What it has posted before follows one order that all ranks share, so the transfers
 of a program that `find_deadlock` has passed finish on every backend: gloo, where each goes its own way, and nccl, where
-all of a rank's transfers may share one queue.
+those of one direction share a queue (see `channels`).
 
 gloo transfers host memory only: tensors of a GPU go by way of it, and the host waits for the GPU before each send. That
 is for trying out, as several ranks on one GPU, which nccl refuses.
@@ -15,7 +15,7 @@ rank holds those of the microbatches in flight, however many an iteration has.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_pfo.core.instruction import Instruction
+from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.engine.channels import Channels
 from lightning_pfo.strategy.engine.stage import Stage, Tensors
+from lightning_pfo.strategy.parallel.groups import global_rank
 
 WAITS_IN = frozenset({__file__, distributed_c10d.__file__})
 """Source files in which a rank waits for others."""
+
+AfterBackward = Callable[[int, Sequence[int]], None]
+"""Takes the stage of a backward, and the stages of this rank that have done all of theirs by it."""
+
+_OF_WEIGHTS = (InstructionType.BACKWARD, InstructionType.WEIGHT_GRADIENT)
 
 _num_instructions = 0
 
@@ -83,14 +90,20 @@ class Executor:
         schedule: What every rank executes.
         stages: The stages of this rank by index.
         group: Process group of the pipeline; None is the world.
+        channels: Groups for transfers in one direction.
     """
 
     def __init__(
-        self, schedule: PipelineSchedule, stages: Mapping[int, Stage], group: dist.ProcessGroup | None
+        self,
+        schedule: PipelineSchedule,
+        stages: Mapping[int, Stage],
+        group: dist.ProcessGroup | None,
+        channels: Channels,
     ) -> None:
         rank = dist.get_rank(group)
         self.stages = dict(stages)
         self._group = group
+        self._channels = channels
         self._steps: list[Instruction | list[Send | Receive]] = []
         for step in p2p_program(schedule)[rank]:
             if isinstance(step, Instruction):
@@ -104,16 +117,23 @@ class Executor:
             for producer, consumer in schedule.handovers().items()
             if schedule.rank_of(producer.stage) == schedule.rank_of(consumer.stage) == rank
         }
+        self._ends = _ends_of(schedule.orders[rank])
         self._ready: dict[Instruction, Tensors] = {}
         self._arriving: dict[Instruction, _Posted] = {}
         self._leaving: dict[int, deque[_Posted]] = defaultdict(deque)
 
-    def run(self) -> None:
-        """Run one iteration; a collective call of the pipeline's ranks."""
+    def run(self, after_backward: AfterBackward | None = None) -> None:
+        """Run one iteration; a collective call of the pipeline's ranks.
+
+        Args:
+            after_backward: Called after each backward, and each weight gradient.
+        """
         try:
             for number, step in enumerate(self._steps):
                 if isinstance(step, Instruction):
                     self._compute(step)
+                    if after_backward is not None and step.type in _OF_WEIGHTS:
+                        after_backward(step.stage, self._ends.get(step, ()))
                 else:
                     self._post(number, step)
             for peer in self._leaving:
@@ -139,29 +159,27 @@ class Executor:
         self._ready[self._local_consumer.get(instruction, instruction)] = produced
 
     def _post(self, number: int, steps: Sequence[Send | Receive]) -> None:
-        operations: list[dist.P2POp] = []
-        transfers: list[tuple[Send | Receive, int, Tensors, Tensors]] = []
         for step in steps:
+            transfer = step.transfer
             call: Any
             if isinstance(step, Send):
-                call, peer = dist.isend, step.transfer.destination
-                tensors = self._ready.pop(step.transfer.producer)
+                call, peer = dist.isend, transfer.destination
+                tensors = self._ready.pop(transfer.producer)
             else:
-                call, peer = dist.irecv, step.transfer.source
-                tensors = self.stages[step.transfer.consumer.stage].make_buffers(step.transfer.consumer)
+                call, peer = dist.irecv, transfer.source
+                tensors = self.stages[transfer.consumer.stage].make_buffers(transfer.consumer)
             sent = self._transferable(tensors, holds_data=isinstance(step, Send))
-            transfers.append((step, peer, tensors, sent))
-            operations += [dist.P2POp(call, tensor, group=self._group, group_peer=peer) for tensor in sent]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        one_for_all = len(works) != len(operations)  # nccl's
-        position = 0
-        for step, peer, tensors, sent in transfers:
-            own = works if one_for_all else works[position : position + len(tensors)]
-            position += len(tensors)
+            channel = self._channels.get((transfer.source, transfer.destination))
+            peer_in_world = global_rank(self._group, peer)
+            if channel is None:
+                works = [call(tensor, peer_in_world, self._group) for tensor in sent]
+            else:  # all at once: in a queue they would be many kernels
+                operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in sent]
+                works = dist.batch_isend_irecv(operations) if operations else []
             if isinstance(step, Send):
-                self._leaving[peer].append(_Posted(number, peer, sent, own))
+                self._leaving[peer].append(_Posted(number, peer, sent, works))
             else:
-                self._arriving[step.transfer.consumer] = _Posted(number, peer, tensors, own, sent)
+                self._arriving[transfer.consumer] = _Posted(number, peer, tensors, works, sent)
 
     def _transferable(self, tensors: Tensors, *, holds_data: bool) -> Tensors:
         """The tensors, or in place of those that go by the host others there, with their data if they hold any."""
@@ -174,3 +192,18 @@ class Executor:
         sends = self._leaving[peer]
         while sends and sends[0].number <= number:
             sends.popleft().wait()
+
+
+def _ends_of(order: Sequence[Instruction]) -> dict[Instruction, list[int]]:
+    """The stages that have done all their backwards by an instruction, from the last one on in any schedule.
+
+    A stage counts when those behind it have ended too, so that replicas under other schedules, as of a short batch,
+    see the same order.
+    """
+    last = {inst.stage: position for position, inst in enumerate(order) if inst.type in _OF_WEIGHTS}
+    ends: dict[Instruction, list[int]] = {}
+    position = 0
+    for stage in sorted(last, reverse=True):
+        position = max(position, last[stage])
+        ends.setdefault(order[position], []).append(stage)
+    return ends

@@ -92,3 +92,15 @@ def move_local_tensors(module: nn.Module, device: torch.device) -> None:
 def local_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of `module` that this rank holds."""
     return [parameter for parameter in module.parameters() if not parameter.is_meta]
+
+
+def parameters_by_end(root: nn.Module, users: Users, stages: Collection[int]) -> dict[int, list[nn.Parameter]]:
+    """The parameters that a rank holds, by the stage that uses them last in an iteration.
+
+    That is the first: the last backward of a stage comes after that of the stage behind it.
+    """
+    by_end: dict[int, list[nn.Parameter]] = {stage: [] for stage in sorted(stages)}
+    for name, parameter in root.named_parameters():
+        if not parameter.is_meta:
+            by_end[min(users[name] & set(stages))].append(parameter)
+    return by_end

@@ -5,47 +5,117 @@ Layers keep their names, so optimizers and checkpoints see nothing of it; FSDP2 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP, finish_backward
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"
 
 
-def shard_over_replicas(
-    layers: Iterable[nn.Module], mesh: DeviceMesh, kept_whole: Iterable[nn.Parameter]
-) -> dict[nn.Module, Holder]:
-    """Divide the parameters of each layer over its replicas with FSDP2; layers stay divided.
+@dataclass(frozen=True)
+class Sharding:
+    """How layers are divided over replicas.
 
-    A layer is gathered once for an iteration, not for each microbatch, so what replicas save is the memory of gradients
-    and optimizer states, and that of weights between iterations (ZeRO stage 2).
+    Attributes:
+        mesh: The replicas.
+        zero_stage: What is divided while an iteration runs, in the words of ZeRO: the states of optimizers (1), the
+            sums of gradients too, which takes an exchange for each microbatch (2), and weights too, which are gathered
+            for each forward and each backward (3).
+        precision: Types of gathered weights and exchanged gradients; None: those of the parameters.
+    """
+
+    mesh: DeviceMesh
+    zero_stage: int = 1
+    precision: MixedPrecisionPolicy | None = None
+
+
+def check_shardable(sharding: Sharding, schedule: PipelineSchedule) -> None:
+    """Check that a schedule can run divided layers.
+
+    Raises:
+        ConfigurationError: If it computes weight gradients on their own, and weights or gradients are exchanged for
+            each microbatch: that is done with the gradients of inputs, when those of weights are not there yet.
+    """
+    splits = any(inst.type == InstructionType.WEIGHT_GRADIENT for order in schedule.orders for inst in order)
+    if splits and sharding.zero_stage > 1:
+        raise ConfigurationError(
+            f"schedule={schedule.name!r} computes the gradients of weights after those of inputs, but "
+            f"fully_shard='zero{sharding.zero_stage}' exchanges gradients with those of inputs. Use "
+            f"fully_shard='zero1', or schedule='1f1b' or 'interleaved_1f1b'."
+        )
+
+
+class ShardedLayers:
+    """Layers of a rank that are divided, and stay so.
 
     Args:
         layers: The layers of a rank.
-        mesh: The replicas.
+        sharding: How they are divided.
         kept_whole: Parameters that are not divided.
 
-    Returns:
-        What is to be called in place of the `forward` of a divided layer.
+    Attributes:
+        holders: What is to be called in place of the `forward` of a divided layer.
 
     Raises:
         ConfigurationError: If the installed torch cannot.
     """
-    _check_torch(mesh.device_type)
-    ignored = set(kept_whole)
-    for layer in dict.fromkeys(layers):
-        if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
-            holder = Holder(layer, layer.forward)
-            fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=ignored)
-            layer.__dict__[_SHARDED] = holder
-    return {layer: layer.__dict__[_SHARDED] for layer in layers if _SHARDED in layer.__dict__}
+
+    def __init__(self, layers: Iterable[nn.Module], sharding: Sharding, kept_whole: Iterable[nn.Parameter]) -> None:
+        _check_torch(sharding.mesh.device_type)
+        ignored = set(kept_whole)
+        self._stage = sharding.zero_stage
+        self.holders: dict[nn.Module, Holder] = {}
+        for layer in dict.fromkeys(layers):
+            if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
+                holder = Holder(layer, layer.forward)
+                fully_shard(
+                    holder,
+                    mesh=sharding.mesh,
+                    mp_policy=_as_traced(sharding.precision),
+                    ignored_params=ignored,
+                )
+                layer.__dict__[_SHARDED] = holder
+            if _SHARDED in layer.__dict__:
+                self.holders[layer] = layer.__dict__[_SHARDED]
+        for divided in self._divided():
+            divided.set_reshard_after_forward(self._stage == 3)
+
+    def begin(self) -> None:
+        """An iteration with backwards begins."""
+        for layer in self._divided():
+            _exchange_gradients(layer, enabled=self._stage > 1, reshard=self._stage == 3)
+
+    def end(self) -> None:
+        """Its backwards are over: average the gradients over the replicas, and let go of gathered parameters.
+
+        FSDP2 does so in the hooks of the last backward. The last backward of a schedule may be one of weights only,
+        which runs no hooks, so they are called here, as torch's own pipeline stages do.
+        """
+        for layer in self._divided():
+            _exchange_gradients(layer, enabled=True, reshard=True)
+            if self._stage == 1:
+                finish_backward(layer)
+        self.release()
+
+    def release(self) -> None:
+        """Let go of gathered parameters, which would be out of date after the next optimizer step."""
+        for layer in self._divided():
+            layer.reshard()
+
+    def _divided(self) -> Iterator[FSDPModule]:
+        for holder in self.holders.values():
+            assert isinstance(holder, FSDPModule)
+            yield holder
 
 
 def holders_of(module: nn.Module) -> list[nn.Module]:
@@ -59,35 +129,16 @@ def forget_division(module: nn.Module) -> None:
         each.__dict__.pop(_SHARDED, None)
 
 
-def accumulate_only(layers: Iterable[nn.Module]) -> None:
-    """Let the backwards that follow add up the gradients of divided layers without exchanging them."""
-    for layer in layers:
-        if isinstance(layer, FSDPModule):
-            _exchange_gradients(layer, False)
+def _as_traced(precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """A policy under which layers return what they return in the trace, where nothing is divided."""
+    if precision is None or precision.output_dtype is not None:
+        return precision or MixedPrecisionPolicy()
+    return replace(precision, output_dtype=torch.get_default_dtype())
 
 
-def reduce_over_replicas(layers: Iterable[nn.Module]) -> None:
-    """Average the added-up gradients of divided layers over the replicas, and let go of gathered parameters.
-
-    FSDP2 does so in the hooks of the last backward. The last backward of a schedule may be one of weights only, which
-    runs no hooks, so they are called here, as torch's own pipeline stages do.
-    """
-    for layer in layers:
-        if isinstance(layer, FSDPModule):
-            _exchange_gradients(layer, True)
-            finish_backward(layer)
-
-
-def release_gathered(layers: Iterable[nn.Module]) -> None:
-    """Let go of gathered parameters, which would be out of date after the next optimizer step."""
-    for layer in layers:
-        if isinstance(layer, FSDPModule):
-            layer.reshard()
-
-
-def _exchange_gradients(layer: FSDPModule, enabled: bool) -> None:
+def _exchange_gradients(layer: FSDPModule, *, enabled: bool, reshard: bool) -> None:
     layer.set_is_last_backward(enabled)
-    layer.set_reshard_after_backward(enabled)
+    layer.set_reshard_after_backward(reshard)
     layer.set_requires_gradient_sync(enabled)
 
 

@@ -1,10 +1,12 @@
-"""Groups of processes: who is who in one, and groups in which hosts agree without their devices."""
+"""Groups of processes: who is who in one, and groups that are made once and go together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,51 +20,106 @@ def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def host_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """The processes of `group` for agreements between hosts that devices have no part in; a collective call.
+class Wanted(NamedTuple):
+    """A group that is to be made.
+
+    Attributes:
+        ranks: Its ranks in the world.
+        backend: Its backend; None is the world's.
+        use: What for, where the same processes need several.
+    """
+
+    ranks: tuple[int, ...]
+    backend: str | None = None
+    use: str = ""
+
+
+class Groups:
+    """The groups of some processes of the world that one pipeline uses, which may have those of others too.
+
+    Each is made once, however many pipelines (and Trainers) use it, and goes with the world at the latest.
 
     Args:
-        group: The pipeline's process group.
-        device: The device of its collectives.
+        device_type: Of the devices of the processes.
+        timeout: How long processes wait for each other in a group; None is torch's default.
+
+    Attributes:
+        backends: Those of processes that talk with their devices, and as hosts: one does for both on CPUs.
     """
-    if device.type == "cpu":
-        return group
-    return _group_of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo")
+
+    def __init__(self, device_type: str, timeout: timedelta | None = None) -> None:
+        assert dist.group.WORLD is not None
+        self.backends: tuple[str | None, ...] = (None,) if device_type == "cpu" else (None, "gloo")
+        self._timeout = timeout
+        self._made = _made.setdefault(dist.group.WORLD, {})
+
+    def of(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """A group of some processes.
+
+        A collective call of these, none of which makes groups with others at the same time: see `together`.
+        """
+        return self._make(Wanted(tuple(ranks), backend), of_these_only=True)
+
+    def together(self, wanted: Sequence[Wanted]) -> list[dist.ProcessGroup]:
+        """Groups of processes that overlap; a collective call of the world.
+
+        Processes that make several overlapping groups without the others (`use_local_synchronization`) wait for each
+        other for ever, even in the same order; seen with gloo in torch 2.13.
+
+        Args:
+            wanted: Those that this process is in.
+        """
+        everyone: list[Sequence[Wanted]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, wanted, group=self.hosts(None))
+        for each in sorted({each for of_process in everyone for each in of_process}, key=str):
+            self._make(each)
+        return [self._make(each) for each in wanted]
+
+    def hosts(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The processes of `group` for agreements that devices have no part in; a collective call of these.
+
+        Args:
+            group: Some processes; None is the world.
+        """
+        return (
+            group
+            if len(self.backends) == 1
+            else self.of(dist.get_process_group_ranks(group or dist.group.WORLD), "gloo")
+        )
+
+    def destroy_unused(self) -> None:
+        """Destroy groups whose users are all gone, as a Trainer may be; a collective call of the world.
+
+        Ranks do it together, as communicators ask for; each collects its garbage when it likes.
+        """
+        used: list[set[_Key]] = [set()] * dist.get_world_size()
+        of_this = {key for key, made in self._made.items() if made.users}
+        dist.all_gather_object(used, of_this, group=self.hosts(None))
+        for key in sorted(set(self._made).difference(*used), key=str):
+            dist.destroy_process_group(self._made.pop(key).group)
+
+    def _make(self, wanted: Wanted, *, of_these_only: bool = False) -> dist.ProcessGroup:
+        ranks, backend, _ = wanted
+        key = wanted, self._timeout
+        if key not in self._made:
+            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=of_these_only)
+            self._made[key] = _Made(group, WeakSet())
+        self._made[key].users.add(self)
+        return self._made[key].group
 
 
-_Key = tuple[tuple[int, ...], str | None]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups of some processes of a world, which end with it."""
+_Key = tuple[Wanted, timedelta | None]
 
 
-def _group_of(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group of some processes of the world, made once; a collective call of these.
+class _Made(NamedTuple):
+    """A group that was made, on processes that are not in it too if they took part, and who uses it."""
 
-    Args:
-        ranks: Ranks in the world.
-        backend: The backend; None is the world's.
-    """
-    assert dist.group.WORLD is not None
-    made = _made.setdefault(dist.group.WORLD, {})
-    key = (tuple(ranks), backend)
-    if key not in made:
-        made[key] = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
-    return made[key]
+    group: dist.ProcessGroup
+    users: WeakSet[Groups]
 
 
-def _make_together(wanted: Sequence[_Key], device: torch.device) -> None:
-    """Make groups of processes that overlap; a collective call of the world.
-
-    Processes that make several overlapping groups without the others (`use_local_synchronization`) wait for each other
-    for ever, even in the same order; seen with gloo in torch 2.13.
-    """
-    assert dist.group.WORLD is not None
-    made = _made.setdefault(dist.group.WORLD, {})
-    everyone: list[Sequence[_Key]] = [()] * dist.get_world_size()
-    dist.all_gather_object(everyone, wanted, group=host_group(None, device))
-    for ranks, backend in sorted({key for keys in everyone for key in keys}, key=str):
-        if (ranks, backend) not in made:
-            made[ranks, backend] = dist.new_group(list(ranks), backend=backend)
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Made]] = WeakKeyDictionary()
+"""All groups of each world."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +131,7 @@ class Shared:
         names: Names of the parameters and buffers in the user's module.
         parameters: The parameters.
         group: The ranks' processes.
-        hosts: The same for tensors on the CPU; see `host_group`.
+        hosts: The same for tensors on the CPU; see `Groups.hosts`.
     """
 
     ranks: tuple[int, ...]
@@ -88,7 +145,7 @@ def share(
     tensors: Mapping[str, torch.Tensor],
     holders: Mapping[str, frozenset[int]],
     group: dist.ProcessGroup | None,
-    device: torch.device,
+    groups: Groups,
 ) -> list[Shared]:
     """Find what this rank of a pipeline holds together with others; a collective call of the world.
 
@@ -98,24 +155,23 @@ def share(
         tensors: Parameters and buffers by name, placeholders for those of others.
         holders: The ranks that hold each.
         group: The pipeline's process group.
-        device: The device of its collectives.
+        groups: Makes groups.
     """
     own, size = dist.get_rank(group), dist.get_world_size(group)
     sets = sorted({tuple(sorted(ranks)) for ranks in holders.values() if own in ranks and len(ranks) > 1})
     members = {ranks: tuple(global_rank(group, rank) for rank in ranks) for ranks in sets if len(ranks) < size}
-    backends = (None,) if device.type == "cpu" else (None, "gloo")
-    _make_together([(ranks, backend) for ranks in members.values() for backend in backends], device)
+    groups.together([Wanted(ranks, backend) for ranks in members.values() for backend in groups.backends])
     found = []
     for ranks in sets:
         of_ranks = {name: tensor for name, tensor in tensors.items() if tuple(sorted(holders[name])) == ranks}
-        processes = _group_of(members[ranks]) if ranks in members else group
+        processes = groups.of(members[ranks]) if ranks in members else group
         found.append(
             Shared(
                 ranks,
                 list(of_ranks),
                 [tensor for tensor in of_ranks.values() if isinstance(tensor, nn.Parameter)],
                 processes,
-                host_group(processes, device),
+                groups.hosts(processes),
             )
         )
     return found

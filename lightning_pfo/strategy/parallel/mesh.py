@@ -14,11 +14,14 @@ most, are innermost unless the order says otherwise (`dp_tp_pp`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.groups import Groups, Wanted
 
 _DIMENSIONS = {"dp": "data_parallel", "pp": "pipeline_parallel", "tp": "tensor_parallel"}
 
@@ -37,6 +40,7 @@ class ProcessMesh:
         pipeline_group: The processes of this pipeline; None is the world.
         replica_group: The processes that hold the same layers (and parts); None where there is one replica.
         tensor_group: The processes that share the layers of this rank; None without tensor parallelism.
+        groups: Makes these groups and others.
     """
 
     device_mesh: DeviceMesh
@@ -48,6 +52,7 @@ class ProcessMesh:
     pipeline_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
     tensor_group: dist.ProcessGroup | None
+    groups: Groups
 
 
 def mesh_dimensions(order: str) -> tuple[str, ...]:
@@ -91,8 +96,22 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def make_mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: int, order: str) -> ProcessMesh:
-    """Arrange all processes; a collective call."""
+def make_mesh(
+    device_type: str,
+    data_parallel_size: int,
+    tensor_parallel_size: int,
+    order: str,
+    timeout: timedelta | None = None,
+) -> ProcessMesh:
+    """Arrange all processes; a collective call.
+
+    Args:
+        device_type: Of the devices of the processes.
+        data_parallel_size: Number of replicas.
+        tensor_parallel_size: Number of processes that share the layers of a rank.
+        order: Which processes are neighbours.
+        timeout: How long processes wait for each other in groups; None is torch's default.
+    """
     num_ranks = dist.get_world_size() // (data_parallel_size * tensor_parallel_size)
     sizes = {
         "data_parallel": data_parallel_size,
@@ -100,7 +119,10 @@ def make_mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: i
         "tensor_parallel": tensor_parallel_size,
     }
     names = mesh_dimensions(order)
-    mesh = init_device_mesh(device_type, tuple(sizes[name] for name in names), mesh_dim_names=names)
+    places = torch.arange(dist.get_world_size()).view([sizes[name] for name in names])
+    groups = Groups(device_type, timeout)
+    # not by `init_device_mesh`: that makes its groups anew, with torch's own timeout
+    mesh = DeviceMesh.from_group(_along_dimensions(places, groups), device_type, places, mesh_dim_names=names)
     return ProcessMesh(
         device_mesh=mesh,
         num_replicas=data_parallel_size,
@@ -111,4 +133,16 @@ def make_mesh(device_type: str, data_parallel_size: int, tensor_parallel_size: i
         pipeline_group=mesh.get_group("pipeline_parallel") if num_ranks < dist.get_world_size() else None,
         replica_group=mesh.get_group("data_parallel") if data_parallel_size > 1 else None,
         tensor_group=mesh.get_group("tensor_parallel") if tensor_parallel_size > 1 else None,
+        groups=groups,
     )
+
+
+def _along_dimensions(places: torch.Tensor, groups: Groups) -> list[dist.ProcessGroup]:
+    """The groups of this process along each dimension of a mesh."""
+    assert dist.group.WORLD is not None
+    own = (places == dist.get_rank()).nonzero()[0].tolist()
+    rows = [tuple(places.movedim(dim, -1)[tuple(own[:dim] + own[dim + 1 :])].tolist()) for dim in range(places.ndim)]
+    between = [Wanted(row) for row in rows if 1 < len(row) < places.numel()]
+    if between:  # on all processes or none
+        groups.together(between)
+    return [dist.group.WORLD if len(row) == places.numel() else groups.of(row) for row in rows]

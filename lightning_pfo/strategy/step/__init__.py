@@ -2,7 +2,7 @@
 
 Read `runner` first. It splits the batch (room `batches`; `microbatches` says into how many), finds what stages do of
 the step (`programs`), runs them, collects what the last stage logs (`recording`), tells all ranks what came of it
-(`values`, `metrics`), and hands out the `gradients`. `first_batch` looks at the first loss with `loss_check`.
-`batch_check` compares the batches of all ranks; `layer_times` measures layers for partition='profile'. `compat` has
+(`values`, `metrics`), and hands out the `gradients`. `first_batch` looks at the first loss with `loss_check`;
+`layer_times` measures layers for partition='profile'. `outside` lets hooks call the model between steps. `compat` has
 torchmetrics' private names.
 """

@@ -7,48 +7,98 @@ loss division and the hooks around backward work as they are, in loops of users'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import scale_in_place
-from lightning_pfo.strategy.parallel.dtensor import local, placed_like
-
-Gradients = list[torch.Tensor | None]
+from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
+from lightning_pfo.strategy.parallel.groups import Shared
+from lightning_pfo.strategy.parallel.reductions import Gradients, gradient_type, sum_shared_gradients
 
 
 def do_nothing() -> None:
     """What follows backward where nothing does."""
 
 
-def take_gradients(parameters: Sequence[nn.Parameter]) -> Gradients:
+def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Detach the gradients from the parameters and return them."""
-    gradients: Gradients = [placed_like(parameter.grad, parameter) for parameter in parameters]
+    gradients = {}
     for parameter in parameters:
-        parameter.grad = None
+        gradient = placed_like(parameter.grad, parameter)
+        if gradient is not None:
+            gradients[parameter] = gradient
+            parameter.grad = None
     return gradients
 
 
-def put_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients) -> None:
-    """Attach gradients that `take_gradients` returned."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> None:
+    """Attach gradients that `take_gradients` returned, and no others."""
+    for parameter in parameters:
+        parameter.grad = gradients.get(parameter)
 
 
-def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Gradients, factor: torch.Tensor) -> None:
-    present = [local(gradient) for gradient in gradients if gradient is not None]
+class StepGradients:
+    """Gathers the gradients of one step, stage by stage.
+
+    Args:
+        parameters: Those of each stage of this rank; one of several stages is of that which ends last.
+        means: Averages them over replicas, while later stages go on; None: nobody does.
+        precise: Whether the gradients of microbatches are added up in 32 bits where parameters have 16.
+    """
+
+    def __init__(
+        self, parameters: Mapping[int, Sequence[nn.Parameter]], means: ReplicaMeans | None, *, precise: bool
+    ) -> None:
+        self._parameters = parameters
+        self._means = means
+        self._precise = precise
+        self._gradients: Gradients = {}
+
+    def after_backward(self, stage: int, ended: Sequence[int]) -> None:
+        """Take what a backward of a stage has left; see `engine.executor.AfterBackward`."""
+        if self._precise:
+            for of_stage in self._parameters.values():
+                self._take(of_stage)
+        if self._means is not None:
+            for each in ended:
+                self._take(self._parameters[each])
+                self._means.start(self._parameters[each], self._gradients)
+
+    def _take(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter, gradient in take_gradients(parameters).items():
+            earlier = self._gradients.get(parameter)
+            if earlier is not None:
+                local(earlier).add_(local(gradient))
+            elif is_divided_over(parameter, "data_parallel"):
+                self._gradients[parameter] = gradient
+            else:
+                self._gradients[parameter] = gradient.to(gradient_type(parameter, precise=self._precise))
+
+    def finish(self, shared: Sequence[Shared]) -> Gradients:
+        """All gradients, averaged over replicas, with those of other stages where parameters are shared."""
+        for of_stage in self._parameters.values():
+            self._take(of_stage)
+        if self._means is not None:
+            self._means.finish(self._gradients)
+        sum_shared_gradients(shared, self._gradients, precise=self._precise)
+        return self._gradients
+
+
+def _add_gradients(gradients: Gradients, factor: torch.Tensor) -> None:
+    present = list(map(local, gradients.values()))
     if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
         scale_in_place(present, factor)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
+    for parameter, gradient in gradients.items():
         if parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
         else:
             local(parameter.grad).add_(local(gradient))
+    gradients.clear()
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -67,7 +117,6 @@ class _LossWithGradients(torch.autograd.Function):
 
 def attach_gradients(
     loss: torch.Tensor,
-    parameters: Sequence[nn.Parameter],
     gradients: Gradients,
     loss_scale: torch.Tensor | None = None,
     then: Callable[[], object] = do_nothing,
@@ -76,15 +125,14 @@ def attach_gradients(
 
     Args:
         loss: 0-dimensional loss value.
-        parameters: Where the gradients belong.
-        gradients: One per parameter or None; consumed by the first backward.
+        gradients: What is handed out; by the first backward, which leaves none.
         loss_scale: What the loss was multiplied with when the gradients were computed.
         then: Called when they have been handed out.
     """
     handle = torch.zeros((), device=loss.device, requires_grad=True)
 
     def install(factor: torch.Tensor) -> None:
-        _add_gradients(parameters, gradients, factor if loss_scale is None else factor / loss_scale)
+        _add_gradients(gradients, factor if loss_scale is None else factor / loss_scale)
         then()
 
     attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following
 from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import modules_of, tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
@@ -90,14 +91,17 @@ class Programs:
             ConfigurationError: If stages cannot run the step one after the other.
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
+        modules = modules_of(self._owner)
         state: Any = (
             kind,
             train,
-            tuple(parameter.requires_grad for parameter in self._owner.parameters()) if train else (),
-            tuple(module.training for module in self._owner.modules()),
+            tuple([p.requires_grad for m in modules for p in tensors_of(m).parameters.values() if p is not None])
+            if train
+            else (),
+            tuple([module.training for module in modules]),
             torch.is_autocast_enabled(self._device.type),
+            None if whole is None else signature_of(whole.batch),
         )
-        state = (state, None if whole is None else signature_of(whole.batch))
         return [
             self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
             for index, microbatch in enumerate(microbatches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -12,24 +12,24 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import Shared, host_group
+from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.reductions import sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
+    StepGradients,
     attach_gradients,
     do_nothing,
     loss_of,
@@ -55,7 +55,7 @@ class StepRunner:
         engine: The pipeline engine of this rank.
         owner: The user's module whose steps are run.
         split: How it is divided.
-        parameters: Parameters this rank holds.
+        parameters: Parameters of each stage of this rank; one of several stages is of that which ends last.
         shared: Parameters and buffers that this rank holds together with others.
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
@@ -63,6 +63,8 @@ class StepRunner:
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         compiled: Whether layers are compiled.
         deferred: Batch norms whose running statistics are those of whole batches.
+        means: Averages gradients over replicas; None where there is one.
+        precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class StepRunner:
         engine: PipelineEngine,
         owner: nn.Module,
         split: Split,
-        parameters: list[nn.Parameter],
+        parameters: Mapping[int, Sequence[nn.Parameter]],
         shared: Sequence[Shared],
         patches: Patches,
         replica_group: dist.ProcessGroup | None = None,
@@ -79,6 +81,8 @@ class StepRunner:
         check_loss: bool = True,
         compiled: bool = False,
         deferred: DeferredBatchNorms | None = None,
+        means: ReplicaMeans | None = None,
+        precise_gradients: bool = False,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -88,9 +92,12 @@ class StepRunner:
         self._ends = Ends(engine, owner, self._programs)
         self._metrics = metrics_of(owner)
         self._deferred = deferred
-        self._parameters = parameters
+        self._parameters_of = parameters
+        self._parameters = [parameter for of_stage in parameters.values() for parameter in of_stage]
+        self._means = means
+        self._precise_gradients = precise_gradients
         self._shared = shared
-        self._hosts = host_group(engine.group, engine.device)
+        self._hosts = engine.host_group()
         self._exchanges: dict[str, ValueExchange] = {}
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
@@ -105,6 +112,7 @@ class StepRunner:
         batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
+        average: bool = False,
         then: Callable[[], object] = do_nothing,
         keep_gradients: bool = True,
         outputs: Outputs = "all",
@@ -120,6 +128,8 @@ class StepRunner:
             rest: Its other arguments.
             loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
                 is returned, logged and handed out does not have it.
+            average: Whether gradients are averaged over replicas at once, while the pipeline goes on; else somebody
+                does it after accumulation.
             then: Called when `backward` has handed out the gradients.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
             outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
@@ -144,13 +154,15 @@ class StepRunner:
             engine.iteration_begin()
         earlier = take_gradients(self._parameters)
         if not keep_gradients:
-            earlier = [None] * len(earlier)
+            earlier = {}
+        of_step = StepGradients(self._parameters_of, self._means if average else None, precise=self._precise_gradients)
         try:
-            outcome, results = self._run("train", step, microbatches, step_seed, batch, rest, loss_scale, outputs)
+            outcome, results = self._run(
+                "train", step, microbatches, step_seed, batch, rest, loss_scale, outputs, of_step.after_backward
+            )
             if is_ordinary:
                 engine.iteration_end()
-            sum_shared_gradients(self._shared)
-            gradients = take_gradients(self._parameters)
+            gradients = of_step.finish(self._shared)
         finally:
             put_gradients(self._parameters, earlier)
         loss = outcome["loss"]
@@ -161,7 +173,7 @@ class StepRunner:
         self._leave_behind(outcome, microbatches.size)
         if loss is None:
             return None
-        loss = attach_gradients(loss, self._parameters, gradients, loss_scale, then)
+        loss = attach_gradients(loss, gradients, loss_scale, then)
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def evaluate(
@@ -204,6 +216,7 @@ class StepRunner:
         rest: Any,
         loss_scale: torch.Tensor | None = None,
         outputs: Outputs = "nobody",
+        after_backward: AfterBackward | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
         engine = self.engine
@@ -242,7 +255,7 @@ class StepRunner:
             return step(microbatches[index], *rest)
 
         try:
-            self.run(kind, step_of, microbatches, step_seed, recorder, take, whole, effects)
+            self.run(kind, step_of, microbatches, step_seed, recorder, take, whole, effects, after_backward)
             if engine.is_last:
                 outcome = effects.outcome(sizes, weights, is_sent=engine.num_ranks > 1) | {
                     "logged": [tuple(logged) for logged in recorder.logged()]
@@ -260,35 +273,6 @@ class StepRunner:
         effects.leave(shared)
         return shared, results
 
-    def allow_calls_outside_steps(self, meet: Callable[[str], object]) -> None:
-        """Let hooks call the model on all ranks together: each unit runs where it is, forward only.
-
-        Args:
-            meet: Called first, so that ranks notice if others do not call it.
-        """
-
-        def call(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            # the last stage follows nothing more once it has begun, and recomputed layers are called in backward
-            if within_step() or self.engine.is_running:
-                return unit.compute(*args, **kwargs)
-            ranks = {self.engine.placement[stage] for stage in self._split.owners.get(unit, ())}
-            if len(ranks) in (0, self.engine.num_ranks) or not any(True for _ in unit.module.parameters()):
-                return unit.compute(*args, **kwargs)
-            meet(f"a call of {unit.name!r} outside of a step")
-            source = min(ranks)
-            result, error = None, None
-            if self.engine.rank == source:
-                try:
-                    with torch.no_grad():
-                        result = unit.compute(*args, **kwargs)
-                except Exception as exception:
-                    error = exception
-            exchange = ValueExchange(self.engine.device, self.engine.group, self._hosts, source)
-            return exchange.share(result, error)
-
-        for unit in self._split.units.all:
-            unit.outside = call
-
     def run(
         self,
         kind: str,
@@ -299,6 +283,7 @@ class StepRunner:
         take: Callable[[Any, int], torch.Tensor],
         whole: Whole | None = None,
         effects: Effects | None = None,
+        after_backward: AfterBackward | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; all ranks finish, whatever fails.
 
@@ -312,6 +297,7 @@ class StepRunner:
             whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
                 on every microbatch.
             effects: Takes what it leaves behind; None: nothing of it counts.
+            after_backward: Called after each backward of this rank.
 
         Returns:
             What the stages have done of each microbatch.
@@ -330,10 +316,11 @@ class StepRunner:
         def inside(stage: int | None, *, ends_here: bool) -> Iterator[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
             with ExitStack() as stack:
-                if stage is not None:
+                if stage is not None and changes:
                     stack.enter_context(buffers.of(stage))
                 stack.enter_context(kept.of(ends_here=ends_here, log=log))
-                stack.enter_context(without_synchronisation(self._metrics))
+                if self._metrics:
+                    stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:
                     stack.enter_context(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
                 yield
@@ -357,7 +344,7 @@ class StepRunner:
             buffers = StepBuffers(self.owner, changes, len(engine.stages))
             try:
                 with self._deferred.batch() if train and self._deferred is not None else nullcontext():
-                    engine.run(programs, step_seed, run_step, take, train=train)
+                    engine.run(programs, step_seed, run_step, take, train=train, after_backward=after_backward)
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if effects is None:

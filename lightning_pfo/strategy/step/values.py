@@ -30,7 +30,7 @@ class ValueExchange:
     Args:
         device: Where shared numbers live.
         group: The pipeline's process group.
-        hosts: A group of the same processes for tensors on the CPU; see `host_group`.
+        hosts: A group of the same processes for tensors on the CPU; see `Groups.hosts`.
         last_rank: The rank of the last stage.
     """
 

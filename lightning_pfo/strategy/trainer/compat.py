@@ -16,7 +16,6 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn as seed_wor
 from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device as default_backend
 from lightning.fabric.utilities.distributed import _init_dist_connection as connect_processes
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_tensor
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -28,7 +27,7 @@ from typing_extensions import override
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-__all__ = ["connect_processes", "default_backend", "reduce_tensor", "seed_workers", "share_threads"]
+__all__ = ["connect_processes", "default_backend", "seed_workers", "share_threads"]
 
 SEEN_IN = "lightning 2.5 to 2.6"
 PRIVATE = {
@@ -44,9 +43,6 @@ PRIVATE = {
     ),
     "lightning.fabric.utilities.distributed._set_num_threads_if_needed": (
         "Every process would use as many threads as the machine has cores."
-    ),
-    "lightning.fabric.utilities.distributed._sync_ddp_if_available": (
-        "Reductions of what is logged, by their names, would have to be repeated here."
     ),
     "lightning.fabric.utilities.optimizer._optimizers_to_device": (
         "Optimizer states would stay on the CPU after loading."

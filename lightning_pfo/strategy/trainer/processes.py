@@ -17,14 +17,13 @@ from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import abort_process_group
-from lightning_pfo.strategy.parallel.groups import host_group
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
+from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
     connect_processes,
     default_backend,
-    reduce_tensor,
     seed_workers,
 )
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
@@ -175,7 +174,11 @@ class MeshStrategy(StrategyBase):
             self.rank_watch.begin()
         self._meeting = None
         self._mesh = make_mesh(
-            self.root_device.type, self._data_parallel_size, self._tensor_parallel_size, self._mesh_order
+            self.root_device.type,
+            self._data_parallel_size,
+            self._tensor_parallel_size,
+            self._mesh_order,
+            self._timeout,
         )
 
     def meet(self, what: str, votes: Sequence[bool] = ()) -> list[bool]:
@@ -191,8 +194,7 @@ class MeshStrategy(StrategyBase):
         if self._mesh is None or not dist.is_initialized() or within_step():
             return list(votes)
         if self._meeting is None:
-            groups = (self._mesh.pipeline_group, None)
-            self._meeting = tuple(host_group(group, self.root_device) for group in groups)
+            self._meeting = tuple(map(self._mesh.groups.hosts, (self._mesh.pipeline_group, None)))
         of_pipeline, of_world = self._meeting
         answers = meet(what, of_pipeline, votes)
         if votes and self._mesh.pipeline_group is not None:
@@ -240,7 +242,7 @@ class MeshStrategy(StrategyBase):
         """Reduce over the replicas; the ranks of a pipeline hold the same metric values."""
         if self._mesh is None or self._mesh.replica_group is None or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_tensor(tensor, group or self._mesh.replica_group, reduce_op=reduce_op)
+        return reduce_in_place(tensor, group or self._mesh.replica_group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -24,8 +24,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.reductions import average_gradients
-from lightning_pfo.strategy.step.batch_check import check_same_batch
+from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.microbatches import (
     default_num_microbatches,
     evaluation_microbatches,
@@ -53,6 +52,7 @@ class StepStrategy(CheckpointStrategy):
     _pipeline: Pipeline | None = None
     _num_microbatches: int | None = None
     _accumulating = False
+    _is_averaged = False
     _gather = "all"
     _signals: SignalsAtBatchEnd
     _patches: Patches
@@ -112,6 +112,9 @@ class StepStrategy(CheckpointStrategy):
             self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch))
         assert self._num_microbatches is not None
         self._check_batch(batch, batch_idx)
+        # what comes before it must be reduced too, and together with it
+        fresh = gradients_are_stale(self._module())
+        self._is_averaged = fresh and not self._accumulating
         with self.precision_plugin.train_step_context():
             result = self._get_pipeline().runner.train(
                 self._step("training_step"),
@@ -120,7 +123,8 @@ class StepStrategy(CheckpointStrategy):
                 batch,
                 rest,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
-                keep_gradients=not gradients_are_stale(self._module()),
+                average=self._is_averaged,
+                keep_gradients=not fresh,
                 outputs="all" if self._are_wanted("on_train_batch_end") else "nobody",
             )
         return SKIPPED if result is None else result
@@ -236,8 +240,9 @@ class StepStrategy(CheckpointStrategy):
         self.pre_backward(closure_loss)
         closure_loss = precision.pre_backward(closure_loss, module)
         precision.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if not self._accumulating:
-            average_gradients(self._get_pipeline().held, self.mesh.replica_group)
+        pipeline = self._get_pipeline()
+        if pipeline.means is not None and not self._accumulating and not self._is_averaged:
+            pipeline.means.average(pipeline.held)
         closure_loss = precision.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

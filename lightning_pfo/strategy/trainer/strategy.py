@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -26,6 +27,7 @@ from lightning_pfo.strategy.model.batch_norm import check_batch_norm
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.fsdp import Sharding
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -46,6 +48,7 @@ from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import split_averages
 
+_ZERO_STAGES: dict[bool | str, int] = {False: 0, True: 1, "zero1": 1, "zero2": 2, "zero3": 3}
 # several processes log, but all the same values
 _SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
 
@@ -72,8 +75,10 @@ class PfoPipelineStrategy(StepStrategy):
             torch's `parallelize_module` over `self.device_mesh["tensor_parallel"]`.
         mesh_order: `dp_pp` (the ranks of a pipeline are neighbours) or `pp_dp` (the replicas of a stage are); the
             processes that share layers are nearer still, unless it says where, as in `dp_tp_pp`.
-        fully_shard: Divide parameters, gradients and optimizer states over the replicas (FSDP2), instead of keeping
-            them whole on each.
+        fully_shard: Divide layers over the replicas (FSDP2) instead of keeping them whole on each. While an iteration
+            runs, `zero1` (or True) divides the states of optimizers, `zero2` the sums of gradients too, and `zero3`
+            weights too; between iterations all is divided.
+        shard_precision: torch's `MixedPrecisionPolicy` for divided layers.
         activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
         compile: Compile the layers of each stage with torch.compile.
         batch_dim: The dimension along which the tensors of a batch have samples.
@@ -90,6 +95,8 @@ class PfoPipelineStrategy(StepStrategy):
             warning.
         batch_norm: When batch norms update their running statistics: `microbatch` (with each, as when gradients are
             accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
+        precise_gradients: Whether the gradients of a batch's microbatches, and of replicas, are added up in 32 bits
+            where parameters have 16 (`precision="bf16-true"`); takes 4 bytes for each parameter.
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
             stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
@@ -132,7 +139,8 @@ class PfoPipelineStrategy(StepStrategy):
         data_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         mesh_order: str = "dp_pp",
-        fully_shard: bool = False,
+        fully_shard: bool | str = False,
+        shard_precision: MixedPrecisionPolicy | None = None,
         activation_checkpointing: bool = False,
         compile: bool = False,
         save_distributed_checkpoint: bool = False,
@@ -142,6 +150,7 @@ class PfoPipelineStrategy(StepStrategy):
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
+        precise_gradients: bool = False,
         gather: str = "all",
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -179,13 +188,17 @@ class PfoPipelineStrategy(StepStrategy):
         self._schedule_name = schedule
         self._stages_per_rank = stages_per_rank
         self._max_in_flight = max_in_flight
-        self._fully_shard = fully_shard
+        if fully_shard not in _ZERO_STAGES:
+            raise ConfigurationError(f"fully_shard is one of {list(_ZERO_STAGES)}; got {fully_shard!r}.")
+        self._zero_stage = _ZERO_STAGES[fully_shard]
+        self._shard_precision = shard_precision
         self._activation_checkpointing = activation_checkpointing
         self._compile = compile
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
         self._batch_norm = batch_norm
+        self._precise_gradients = precise_gradients
         if gather not in ("all", "rank0", "none"):
             raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
         self._gather = gather
@@ -208,7 +221,7 @@ class PfoPipelineStrategy(StepStrategy):
             trainer,
             self.root_device,
             synchronises_batch_norm=self.synchronises_batch_norm,
-            divides_layers=self._fully_shard or self.mesh.tensor_group is not None,
+            divides_layers=self._zero_stage > 0 or self.mesh.tensor_group is not None,
             compiles=self._compile,
             shards_checkpoints=self._save_distributed_checkpoint,
         )
@@ -243,6 +256,7 @@ class PfoPipelineStrategy(StepStrategy):
             module,
             self._make_schedule,
             self.root_device,
+            self.mesh.groups,
             self._patches,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
@@ -252,15 +266,16 @@ class PfoPipelineStrategy(StepStrategy):
             group=self.mesh.pipeline_group,
             replica_group=self.mesh.replica_group,
             tensor_group=self.mesh.tensor_group,
-            shard_over=self.mesh.device_mesh["data_parallel"] if self._fully_shard else None,
+            sharding=self._sharding(),
             activation_checkpointing=self._activation_checkpointing,
             compile=self._compile,
             batching=self._batching,
             check_loss=self._check_loss,
             batch_norm=self._batch_norm,
+            precise_gradients=self._precise_gradients,
             seed=self._seed,
+            meet=self.meet,
         )
-        pipeline.runner.allow_calls_outside_steps(self.meet)
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
             for warning in pipeline.warnings:
@@ -285,6 +300,12 @@ class PfoPipelineStrategy(StepStrategy):
                 return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
+
+    def _sharding(self) -> Sharding | None:
+        if not self._zero_stage:
+            return None
+        mesh = self.mesh.device_mesh["data_parallel"]
+        return Sharding(mesh, self._zero_stage, self._shard_precision)
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
         return make_checked_schedule(

@@ -50,3 +50,10 @@ def test_what_is_executed_is_what_was_declared(runs, name):
     for rank in ("rank_0", "rank_1"):
         seen = runs[rank][name]
         assert seen["begun"] == seen["ended"] == 4 * seen["planned"]
+
+
+def test_a_trainer_makes_no_groups_that_there_are(runs):
+    for rank in ("rank_0", "rank_1"):
+        numbers = [runs[rank][name]["num_groups"] for name in NAMES]
+        assert numbers[0] == 2  # the world, and a rank alone
+        assert max(numbers) == 4  # and one for each direction

@@ -43,6 +43,12 @@ def test_losses_metrics_and_weights_are_those_of_ddp(folder, order):
         assert weights[key] == pytest.approx(value, abs=2e-5), key
 
 
+def test_hosts_wait_at_no_barrier_for_what_is_logged(folder):
+    for replica in (0, 1):
+        assert read(folder, f"ddp_{replica}_0")["barriers"] > 0  # Lightning's own
+        assert [read(folder, f"dp_pp_{replica}_{stage}")["barriers"] for stage in (0, 1)] == [0, 0]
+
+
 def test_the_mesh_order_places_processes(folder):
     places = {
         order: sorted(

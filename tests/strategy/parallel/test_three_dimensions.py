@@ -9,8 +9,10 @@ import torch
 from torch.distributed.tensor.parallel import api as parallel_api
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
-from lightning_pfo.strategy.parallel.fsdp import shard_over_replicas
+from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_shardable
 from tests.launch import run_script
 
 pytestmark = pytest.mark.timeout(600)
@@ -93,9 +95,39 @@ def test_what_is_divided_is_held_in_parts(folder):
         assert seen["num_states"] == sum(seen["num_held"].values())
 
 
+@pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
+def test_each_stage_of_zero_divides_what_it_says(folder):
+    """While an iteration runs: weights after a forward and a backward, and gradients before the last backward."""
+    for rank in range(4):
+        seen = read(folder, f"zero_{rank}")
+        of_stage = {name: seen[name].get("divided") for name in seen}
+        # (weights are divided, there are divided gradients)
+        assert of_stage["zero1"] == {"F": [False, False], "B": [False, False]} | _last(of_stage["zero1"], False, False)
+        assert of_stage["zero2"] == {"F": [False, False], "B": [False, True]} | _last(of_stage["zero2"], False, True)
+        assert of_stage["zero3"] == {"F": [True, False], "B": [True, True]} | _last(of_stage["zero3"], True, True)
+        for name in ("zero2", "zero3"):
+            assert seen[name]["loss"] == pytest.approx(seen["zero1"]["loss"], abs=2e-5)
+        assert seen["bf16"]["loss"] == pytest.approx(seen["zero1"]["loss"], rel=0.02)
+        assert seen["bf16"]["loss"] != seen["zero1"]["loss"]
+
+
+def _last(seen, weights, gradients):
+    return {"B last": [weights, gradients], "F last": seen["F last"]}
+
+
+def test_schedules_that_cut_backwards_take_zero1_only():
+    schedule = make_schedule("zbv", 2, 4)
+    check_shardable(Sharding(None, 1), schedule)
+    check_shardable(Sharding(None, 3), make_schedule("1f1b", 2, 4))
+    with pytest.raises(ConfigurationError, match=r"'zbv'.*fully_shard='zero2' exchanges.*Use fully_shard='zero1'"):
+        check_shardable(Sharding(None, 2), schedule)
+    with pytest.raises(ConfigurationError, match=r"fully_shard is one of .*'zero3'.*; got 'zero4'"):
+        PfoPipelineStrategy(fully_shard="zero4")
+
+
 @pytest.mark.parametrize(("version", "device", "oldest"), [("2.8.0", "cpu", "2.9"), ("2.6.0", "cuda", "2.7")])
 def test_a_torch_that_would_divide_wrongly_is_refused(monkeypatch, version, device, oldest):
     """FSDP2 of older torch trains on CPUs with sums of gradients in place of means."""
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
     with pytest.raises(ConfigurationError, match=rf"torch {oldest} or newer .*{device}.*got {version}"):
-        shard_over_replicas([torch.nn.Linear(2, 2)], SimpleNamespace(device_type=device), [])
+        ShardedLayers([torch.nn.Linear(2, 2)], Sharding(SimpleNamespace(device_type=device)), [])

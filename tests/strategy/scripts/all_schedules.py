@@ -7,9 +7,11 @@ from pathlib import Path
 import lightning as L
 import torch
 from plain_module import PlainModule, make_loaders
+from torch.distributed import distributed_c10d
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.engine import channels
 from tests.ranks import run_ranks
 
 SCHEDULES = {
@@ -25,6 +27,8 @@ SCHEDULES = {
     "envpipe:1,0": None,
     "file": None,
 }
+IN_CHANNELS = ("interleaved_1f1b x 3", "zbv")
+"""Their transfers go through groups by direction, as with nccl."""
 
 
 class Recorder(L.Callback, InstructionListener):
@@ -86,7 +90,9 @@ def pipeline(folder):
         strategy = PfoPipelineStrategy(
             check_loss=False, num_microbatches=num_microbatches, schedule=schedule, stages_per_rank=stages_per_rank
         )
+        channels.WITHOUT_QUEUES = frozenset() if name in IN_CHANNELS else frozenset({"gloo"})
         results[name] = train(strategy, devices=2)
+        results[name]["num_groups"] = len(distributed_c10d._world.pg_map)
     rank = torch.distributed.get_rank()
     Path(folder, f"rank_{rank}.json").write_text(json.dumps(results))
 

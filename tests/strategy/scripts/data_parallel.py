@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from plain_module import PlainModule, make_loaders
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -15,6 +16,24 @@ from tests.ranks import run_ranks
 class Synchronised(PlainModule):
     def log(self, name, value, **kwargs):
         super().log(name, value, **{**kwargs, "sync_dist": True})
+
+
+class Barriers(L.Callback):
+    """Counts the barriers of training batches."""
+
+    def __init__(self):
+        self.number = 0
+
+    def on_train_batch_start(self, *_):
+        self.barrier = dist.barrier
+        dist.barrier = self.count
+
+    def on_train_batch_end(self, *_):
+        dist.barrier = self.barrier
+
+    def count(self, *args, **kwargs):
+        self.number += 1
+        self.barrier(*args, **kwargs)
 
 
 def main(kind, folder):
@@ -27,7 +46,9 @@ def main(kind, folder):
     L.seed_everything(3)
     module = Synchronised()
     train, val = make_loaders(num_samples=96, batch_size=16)
+    barriers = Barriers()
     trainer = L.Trainer(
+        callbacks=[barriers],
         accelerator="cpu",
         max_epochs=2,
         gradient_clip_val=0.3,
@@ -41,6 +62,7 @@ def main(kind, folder):
     trainer.fit(module, train, val)
     trainer.save_checkpoint(folder / f"{kind}.ckpt")
     result = {**module.history, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+    result["barriers"] = barriers.number
     replica = trainer.global_rank if kind == "ddp" else strategy.mesh.replica
     stage = 0 if kind == "ddp" else strategy.mesh.rank
     result["place"] = [trainer.global_rank, replica, stage]

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy.engine.stage import Stage
+from lightning_pfo.strategy.parallel.groups import Groups
 from tests.core.schedules.original_envpipe import hanging_orders, unclamped
 from tests.ranks import run_ranks
 
@@ -114,7 +115,8 @@ def run_order(k, num_microbatches):
 def exchange_between_hosts():
     """What listeners exchange, and over groups of which backend, if the device is a GPU and the world's is nccl."""
     source = PipelinedModel(make_net(4), nn.functional.mse_loss).instruction_source
-    source.device = torch.device("cuda")
+    source._groups = Groups("cuda")
+    source._hosts.clear()
     used, gather = [], dist.all_gather_object
 
     def noting(values, value, group):

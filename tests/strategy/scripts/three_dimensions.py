@@ -11,11 +11,13 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel import api as parallel_api
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
@@ -29,6 +31,7 @@ RUNS = {
     "sharded": {"tensor_parallel_size": 2, "data_parallel_size": 2, "fully_shard": CAN_SHARD, "mesh_order": ORDER},
     "sharded_zero_bubble": {"data_parallel_size": 2, "fully_shard": CAN_SHARD, "schedule": "interleaved_zero_bubble"},
 }
+ZERO = ("zero1", "zero2", "zero3")
 
 
 class Block(nn.Module):
@@ -156,6 +159,46 @@ def seen_of_whole(module, val):
     return [sum(losses) / len(losses), {name: p.tolist() for name, p in module.named_parameters()}]
 
 
+class Divided(L.Callback, InstructionListener):
+    """After each forward and backward, whether the layers of the rank are divided, and have gradients that are."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_train_start(self, trainer, pl_module):
+        self.module, self.optimizer = pl_module, trainer.optimizers[0]
+        trainer.strategy.instruction_source.add_listener(self)
+
+    def on_instruction_end(self, event):
+        own = [p for p in self.module.model.parameters() if not p.is_meta]
+        divided = [p for group in self.optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
+        is_last = event.instruction.microbatch == 3
+        found = all(isinstance(p, DTensor) for p in own), any(p.grad is not None for p in divided)
+        self.seen.setdefault(f"{event.instruction.type.value}{' last' * is_last}", found)
+
+
+def run_zero(folder):
+    """What is divided when, and gradients, on two replicas of two stages."""
+    found = {}
+    for name in ZERO if CAN_SHARD else ():
+        L.seed_everything(3)
+        module, divided = Module(divided=False), Divided()
+        strategy = PfoPipelineStrategy(num_microbatches=4, check_loss=False, data_parallel_size=2, fully_shard=name)
+        loader = DataLoader(make_data(32, 1), batch_size=8)
+        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy, callbacks=[divided])
+        found[name] = {"loss": module.seen["loss"], "divided": divided.seen}
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if CAN_SHARD:
+        L.seed_everything(3)
+        module = Module(divided=False)
+        strategy = PfoPipelineStrategy(
+            num_microbatches=4, data_parallel_size=2, fully_shard="zero3", shard_precision=precision
+        )
+        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
+        found["bf16"] = {"loss": module.seen["loss"]}
+    (folder / f"zero_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
 def local_part(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -188,4 +231,5 @@ def main(folder):
 
 
 run_ranks(main, 8, sys.argv[1])
+run_ranks(run_zero, 4, Path(sys.argv[1]))
 run_ranks(run_single, 1, sys.argv[1])

@@ -9,9 +9,9 @@ def test_gradients_are_handed_out_by_backward_times_its_factor():
     a.grad = torch.ones(2)
     earlier = take_gradients([a, b])
     assert a.grad is None
-    gradients = [torch.tensor([2.0, 4.0]), None]
+    gradients = {a: torch.tensor([2.0, 4.0])}
     put_gradients([a, b], earlier)
-    loss = attach_gradients(torch.tensor(3.0), [a, b], gradients)
+    loss = attach_gradients(torch.tensor(3.0), gradients)
     assert float(loss) == 3.0
     assert torch.equal(a.grad, torch.ones(2))
     (loss / 2).backward()

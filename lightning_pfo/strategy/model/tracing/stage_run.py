@@ -25,6 +25,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
     current_run,
+    flattened,
     follow_no_more,
     following,
     natively,
@@ -32,6 +33,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     ordinary,
     plain,
     tracked,
+    unflattened,
     untracked,
     value_of,
 )
@@ -241,10 +243,10 @@ class StageRun:
         return tree_unflatten(found, event.structure)
 
     def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
         if any(leaf.held is not None or leaf.is_absent for leaf in ours):
-            args, kwargs = tree_unflatten(
+            args, kwargs = unflattened(
                 [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure
             )
         with following(None), self._around(), ordinary(ours):

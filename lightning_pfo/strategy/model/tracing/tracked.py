@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
@@ -41,10 +42,6 @@ class Run(Protocol):
     def note(self, values: Any) -> None:
         """Values are wanted at the end of the step, as what is logged."""
 
-
-_LEAVES = frozenset(
-    (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, int, float, bool, str, slice, type(None))
-)
 
 _current: Run | None = None
 """The run that is under way; one at a time, in the thread that runs the user's step."""
@@ -187,10 +184,13 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.held is None else tensor.held
 
 
+_LEAVES = frozenset({Tracked, torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
+"""Types of nearly all that functions of torch are given; pytrees take ten times as long to say so."""
+
+
 def plain(values: Any) -> Any:
     """The values that tracked tensors in a nested structure stand for."""
     kind = type(values)
-    # every function of torch comes here, and these are nearly all arguments; pytrees take ten times as long
     if kind is Tracked:
         return value_of(values)
     if kind in _LEAVES:
@@ -200,6 +200,21 @@ def plain(values: Any) -> Any:
     if kind is dict:
         return {key: plain(value) for key, value in values.items()}
     return tree_map_only(Tracked, value_of, values)
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """All leaves of the arguments of a call, and what `unflattened` takes with them."""
+    if not kwargs and _LEAVES.issuperset(map(type, args)):
+        return list(args), None
+    return tree_flatten((args, kwargs))
+
+
+def unflattened(leaves: list[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that were flattened."""
+    if structure is None:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(leaves, structure)
+    return args, kwargs
 
 
 def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_pfo.strategy.step.batch_check import checksum
+from lightning_pfo.strategy.step.batches.check import checksum
 
 
 def test_other_order_values_and_shapes_have_other_checksums():
@@ -49,3 +49,21 @@ def test_not_a_number_does_not_hide_differences():
 def test_all_kinds_of_batches_are_looked_into(made, one, other):
     first, second = (made({"x": torch.zeros(3), "values": values}) for values in (one, other))
     assert checksum(first) != checksum(second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex128, torch.bool])
+def test_every_element_counts(dtype):
+    batch = torch.zeros((1 << 24) + 3 if dtype is torch.float32 else 1000, dtype=dtype)
+    before = checksum(batch)
+    batch[-2] = True
+    assert checksum(batch) != before
+
+
+def test_the_last_bit_of_large_numbers_counts():
+    first, second = torch.tensor([2**60, 1]), torch.tensor([2**60 + 1, 1])
+    assert checksum(first) != checksum(second)
+    assert checksum(torch.tensor([3e38])) != checksum(torch.nextafter(torch.tensor([3e38]), torch.tensor([0.0])))
+    assert checksum(torch.tensor([1j])) != checksum(torch.tensor([2j]))
+    assert checksum(2**60) != checksum(2**60 + 1)
+    assert checksum(np.array(["a", "b"])) != checksum(np.array(["a", "c"]))
+    assert checksum({"x": torch.ones(2)}) != checksum({"y": torch.ones(2)})

@@ -1,0 +1,87 @@
+"""Checking that all pipeline ranks received the same batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pfo.core.errors import BatchError
+from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
+
+_BITS = 64
+_CHUNK = 1 << 20  # elements
+_MIX = 0x1E3779B97F4A7C15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of elements by their size in bytes."""
+
+
+def checksum(batch: Any) -> int:
+    """A number of 64 bits that differs if one element does, and with near certainty if several do, or their order."""
+    total = 0
+    for path, leaf in leaves_of(batch):
+        total = (total + zlib.crc32(path.encode())) * _MIX
+        if isinstance(leaf, (str, bytes, int, float, np.generic)):
+            total += zlib.crc32(repr(leaf).encode(errors="surrogatepass"))
+        elif has_samples(leaf) and hasattr(leaf, "to_dict"):  # TensorDicts, graphs, tables
+            total += checksum(leaf.to_dict())
+        for tensor in _tensors_of(leaf):
+            total = (total + zlib.crc32(str((tensor.dtype, *tensor.shape)).encode())) * _MIX + _sum_of(tensor)
+    return total % (1 << _BITS)
+
+
+def _sum_of(tensor: torch.Tensor) -> int:
+    """A sum of all elements, as the integers that their bits are, in arithmetic of 64 bits that loses none.
+
+    The weights are odd, so no change of one element is multiplied to nothing, and neither equal nor periodic.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    elements = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().flatten()
+    weights = torch.arange(1, min(_CHUNK, elements.numel()) + 1, device=tensor.device) * _MIX
+    weights = ((weights ^ (weights >> 29)) * _MIX) | 1
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in elements.view(_INTEGERS[elements.element_size()]).split(_CHUNK):  # type: ignore[no-untyped-call]
+        total = total * _MIX + (chunk * weights[: len(chunk)]).sum()
+    return int(total)
+
+
+def _tensors_of(leaf: Any) -> Sequence[torch.Tensor]:
+    if isinstance(leaf, PackedSequence):
+        return [leaf.data, leaf.batch_sizes]
+    if isinstance(leaf, np.ndarray):
+        data = repr(leaf.tolist()).encode(errors="surrogatepass") if leaf.dtype.hasobject else leaf.tobytes()
+        form = str((leaf.dtype, leaf.shape)).encode()
+        return [torch.frombuffer(bytearray(form + data), dtype=torch.uint8)]
+    if not isinstance(leaf, torch.Tensor):
+        return []
+    if leaf.is_nested:
+        return leaf.unbind()
+    if leaf.is_quantized:
+        leaf = leaf.int_repr()
+    return [leaf if leaf.layout == torch.strided else leaf.to_dense()]
+
+
+def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare the batch with those of all other ranks; a collective call.
+
+    Raises:
+        BatchError: On every rank, if any rank has another batch.
+    """
+    value = checksum(batch)
+    mine = torch.tensor([value - (value >> (_BITS - 1) << _BITS)], device=device)  # with a sign
+    sums = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, mine, group=group)
+    values = [int(value) for value in sums]
+    if len(set(values)) > 1:
+        different = [rank for rank, value in enumerate(values) if value != values[0]]
+        raise BatchError(
+            f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
+            f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
+            f"alike (lightning.seed_everything(seed, workers=True), accelerate.utils.set_seed(seed)), and do not let "
+            f"ranks read different data."
+        )
