@@ -136,7 +136,7 @@ def functions_followed(run: Run) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         current = current_run()
         call = AppliedFunction(cls, original)
-        if current is None or not any(isinstance(leaf, Tracked) for leaf in tree_leaves((args, kwargs))):
+        if current is None or _keeps_inputs(cls) or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs))):
             return call(*args, **kwargs)
         return current.operation(call, args, kwargs)
 
@@ -145,6 +145,12 @@ def functions_followed(run: Run) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+def _keeps_inputs(cls: Any) -> bool:
+    """Whether it only keeps what a checkpoint recomputes from, as one without reentrance has done up to torch 2.9."""
+    checkpoint = torch.utils.checkpoint
+    return cls.__module__ == checkpoint.__name__ and cls is not checkpoint.CheckpointFunction
 
 
 def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, int]]) -> Patches:
