@@ -125,9 +125,11 @@ def test_results_and_present_folders(run, tmp_path, arguments, cwd, output_dir):
 
 
 def test_folders_that_are_not_there(run):
-    missing = run("script.py", "--config-dir", "nowhere", expect_success=False)
-    assert missing.returncode == 1
-    assert missing.stdout.startswith("Error: Additional config directory '")
+    for flags in (("--config-dir", "nowhere"), ("-cd=nowhere",)):
+        missing = run("script.py", *flags, expect_success=False)
+        flag = flags[0].partition("=")[0]
+        error = f"Error: {flag} is a folder of groups; there is none at nowhere. Give {flag}=FOLDER.\n"
+        assert (missing.returncode, missing.stdout) == (1, error)
 
 
 CSV = {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}
