@@ -44,8 +44,11 @@ def searched_folders(arguments: Sequence[str], own: Path | None) -> list[Path]:
     Raises:
         ConfigurationError: If a flag adds one that is not there.
     """
-    joined = [text for pair in pairwise([*arguments, ""]) for text in (pair[0], "=".join(pair))]  # --flag=VALUE, or two
-    added = [(flag, value) for flag, _, value in (text.partition("=") for text in joined) if flag in _FLAGS and value]
+    added = []
+    for text, after in pairwise([*arguments, ""]):
+        flag, equals, value = text.partition("=")
+        if flag in _FLAGS:
+            added.append((flag, value if equals else after))
     for flag, value in added:
         if not Path(value).is_dir() and not value.startswith("pkg://"):
             raise ConfigurationError(f"{flag} is a folder of groups; there is none at {value}. Give {flag}=FOLDER.")
