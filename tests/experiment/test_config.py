@@ -156,7 +156,7 @@ def run(tmp_path):
     script.write_text(SCRIPT)
 
     def run_with(*arguments, environment=None):
-        return run_script(script, *arguments, expect_success=False, timeout_s=60, fresh=True, **(environment or {}))
+        return run_script(script, *arguments, expect_success=False, timeout_s=60, **(environment or {}))
 
     return run_with
 
