@@ -151,7 +151,8 @@ class Report:
             measured = [getattr(result, attribute) for result in (base, plan)]
             expected = [getattr(prediction, attribute) for prediction in predicted]
             table.add_row(f"{quantity} ({unit})", *map(_number, measured), _percent(change), at_best)
-            table.add_row("  95 % interval", "", "", _interval(interval))
+            if interval is not None:
+                table.add_row("  95 % interval", "", "", _interval(interval))
             _add_row(table, "  predicted", expected)
             table.add_row("  error", _percent(base_error[key]), _percent(plan_error[key]), end_section=True)
         _add_row(table, "power (W)", [result.iteration_energy_j / result.iteration_time_s for result in (base, plan)])
@@ -172,7 +173,7 @@ class Report:
             notes.append("EMULATED: times, clocks and energies are modelled.")
         notes.append(f"Difference: median of {num_pairs} pair{'s' * (num_pairs > 1)} of windows.")
         if num_pairs < FEWEST_PAIRS:
-            notes.append(f"An interval takes {FEWEST_PAIRS} pairs (trainer.steps / trainer.window_steps).")
+            notes.append(f"An interval takes {FEWEST_PAIRS} pairs: more trainer.steps.")
         elif self.is_emulated and _has_no_width(self.saving_interval_percent):
             notes.append("Its interval has no width: without noise the pairs are alike.")
         if self.max_loss_difference is None:
@@ -187,8 +188,8 @@ def _has_no_width(interval: Interval | None) -> bool:
     return interval is not None and interval[1] - interval[0] < _NO_WIDTH
 
 
-def _interval(interval: Interval | None) -> str:
-    return "" if interval is None else f"{_percent(interval[0]).removesuffix(' %')} to {_percent(interval[1])}"
+def _interval(interval: Interval) -> str:
+    return f"{_percent(interval[0]).removesuffix(' %')} to {_percent(interval[1])}"
 
 
 def _number(value: float) -> str:

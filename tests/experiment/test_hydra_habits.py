@@ -65,11 +65,19 @@ def seen(folder):
     return json.loads((folder / "seen.json").read_text())
 
 
-def test_groups_of_ones_own_by_a_flag_also_in_each_job_of_a_sweep(run, tmp_path):
-    run("script.py", "--config-dir", "conf", "--multirun", "gpu=mine,emulated_a40", "hydra.job.chdir=true")
-    jobs = [seen(tmp_path / "outputs" / "gpt" / name) for name in ("0", "1")]
-    assert [job["gpu"]["model"] for job in jobs] == ["My GPU", "NVIDIA A40"]
-    assert [job["cwd"] for job in jobs] == [job["output_dir"] for job in jobs]
+def test_a_sweep_over_files_and_selections_of_plans_keeps_flags_and_settings_of_hydra(run, tmp_path):
+    run(
+        *("script.py", "--config-dir", "conf", "--multirun", "gpu=mine", "plan=slowdown_2_percent,1.1x"),
+        *("hydra.job.chdir=true", "output_dir=here"),
+    )
+    jobs = [seen(tmp_path / "here" / name) for name in ("0", "1")]
+    assert [job["plan"]["select"] for job in jobs] == ["1.02x", "1.1x"]
+    assert [job["gpu"]["model"] for job in jobs] == ["My GPU", "My GPU"]
+    assert (
+        [job["cwd"] for job in jobs]
+        == [job["output_dir"] for job in jobs]
+        == [str(tmp_path / "here" / n) for n in "01"]
+    )
 
 
 def test_a_primary_config_of_ones_own(run, tmp_path):
@@ -90,13 +98,6 @@ def test_the_users_folder_is_searched_too(run, tmp_path):
 
 def test_any_script_may_search_the_packaged_groups(run):
     assert yaml.safe_load(run("plain.py").stdout)["gpu"]["power_limit_w"] > 0  # of the packaged emulated_a40
-
-
-def test_a_sweep_over_files_and_selections_of_plans(run, tmp_path):
-    run("script.py", "--multirun", "plan=no_slowdown,slowdown_2_percent,1.1x", "output_dir=here")
-    jobs = [seen(tmp_path / "here" / name) for name in ("0", "1", "2")]
-    assert [job["plan"]["select"] for job in jobs] == ["no_slowdown", "1.02x", "1.1x"]
-    assert jobs[2]["output_dir"] == str(tmp_path / "here" / "2")
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,11 @@ def test_results_and_present_folders(run, tmp_path, arguments, cwd, output_dir):
 
 
 def test_folders_that_are_not_there(run):
-    missing = run("script.py", "--config-dir", "nowhere", expect_success=False)
-    assert missing.returncode == 1
-    assert missing.stdout.startswith("Error: Additional config directory '")
+    for flags in (("--config-dir", "nowhere"), ("-cd=nowhere",)):
+        missing = run("script.py", *flags, expect_success=False)
+        flag = flags[0].partition("=")[0]
+        error = f"Error: {flag} is a folder of groups; there is none at nowhere. Give {flag}=FOLDER.\n"
+        assert (missing.returncode, missing.stdout) == (1, error)
 
 
 CSV = {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}

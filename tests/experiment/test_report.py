@@ -127,7 +127,7 @@ def test_table_fits_a_terminal_and_says_emulated():
     assert "EMULATED" not in shown(make_report(is_emulated=False, device="NVIDIA A100"))
     for cell in ("2.0000", "2.1000", "+5.00 %", "400.00", "330.00", "-22.50 %", "-25.00 %", "+25.00 %", "identical"):
         assert cell in text
-    assert "An interval takes 6 pairs (trainer.steps / trainer.window_steps)." in text
+    assert "An interval takes 6 pairs: more trainer.steps." in text
     assert len({len(line) for line in text.splitlines() if line and line[0] in "┏┡├└│"}) == 1
 
 

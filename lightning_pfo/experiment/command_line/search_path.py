@@ -16,6 +16,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.paths import conf_dirs
 
 _FLAGS = ("--config-dir", "-cd", "--config-path", "-cp")
@@ -38,7 +39,17 @@ def find_packaged_groups() -> None:
 
 
 def searched_folders(arguments: Sequence[str], own: Path | None) -> list[Path]:
-    """Folders whose groups Hydra finds: the script's `own`, ours, the user's, and those that flags add."""
-    joined = [text for pair in pairwise([*arguments, ""]) for text in (pair[0], "=".join(pair))]  # --flag=VALUE, or two
-    added = [value for flag, _, value in (text.partition("=") for text in joined) if flag in _FLAGS and value]
-    return [*([own] if own else []), *conf_dirs(), *map(Path, added)]
+    """Folders whose groups Hydra finds: the script's `own`, ours, the user's, and those that flags add.
+
+    Raises:
+        ConfigurationError: If a flag adds one that is not there.
+    """
+    added = []
+    for text, after in pairwise([*arguments, ""]):
+        flag, equals, value = text.partition("=")
+        if flag in _FLAGS:
+            added.append((flag, value if equals else after))
+    for flag, value in added:
+        if not Path(value).is_dir() and not value.startswith("pkg://"):
+            raise ConfigurationError(f"{flag} is a folder of groups; there is none at {value}. Give {flag}=FOLDER.")
+    return [*([own] if own else []), *conf_dirs(), *(Path(value) for _, value in added)]
