@@ -43,7 +43,8 @@ class PipelinedModel(ModelState):
 
     In training its call runs all microbatches forward and backward through the pipeline and returns the batch's loss;
     `backward` on that loss hands out the gradients, so a loop stays as it was. In evaluation (`eval()` or
-    `torch.no_grad()`) the call returns the loss only. Every rank passes the same batch and gets the same loss.
+    `torch.no_grad()`) the call returns the loss, and other outputs when they are asked for. Every rank passes the same
+    batch and gets the same. What is not here is the module's own, such as `config`.
 
     Parameters of other ranks' layers are placeholders on the meta device, which optimizers skip: make the optimizer
     after this object.

@@ -403,6 +403,12 @@ def term_over_parameters():
     accelerator.backward(model(**batch).loss + 0.1 * sum(p.square().sum() for p in model.parameters()))
 
 
+def items_without_weights():
+    model, _, _ = prepare(make_accelerator(), SumOverItems(), pipeline_module="layers")
+    batch = train_loader()[0]
+    model(**batch, num_items_in_batch=16)
+
+
 def norm_of_a_rank():
     accelerator, model, batch = simple()
     accelerator.backward(model(**batch).loss)
@@ -485,6 +491,7 @@ def freed_model():
 REFUSALS = (
     outputs_in_training,
     term_over_parameters,
+    items_without_weights,
     norm_of_a_rank,
     saved_placeholders,
     state_on_the_main_process,
