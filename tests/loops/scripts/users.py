@@ -302,9 +302,17 @@ def gathered_module():
     return {"losses": losses + train_two(model, optimizer, accelerator), "whole": generated, "none": whole is None}
 
 
+class LooksAgain(NetWithLoss):
+    """Uses its input on the first stage and on the last."""
+
+    def forward(self, *, x, labels):
+        logits = super(NetWithLoss, self).forward(x) + x[:, :3]
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
 def inputs_with_a_graph():
     """A generator that learns through a discriminator, and a prompt through a frozen model."""
-    accelerator, judge = make_accelerator(), make_net()
+    accelerator, judge = make_accelerator(), LooksAgain()
     maker, prompt = nn.Linear(4, 6), nn.Parameter(torch.zeros(6))
     noise, labels = torch.randn(8, 4), torch.arange(8) % 3
     optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
