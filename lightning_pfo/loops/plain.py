@@ -146,7 +146,7 @@ class PipelinedModel(ModelState):
         )
         batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
-        self._averages = True
+        self._averages, self._has_unaveraged = True, False
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
@@ -204,8 +204,6 @@ class PipelinedModel(ModelState):
         """Say what comes next, so that ranks of the pipeline notice if others do not take part; see `Together.meet`."""
         self._together.meet(what)
 
-    # ---- steps ----
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; a collective call, with the same batch on every rank.
 
@@ -216,8 +214,8 @@ class PipelinedModel(ModelState):
 
         Returns:
             The batch's loss, 0-dimensional, or a `LossOutput` if the module returns a dict. In training its `backward`
-            adds the gradients to those that are there, and averages them over replicas; it hands inputs that have a
-            graph their gradients. In evaluation the other outputs of the module are there too, for ranks that ask for
+            adds the gradients, averaged over replicas, to those that are there; it hands inputs that have a graph
+            their gradients. In evaluation the other outputs of the module are there too, for ranks that ask for
             them together.
 
         Raises:
@@ -264,7 +262,7 @@ class PipelinedModel(ModelState):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let `backward` leave gradients as they are on each replica; the next one outside averages all of them."""
+        """Leave gradients as they are on each replica; the next `backward` outside averages all of them."""
         before, self._averages = self._averages, False
         try:
             yield
@@ -275,6 +273,7 @@ class PipelinedModel(ModelState):
         self._together.begin("training", inputs.batch)
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
         loss_scale = loss_scale_of(self._scaler, self.device)
+        self._has_unaveraged |= not self._averages
         output = self._pipeline.runner.train(
             self._call.loss,
             number,
@@ -282,7 +281,8 @@ class PipelinedModel(ModelState):
             inputs.batch,
             (),
             loss_scale,
-            then=self._average_gradients,
+            average_over=self._mesh.replica_group if self._averages and not self._has_unaveraged else None,
+            then=self._after_backward,
             outputs="nobody",  # beside the loss
         )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
@@ -290,21 +290,17 @@ class PipelinedModel(ModelState):
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
         return LossOutput(loss=loss) if isinstance(output, dict) else loss
 
-    def _average_gradients(self) -> None:
-        if self._averages:
+    def _after_backward(self) -> None:
+        if self._averages and self._has_unaveraged:  # with what has accumulated before
             average_gradients(self._pipeline.held, self._mesh.replica_group)
+            self._has_unaveraged = False
 
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)
+        call, seed = self._call, self._step_seed(1)
         with torch.no_grad():
             found = self._pipeline.runner.evaluate(
-                "evaluation",
-                self._call.evaluated,
-                self._call.of_evaluation(batch),
-                self._step_seed(1),
-                batch,
-                (),
-                outputs="last",
+                "evaluation", call.evaluated, call.of_evaluation(batch), seed, batch, (), outputs="last"
             )
         return self._outputs.tell(found)
 

@@ -22,7 +22,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared, host_group
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.reductions import sum_shared_gradients
+from lightning_pfo.strategy.parallel.reductions import average_gradients, sum_shared_gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
@@ -105,6 +105,7 @@ class StepRunner:
         batch: Any,
         rest: Any,
         loss_scale: torch.Tensor | None = None,
+        average_over: dist.ProcessGroup | None = None,
         then: Callable[[], object] = do_nothing,
         keep_gradients: bool = True,
         outputs: Outputs = "all",
@@ -120,6 +121,7 @@ class StepRunner:
             rest: Its other arguments.
             loss_scale: What the loss is multiplied with during backward, so that fp16 gradients do not underflow; what
                 is returned, logged and handed out does not have it.
+            average_over: Replicas whose gradients are averaged at once, where nobody does it after accumulation.
             then: Called when `backward` has handed out the gradients.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
             outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
@@ -150,6 +152,7 @@ class StepRunner:
             if is_ordinary:
                 engine.iteration_end()
             sum_shared_gradients(self._shared)
+            average_gradients(self._parameters, average_over)
             gradients = take_gradients(self._parameters)
         finally:
             put_gradients(self._parameters, earlier)
