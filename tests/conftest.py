@@ -22,6 +22,7 @@ LONGEST = [
     "strategy/model/test_huggingface.py",
     "listeners/emulated/test_oracle.py",
     "loops/test_launching.py",
+    "loops/test_users.py",
     "callbacks/test_clock_safety.py",
     "test_registration.py",
     "strategy/parallel/test_three_dimensions.py",

@@ -33,7 +33,6 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
-from lightning_pfo.strategy.step.gradients import do_nothing
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +42,8 @@ class PipelinedModel(ModelState):
 
     In training its call runs all microbatches forward and backward through the pipeline and returns the batch's loss;
     `backward` on that loss hands out the gradients, so a loop stays as it was. In evaluation (`eval()` or
-    `torch.no_grad()`) the call returns the loss only. Every rank passes the same batch and gets the same loss.
+    `torch.no_grad()`) the call returns the loss, and other outputs when they are asked for. Every rank passes the same
+    batch and gets the same. What is not here is the module's own, such as `config`.
 
     Parameters of other ranks' layers are placeholders on the meta device, which optimizers skip: make the optimizer
     after this object.
@@ -145,8 +145,7 @@ class PipelinedModel(ModelState):
         )
         batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
-        self._averages = True
-        self._left_by_no_sync = False
+        self._averages, self._has_unaveraged = True, False
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
             self,
@@ -205,8 +204,6 @@ class PipelinedModel(ModelState):
         """Say what comes next, so that ranks of the pipeline notice if others do not take part; see `Together.meet`."""
         self._together.meet(what)
 
-    # ---- steps ----
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; a collective call, with the same batch on every rank.
 
@@ -217,8 +214,8 @@ class PipelinedModel(ModelState):
 
         Returns:
             The batch's loss, 0-dimensional, or a `LossOutput` if the module returns a dict. In training its `backward`
-            adds the gradients to those that are there, and averages them over replicas; it hands inputs that have a
-            graph their gradients. In evaluation the other outputs of the module are there too, for ranks that ask for
+            adds the gradients, averaged over replicas, to those that are there; it hands inputs that have a graph
+            their gradients. In evaluation the other outputs of the module are there too, for ranks that ask for
             them together.
 
         Raises:
@@ -265,7 +262,7 @@ class PipelinedModel(ModelState):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let `backward` leave gradients as they are on each replica; the next one outside averages all of them."""
+        """Leave gradients as they are on each replica; the next `backward` outside averages all of them."""
         before, self._averages = self._averages, False
         try:
             yield
@@ -276,8 +273,7 @@ class PipelinedModel(ModelState):
         self._together.begin("training", inputs.batch)
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
         loss_scale = loss_scale_of(self._scaler, self.device)
-        left, self._left_by_no_sync = self._left_by_no_sync, not self._averages
-        together = self._averages and left
+        self._has_unaveraged |= not self._averages
         output = self._pipeline.runner.train(
             self._call.loss,
             number,
@@ -285,8 +281,8 @@ class PipelinedModel(ModelState):
             inputs.batch,
             (),
             loss_scale,
-            then=self._average_gradients if together else do_nothing,
-            average=self._averages and not together,
+            average=self._averages and not self._has_unaveraged,
+            then=self._after_backward,
             outputs="nobody",  # beside the loss
         )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
@@ -294,21 +290,18 @@ class PipelinedModel(ModelState):
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
         return LossOutput(loss=loss) if isinstance(output, dict) else loss
 
-    def _average_gradients(self) -> None:
-        if self._pipeline.means is not None:
-            self._pipeline.means.average(self._pipeline.held)
+    def _after_backward(self) -> None:
+        if self._averages and self._has_unaveraged:  # with what has accumulated before
+            if self._pipeline.means is not None:
+                self._pipeline.means.average(self._pipeline.held)
+            self._has_unaveraged = False
 
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)
+        call, seed = self._call, self._step_seed(1)
         with torch.no_grad():
             found = self._pipeline.runner.evaluate(
-                "evaluation",
-                self._call.evaluated,
-                self._call.of_evaluation(batch),
-                self._step_seed(1),
-                batch,
-                (),
-                outputs="last",
+                "evaluation", call.evaluated, call.of_evaluation(batch), seed, batch, (), outputs="last"
             )
         return self._outputs.tell(found)
 

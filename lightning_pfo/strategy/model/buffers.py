@@ -44,7 +44,8 @@ class StepBuffers:
         if parameters and self._several:
             raise ConfigurationError(
                 f"Each stage runs the step, so on a rank of {num_stages} stages it would change the parameter "
-                f"{parameters[0]!r} {num_stages} times. Change it in on_train_batch_end, or use stages_per_rank=1."
+                f"{parameters[0]!r} {num_stages} times. Change it after the step (on_train_batch_end), or use "
+                f"stages_per_rank=1."
             )
 
     @contextmanager

@@ -149,6 +149,7 @@ def gather_tensors(local: Mapping[Key, Any], last_rank: int, group: dist.Process
             value = _whole(local[key])  # by those who hold parts of it
             if is_sent and isinstance(layout, _Layout) and layout.num_bytes:
                 dist.send(_bytes_of(value.to(device)), dst=0, group=group)
+            del value  # before the next one is put together
         return {}
     gathered: dict[Key, Any] = {}
     for rank, part in enumerate(owners):

@@ -168,8 +168,9 @@ def agree_on_layer_times(measure: Callable[[], list[float]] | None) -> list[floa
     """
     if measure is None:
         raise ConfigurationError(
-            "partition='profile' measures layers in a training step, so it needs Trainer.fit. Elsewhere use "
-            "partition='parameters', or measure with lightning_pfo.strategy.step.layer_times and use 'custom:...'."
+            "partition='profile' measures layers in a training step, so it needs Trainer.fit, or, in a plain loop, "
+            "example_batch=... Elsewhere use partition='parameters', or measure with "
+            "lightning_pfo.strategy.step.layer_times and use 'custom:...'."
         )
     message: list[Any] = [None, ""]
     failure: Exception | None = None

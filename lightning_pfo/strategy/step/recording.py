@@ -101,7 +101,7 @@ class LogRecorder:
             return {"loss": None, "is_dict": False, "output": {}}
         if any(skipped):
             raise ConfigurationError(
-                f"A training_step that returns None skips the batch, so it does so for all microbatches; got None "
+                f"A training step that returns None skips the batch, so it does so for all microbatches; got None "
                 f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
             )
         is_dict = isinstance(results[0], dict)

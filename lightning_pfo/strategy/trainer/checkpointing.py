@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import nn
 from torch.optim import Optimizer
@@ -82,11 +83,14 @@ class CheckpointStrategy(MeshStrategy):
         """The whole module on the first process, None on others; a collective call of all processes.
 
         It is a copy in CPU memory without anything of the pipeline: to save it by its own methods, to export it, or to
-        generate with it, in hooks or after `fit`, where processes go on then.
+        generate with it, in hooks or after `fit`. Where processes were forked or spawned for the fit, the one that goes
+        on has the whole module, and gets that.
 
         Raises:
             ConfigurationError: On the first process, if the module has something that cannot be copied.
         """
+        if not dist.is_initialized():
+            return self._module()
         self.meet("gathering the module")
         module = whole_module.gather_module(self._module(), self._last_rank, self.mesh.pipeline_group, self._patches)
         return cast("pl.LightningModule | None", module)

@@ -26,6 +26,7 @@ def main(name):
     net.layers[1][0].weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     train, val = make_loaders(batch_size=8)
+    val = accelerator.prepare(val)  # before the pipeline
     if name == "pipeline":
         model, optimizer, train = prepare_pipeline(
             accelerator,
@@ -39,7 +40,6 @@ def main(name):
         )
     else:
         model, optimizer, train = accelerator.prepare(net, optimizer, train)
-    val = accelerator.prepare(val)
     history = {"loss": [], "norm": [], "predicted": [], "repeated": []}
     for x, y in train:
         with accelerator.accumulate(model):

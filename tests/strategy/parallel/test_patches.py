@@ -15,6 +15,22 @@ class Base:
         return "method"
 
 
+def test_patches_are_set_aside_for_a_while():
+    thing = Base()
+    with Patches() as patches:
+        patches.set(thing, "own", 1)
+        patches.set(thing, "own", 2)
+        patches.set(thing, "given_away", 3)
+        patches.set(Base, "of_class", staticmethod(lambda: "patched"))
+        thing.given_away = "by somebody else"
+        with patches.set_aside():
+            assert vars(thing) == {"given_away": "by somebody else"}
+            assert Base.of_class() == "class"
+        assert (thing.own, thing.given_away, Base.of_class()) == (2, "by somebody else", "patched")
+    assert vars(thing) == {"given_away": "by somebody else"}
+    assert Base.of_class() == "class"
+
+
 def test_what_an_object_or_its_class_had_is_back():
     thing = Base()
     thing.own = kept = object()

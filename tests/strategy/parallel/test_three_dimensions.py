@@ -63,7 +63,10 @@ def test_the_whole_module_is_on_the_first_process_alone(folder, name):
         for key, expected in single["weights"].items():
             for mine, theirs in zip(weights[key], expected, strict=True):
                 assert mine == pytest.approx(theirs, abs=2e-5), key
-    assert all(read(folder, f"{name}_{rank}")["wholes"] == [None, None] for rank in RANKS if rank > 0)
+    for others in (read(folder, f"{name}_{rank}") for rank in RANKS if rank > 0):
+        assert others["wholes"] == [None, None]
+        assert others["others_at_once"] == 0  # each tensor is gone before the next one is put together
+    assert read(folder, f"{name}_0")["others_at_once"] > 10
 
 
 def test_processes_are_where_the_mesh_order_says(folder):

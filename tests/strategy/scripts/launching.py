@@ -234,6 +234,7 @@ def spawn():
     trainer = make_trainer(2, "spawn")
     trainer.fit(module, *loaders())
     seen = {"loss": float(trainer.callback_metrics["val_loss"]), "meta": [p.is_meta for p in module.parameters()]}
+    seen["whole"] = trainer.strategy.gather_module() is module
     alone = L.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     seen["validated"] = alone.validate(module, loaders()[1], verbose=False)  # here, as each spawned process imports all
     (FOLDER / "spawn.json").write_text(json.dumps(seen))

@@ -5,6 +5,8 @@ Every rank writes what it saw to FOLDER/RUN_RANK.json; rank 0 then trains on one
 
 import json
 import sys
+import weakref
+from contextlib import contextmanager
 from pathlib import Path
 
 import lightning as L
@@ -20,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.state import full
 from tests.ranks import run_ranks
 
 NUM_EPOCHS = 2
@@ -89,10 +92,30 @@ class Module(L.LightningModule):
 
     def on_train_end(self):
         if isinstance(self.trainer.strategy, PfoPipelineStrategy):
-            self.wholes.append(self.trainer.strategy.gather_module())
+            with counted(full) as counts:
+                self.wholes.append(self.trainer.strategy.gather_module())
+            self.others_at_once = max(counts)
 
     def on_validation_epoch_end(self):
         self.seen["val"].append(float(self.trainer.callback_metrics["val"]))
+
+
+@contextmanager
+def counted(full):
+    """Count the tensors put together of parts that are still there when the next one is."""
+    found, counts, whole = [], [], full._whole
+
+    def count(value):
+        counts.append(sum(each() is not None for each in found))
+        result = whole(value)
+        found.append(weakref.ref(result))
+        return result
+
+    full._whole = count
+    try:
+        yield counts
+    finally:
+        full._whole = whole
 
 
 def make_data(num_samples, seed):
@@ -133,6 +156,7 @@ def run_parallel(name, folder):
     result = {
         **module.seen,
         "validated": validated[0]["val"],
+        "others_at_once": module.others_at_once,
         "wholes": [None if whole is None else seen_of_whole(whole, val) for whole in module.wholes],
         "place": [place.replica, place.rank, place.tensor_rank],
         "dimensions": list(module.device_mesh.mesh_dim_names),

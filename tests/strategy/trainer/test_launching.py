@@ -83,6 +83,7 @@ def test_a_rank_that_left_between_runs_is_missed_in_the_next(forked):
 def test_spawned_processes_give_the_whole_model_back(forked):
     seen = read(forked[0], "spawn")
     assert not any(seen["meta"])
+    assert seen["whole"]
     assert seen["validated"][0]["val_loss"] == pytest.approx(seen["loss"], abs=1e-6)
 
 

@@ -1,0 +1,269 @@
+"""Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
+
+import weakref
+
+import torch
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import find_executable_batch_size
+from net import NetWithLoss, make_loaders
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaForCausalLM
+from users_setup import (
+    FOLDER,
+    IDS,
+    SumOverItems,
+    is_pipeline,
+    make_accelerator,
+    make_bert,
+    make_llama,
+    make_net,
+    named,
+    prepare,
+    sums,
+    train_loader,
+    train_two,
+)
+
+
+def loaders_prepared_before():
+    """A loader prepared before the model gives every rank its batches, the last one short."""
+    accelerator, model = make_accelerator(), make_net()
+    train, val = make_loaders()
+    val, shuffled = accelerator.prepare(val, train)
+    model, _, _ = prepare(accelerator, model)
+    model.eval()
+    found, correct = [], []
+    for x, y in val:
+        with torch.no_grad():
+            logits = outputs_of(model, x=x, labels=y)["logits"]
+        found.append([len(x), float(logits.sum())])
+        correct.append(accelerator.gather_for_metrics(logits.argmax(1) == y))
+    epochs = [[float(x.sum()) for x, _ in shuffled] for _ in range(2)]
+    accuracy = torch.cat(correct).float().mean()
+    return {"batches": found, "accuracy": float(accuracy), "sum": sum(epochs[0]), "epochs": epochs[0] != epochs[1]}
+
+
+def outputs_of(model, **batch):
+    return model.predict(**batch) if is_pipeline() else model(**batch)
+
+
+def gathered_for_metrics():
+    """Accelerate cuts what is repeated for each sample to the samples of a last short batch."""
+    accelerator, model = make_accelerator(), make_net()
+    model, _, val = prepare(accelerator, model, None, accelerator.prepare(named(make_loaders()[1])))
+    in_loader = accelerator.gradient_state.in_dataloader
+    model.eval()
+    losses, texts = [], []
+    for batch in val:
+        with torch.no_grad():
+            loss = model(**batch)["loss"]
+        losses.append(accelerator.gather_for_metrics(loss.repeat(16)))
+        texts += accelerator.gather_for_metrics([f"{float(value):.3f}" for value in batch["x"].sum(1)])
+    losses = torch.cat(losses)
+    return {"number": len(losses), "mean": float(losses.mean()), "texts": texts, "in_loader": in_loader}
+
+
+def loss_over_items_of_several_batches():
+    """Accelerate's guide to accumulation with batches of different numbers of items."""
+    accelerator = make_accelerator(gradient_accumulation_steps=2)
+    model = SumOverItems()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    example = {"x": torch.zeros(8, 6), "labels": torch.zeros(8, dtype=torch.long), "num_items_in_batch": 8}
+    model, optimizer, _ = prepare(accelerator, model, optimizer, example_batch=example, microbatch_weight="sum")
+    batches = train_loader()
+    seen = []
+    for first in range(0, 6, 2):
+        two = [{key: value[: 16 - 5 * index] for key, value in batches[first + index].items()} for index in range(2)]
+        items = accelerator.gather(torch.tensor(sum(len(batch["x"]) for batch in two))).sum().item()
+        for index, batch in enumerate(two):
+            with accelerator.no_sync(model) if index == 0 else accelerator.accumulate(model):
+                loss = model(**batch, num_items_in_batch=items)["loss"]
+                accelerator.backward(loss * 2 * accelerator.num_processes)
+                seen.append(loss.item() * accelerator.num_processes)
+        seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 10.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def outputs_and_attributes():
+    """`outputs.logits`, `outputs[0]`, `model.config`; in training the loss."""
+    accelerator, model = make_accelerator(), make_bert()
+    example = {"input_ids": IDS, "labels": IDS}
+    model, _, _ = prepare(accelerator, model, example_batch=example)
+    model.eval()
+    with torch.no_grad():
+        outputs = model(input_ids=IDS, labels=IDS)
+        without_loss = model(input_ids=IDS)
+    seen = [outputs.loss.item(), outputs[0].item(), float(outputs.logits.sum()), float(outputs["logits"].std())]
+    seen += [float(outputs[1].sum()), float(without_loss.logits.sum()), model.config.vocab_size, model.num_parameters()]
+    model.train()
+    outputs = model(input_ids=IDS, labels=IDS)
+    return [*seen, outputs["loss"].item(), outputs[0].item(), hasattr(outputs, "loss")]
+
+
+def prepared_later():
+    """An optimizer, prepared a second time, only later, or before, has one place and whole states in checkpoints."""
+    seen = []
+    for when in ("again", "later", "before"):
+        accelerator, model = make_accelerator(), make_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if when == "before":
+            optimizer = accelerator.prepare(optimizer)
+        model, prepared, _ = prepare(accelerator, model, None if when == "later" else optimizer)
+        optimizer = prepared if when == "before" else accelerator.prepare(prepared or optimizer)
+        for batch in train_loader()[:2]:
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()
+        seen.append([len(accelerator._optimizers), len(state["state"]) if accelerator.is_main_process else 11])
+        whole = accelerator.get_state_dict(model)
+        seen.append(sums(whole) if accelerator.is_main_process else {})
+    return seen
+
+
+def local_sgd():
+    """With one replica there is nothing to average."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = prepare(accelerator, model, optimizer)
+    losses = []
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for batch in train_loader()[:4]:
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            losses.append(loss.item())
+    return losses
+
+
+def saved_for_others():
+    """`save_pretrained` without a state dict, and with the one that Accelerate's guides give it; `save_model`."""
+    accelerator, model = make_accelerator(), make_llama()
+    example = {"input_ids": IDS, "labels": IDS}
+    model, _, _ = prepare(accelerator, model, example_batch=example)
+    name = "pipeline" if is_pipeline() else "alone"
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(FOLDER / f"{name}_saved", is_main_process=accelerator.is_main_process)
+    state = accelerator.get_state_dict(model)
+    unwrapped.save_pretrained(FOLDER / f"{name}_saved_again", state_dict=state)
+    accelerator.save_model(model, FOLDER / f"{name}_model")
+    accelerator.wait_for_everyone()
+    folders = [FOLDER / f"{name}_saved", FOLDER / f"{name}_saved_again"]
+    with torch.no_grad():
+        losses = [LlamaForCausalLM.from_pretrained(folder)(IDS, labels=IDS).loss.item() for folder in folders]
+    return [*losses, sums(load_file(FOLDER / f"{name}_model" / "model.safetensors"))]
+
+
+def gathered_module():
+    """The whole model generates, is tied and frozen as it was, and is no part of the training that goes on."""
+    accelerator, model = make_accelerator(), make_llama()
+    model.model.layers[1].mlp.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    example = {"input_ids": IDS, "labels": IDS}
+    model, optimizer, _ = prepare(accelerator, model, optimizer, example_batch=example)
+    losses, generated = train_two(model, optimizer, accelerator), []
+    whole = model.gather_module() if is_pipeline() else model
+    if accelerator.is_main_process:
+        generated = whole.generate(IDS[:2, :2], max_new_tokens=5, do_sample=False, pad_token_id=0).tolist()
+        whole.train()
+        tied = whole.lm_head.weight is whole.model.embed_tokens.weight
+        trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+        copied = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        generated += [tied, trained, sums(copied), sums(whole.state_dict())]
+        if is_pipeline():
+            whole.lm_head.weight.data.zero_()
+    return {"losses": losses + train_two(model, optimizer, accelerator), "whole": generated, "none": whole is None}
+
+
+class LooksAgain(NetWithLoss):
+    """Uses its input on the first stage and on the last."""
+
+    def forward(self, *, x, labels):
+        logits = super(NetWithLoss, self).forward(x) + x[:, :3]
+        return {"loss": nn.functional.cross_entropy(logits, labels)}
+
+
+def inputs_with_a_graph():
+    """A generator that learns through a discriminator, and a prompt through a frozen model."""
+    accelerator, judge = make_accelerator(), LooksAgain()
+    maker, prompt = nn.Linear(4, 6), nn.Parameter(torch.zeros(6))
+    noise, labels = torch.randn(8, 4), torch.arange(8) % 3
+    optimizer = torch.optim.SGD(judge.parameters(), lr=0.1)
+    example = {"x": torch.zeros(8, 6), "labels": labels}
+    judge, optimizer, _ = prepare(accelerator, judge, optimizer, example_batch=example)
+    of_maker = accelerator.prepare(torch.optim.SGD([*maker.parameters(), prompt], lr=0.5))
+    seen = []
+    for _ in range(2):
+        images = maker(noise)
+        accelerator.backward(judge(x=images.detach(), labels=labels)["loss"])
+        optimizer.step()
+        loss = judge(x=images + prompt, labels=labels)["loss"]
+        accelerator.backward(loss * 2)
+        seen += [loss.item(), float(maker.weight.grad.norm()), float(prompt.grad.norm())]
+        of_maker.step()
+        optimizer.zero_grad()
+        of_maker.zero_grad()
+    judge.requires_grad_(False)
+    judge.eval()
+    loss = judge(x=maker(noise) + prompt, labels=labels)["loss"]
+    accelerator.backward(loss)
+    return [*seen, loss.item(), prompt.grad.tolist(), float(maker.bias.grad.norm())]
+
+
+class OutOfMemory(nn.Module):
+    """Has memory for microbatches of so many samples."""
+
+    def forward(self, x):
+        if x.device.type != "meta" and len(x) > OutOfMemory.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x
+
+
+def batch_sizes_that_fit():
+    """`find_executable_batch_size`; what did not fit is gone before the next try."""
+    accelerator, tried, models = make_accelerator(), [], []
+    OutOfMemory.largest = 2 if is_pipeline() else 8  # of the last layer, so of the last stage alone
+
+    sizes = iter([12, 8])
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size):
+        accelerator.free_memory()
+        tried.append([batch_size, sum(model() is not None for model in models)])
+        net = make_net()
+        net.layers.append(OutOfMemory())
+        models.append(weakref.ref(net))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"pipeline_module": "layers", "check_loss": False}
+        model, optimizer, loader = prepare(
+            accelerator, net, optimizer, named(make_loaders(batch_size=batch_size)[0]), **options
+        )
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            return batch_size, loss.item()
+
+    found = train()
+    accelerator.free_memory()
+    left = sorted({"prepare_data_loader", "gather_for_metrics", "unwrap_model"} & vars(accelerator).keys())
+    return [*found, tried, [model() is not None for model in models], left]
+
+
+LOOPS = (
+    loaders_prepared_before,
+    gathered_for_metrics,
+    loss_over_items_of_several_batches,
+    outputs_and_attributes,
+    prepared_later,
+    local_sgd,
+    saved_for_others,
+    gathered_module,
+    inputs_with_a_graph,
+    batch_sizes_that_fit,
+)

@@ -1,0 +1,144 @@
+"""What loops of Accelerate's users do that a pipeline cannot: it says why; see `users.py`."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from net import NetWithLoss, make_loaders
+from users_setup import (
+    FOLDER,
+    IDS,
+    SumOverItems,
+    make_accelerator,
+    make_llama,
+    make_net,
+    named,
+    prepare,
+    train_loader,
+)
+
+
+def simple():
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[1]))
+    return accelerator, model, next(iter(loader))
+
+
+def outputs_in_training():
+    _, model, batch = simple()
+    return model(**batch).logits
+
+
+def term_over_parameters():
+    accelerator, model, batch = simple()
+    accelerator.backward(model(**batch).loss + 0.1 * sum(p.square().sum() for p in model.parameters()))
+
+
+def items_without_weights():
+    model, _, _ = prepare(make_accelerator(), SumOverItems(), pipeline_module="layers")
+    batch = train_loader()[0]
+    model(**batch, num_items_in_batch=16)
+
+
+def norm_of_a_rank():
+    accelerator, model, batch = simple()
+    accelerator.backward(model(**batch).loss)
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        accelerator.free_memory()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which is torch's own again
+
+
+def saved_placeholders():
+    accelerator, model, _ = simple()
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), FOLDER / "placeholders.bin")
+    torch.save({"model": model.state_dict()}, FOLDER / f"placeholders_{dist.get_rank()}.bin")
+
+
+def state_on_the_main_process():
+    accelerator, model, _ = simple()
+    if accelerator.is_main_process:
+        accelerator.get_state_dict(model)
+    accelerator.wait_for_everyone()
+
+
+def evaluation_on_the_main_process():
+    accelerator, model, batch = simple()
+    if accelerator.is_main_process:
+        model.eval()
+        model(**batch)
+    else:
+        accelerator.gather(torch.zeros(1))
+
+
+def prediction_on_the_main_process():
+    accelerator, model, batch = simple()
+    loader = accelerator.prepare(make_loaders()[1])
+    if accelerator.is_main_process:
+        model.predict(**batch)
+    next(iter(loader))
+
+
+def outputs_on_the_main_process():
+    accelerator, model, batch = simple()
+    model.eval()
+    outputs = model(**batch)
+    if accelerator.is_main_process:
+        outputs.logits.sum()
+    model(**batch)
+
+
+def other_batches_to_predict():
+    _, model, batch = simple()
+    model.predict(x=batch["x"] + dist.get_rank(), labels=batch["labels"])
+
+
+def generation():
+    accelerator, model = make_accelerator(), make_llama()
+    model, _, _ = prepare(accelerator, model, example_batch={"input_ids": IDS, "labels": IDS})
+    assert model.eval()(input_ids=IDS, labels=IDS).past_key_values is None  # it would be sent from stage to stage
+    accelerator.unwrap_model(model).generate(IDS[:, :2], max_new_tokens=1)
+
+
+class ReturnsTuple(NetWithLoss):
+    def forward(self, *, x, labels):
+        outputs = super().forward(x=x, labels=labels)
+        return outputs["loss"], outputs["logits"]
+
+
+def tuple_with_loss():
+    model, _, _ = prepare(make_accelerator(), ReturnsTuple(), pipeline_module="layers")
+    x, y = next(iter(make_loaders()[1]))
+    model(x=x, labels=y)
+
+
+def freed_model():
+    accelerator, model, batch = simple()
+    accelerator.free_memory()
+    model(**batch)
+
+
+def state_when_others_have_ended():
+    accelerator, model, _ = simple()
+    if not accelerator.is_main_process:
+        os._exit(0)
+    accelerator.get_state_dict(model)
+
+
+REFUSALS = (
+    outputs_in_training,
+    term_over_parameters,
+    items_without_weights,
+    norm_of_a_rank,
+    saved_placeholders,
+    state_on_the_main_process,
+    evaluation_on_the_main_process,
+    prediction_on_the_main_process,
+    outputs_on_the_main_process,
+    other_batches_to_predict,
+    generation,
+    tuple_with_loss,
+    freed_model,
+)
