@@ -32,7 +32,10 @@ MAY_KNOW = {
     "planner.relaxation": {"core", "planner.network"},
     "planner.search": {"core", "planner.network", "planner.relaxation"},
     "planner.policies": {"core", "planner.profile", "planner.network", "planner.pipeline"},
-    "planner.limits": {"core", "planner.profile", "planner.network", "planner.pipeline"},
+    "planner.limits": {
+        *("core", "planner.profile", "planner.network", "planner.pipeline"),
+        *("planner.relaxation", "planner.search"),
+    },
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
     "planner.settings": {"core", "planner.search.effort"},
     "planner.plan": {
