@@ -12,7 +12,9 @@ A tick is known to half the time between the poll that missed it and the poll th
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -39,11 +41,32 @@ class GpuState:
         time_s: When, by the GPU's time.
         clock_mhz: Its graphics clock.
         limits: What holds the clock below the locked one: of `power_cap`, `thermal`, `hw_slowdown`.
+        temperature_c: Its temperature, degrees Celsius; nan where it does not tell.
+        power_w: The power that it tells, W.
     """
 
     time_s: float
     clock_mhz: int
     limits: frozenset[str]
+    temperature_c: float = math.nan
+    power_w: float = math.nan
+
+
+@dataclass(frozen=True)
+class StateWithin:
+    """What was seen of a GPU in some intervals.
+
+    Attributes:
+        clock_mhz: Mean clock; nan if nothing was seen.
+        limits: Limits seen in a tenth of the time or more.
+        temperature_c: Mean temperature, degrees Celsius; nan if it was not told.
+        power_w: Mean of the powers that the GPU told, W; nan likewise.
+    """
+
+    clock_mhz: float
+    limits: frozenset[str]
+    temperature_c: float
+    power_w: float
 
 
 class EnergySampler:
@@ -169,7 +192,19 @@ class EnergySampler:
             self._note_state()
 
     def _note_state(self) -> None:
-        self._states.append(GpuState(self._time.now_s(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
+        gpu, temperature_c = self._gpu, self._gpu.temperature_c()
+        power_w = math.nan
+        with contextlib.suppress(NotSupportedError):
+            power_w = gpu.power_mw() / 1000
+        self._states.append(
+            GpuState(
+                self._time.now_s(),
+                gpu.graphics_clock_mhz(),
+                gpu.clock_limits(),
+                math.nan if temperature_c is None else temperature_c,
+                power_w,
+            )
+        )
 
 
 class _WakeUps:
@@ -209,26 +244,29 @@ def _check_rise(gpu: Gpu, before_mj: float, now_mj: float) -> None:
         )
 
 
-def clock_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> tuple[float, set[str]]:
-    """Say at which clock the GPU ran in some intervals, and what held it back.
+def state_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> StateWithin:
+    """Say at which clock the GPU ran in some intervals, what held it back, and how warm it was.
 
     Args:
         states: States, by time.
         intervals: Intervals (begin, end) in s, by time, not overlapping.
-
-    Returns:
-        The mean clock (MHz; nan if no state falls into the intervals) and the limits seen in a tenth of them or more.
     """
     inside: list[GpuState] = []
     remaining = iter(intervals)
-    begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+    begin_s, end_s = next(remaining, (math.inf, math.inf))
     for state in states:
         while state.time_s > end_s:
-            begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+            begin_s, end_s = next(remaining, (math.inf, math.inf))
         if state.time_s >= begin_s:
             inside.append(state)
-    if not inside:
-        return float("nan"), set()
     counts = Counter(limit for state in inside for limit in state.limits)
-    limits = {limit for limit, count in counts.items() if count >= len(inside) / 10}
-    return sum(state.clock_mhz for state in inside) / len(inside), limits
+    return StateWithin(
+        _mean([state.clock_mhz for state in inside]),
+        frozenset(limit for limit, count in counts.items() if count >= len(inside) / 10),
+        _mean([state.temperature_c for state in inside]),
+        _mean([state.power_w for state in inside]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -11,7 +11,7 @@ from lightning_pfo.core.events import InstructionEvent, InstructionListener, Ins
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
-from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
+from lightning_pfo.device.energy.sampler import EnergySampler, StateWithin, state_within
 from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
 
@@ -51,8 +51,7 @@ class Measured:
         energy_j: Mean energy, J.
         energy_stderr_j: Its standard error.
         samples: How often it was measured.
-        clock_mhz: Mean clock at which the GPU ran meanwhile; nan if never seen.
-        limits: What held the clock down in a tenth of that time or more; see `Gpu.clock_limits`.
+        seen: At which clock the GPU ran meanwhile, what held it down, how warm it was.
     """
 
     time_s: float
@@ -60,8 +59,7 @@ class Measured:
     energy_j: float
     energy_stderr_j: float
     samples: int
-    clock_mhz: float
-    limits: frozenset[str]
+    seen: StateWithin
 
     @property
     def energy_error(self) -> float:
@@ -151,12 +149,10 @@ class InstructionMeter(InstructionListener):
                 power = powers[kind]
                 energy_j = power.power_w * time_s
                 energy_stderr_j = math.hypot(power.stderr_w * time_s, power.power_w * time_stderr_s)
-            clock_mhz, limits = clock_within(states, samples.intervals_s)
-            if math.isnan(clock_mhz):  # too short to be met by a look: what was seen meanwhile has to do
-                clock_mhz, limits = clock_within(states, [(self._from_s, math.inf)])
-            measured[kind] = Measured(
-                time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), clock_mhz, frozenset(limits)
-            )
+            seen = state_within(states, samples.intervals_s)
+            if math.isnan(seen.clock_mhz):  # too short to be met by a look: what was seen meanwhile has to do
+                seen = state_within(states, [(self._from_s, math.inf)])
+            measured[kind] = Measured(time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), seen)
         return measured
 
     def energy_error(self) -> float:

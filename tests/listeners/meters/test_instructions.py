@@ -75,8 +75,8 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
         result = measured[0, kind]
         assert result.samples == 64
         assert result.energy_j / result.time_s == pytest.approx(power_w, rel=0.005)
-        assert result.limits == {"thermal"}
-        assert result.clock_mhz == 1200
+        assert result.seen.limits == {"thermal"}
+        assert result.seen.clock_mhz == 1200
     assert ticking_meter.blocked_power_w() == pytest.approx(gpu.physics.blocked_power_w(1200), rel=0.01)
     assert 0 < ticking_meter.energy_error() < 0.03
 
