@@ -16,9 +16,9 @@ powers are fitted for many possible lags, and averaged by how well each lag expl
 averaging: Hoeting et al., Statistical Science 14, 1999).
 
 Nor does it tell how the counter looks at power (`looks`): all the time; at a part of each tick (the power that A100 and
-H100 report is that of 25 of every 100 ms: Yang, Adamek and Armour, Accurate and convenient energy measurements for GPUs,
-SC24, arXiv:2312.02741); or at a mean over some time. Looks are fitted with the lags, and averaged in the same way. So is
-whether kinds draw more in the first half of their intervals than in the second.
+H100 report is that of 25 of every 100 ms: Yang, Adamek and Armour, Accurate and convenient energy measurements for
+GPUs, SC24, arXiv:2312.02741); or at a mean over some time. Looks are fitted with the lags, and averaged in the same
+way. So is whether kinds draw more in the first half of their intervals than in the second.
 
 Power itself may follow the load with a delay. From a counter that cannot be told from one that averages. A kind's power
 is that which it causes in the end: what is drawn a little later belongs to it, not to what follows.
@@ -49,6 +49,8 @@ _LAG_STEP_S = 0.002  # instructions are longer
 _LEAST_LAG_STEP_S = 1e-6
 _PRIOR = 0.5  # how far a power may be from the interpolated one: standard deviation, as a share of the mean power
 _LEAST_FREEDOM = 2
+_FEWEST_SNAPPED = 4
+_COUNTABLE = 0.22  # of a period: of moments known so well it can be told how many periods lie between them
 _UNEVEN = 0.2  # by how much more the first half of an interval may draw than its mean power, likewise
 _ASSUMED_SCATTER = 0.05  # of the energies of ticks, where there are too few to see it
 _COUNTER_STEP_J = 0.001
@@ -282,21 +284,42 @@ def _centred(times_s: Array) -> Array:
     return np.asarray((middles_s - middles_s.mean()) / (times_s[-1] - times_s[0]))
 
 
-def snap_to_period(trace: EnergyTrace) -> EnergyTrace:
+def snap_to_period(
+    times_s: Sequence[float], energies_j: Sequence[float], resolutions_s: Sequence[float]
+) -> EnergyTrace:
     """Where the counter advances periodically, know its moments better than each was seen.
 
-    Fits `first + count x period` to the moments. If all of them fit within the resolution, the fitted ones replace
-    them, and their resolution is that of the fit; otherwise the trace stays as it is.
+    Fits `first + count x period` to the moments. If all of them fit within their resolutions, the fitted ones replace
+    them, and their resolution is that of the fit; otherwise those that are known badly are left out.
+
+    Args:
+        times_s: When it was seen to advance.
+        energies_j: What it showed then.
+        resolutions_s: How exactly each moment is known.
     """
-    times_s = np.asarray(trace.times_s, dtype=float)
-    if len(times_s) < 4:
-        return trace
-    steps_s = np.diff(times_s)
-    counts = np.concatenate([[0.0], np.cumsum(np.rint(steps_s / np.median(steps_s)))])  # ticks may have been missed
+    seen_s, known_s, shown_j = (np.asarray(column, dtype=float) for column in (times_s, resolutions_s, energies_j))
+    if len(seen_s) < 2:
+        return EnergyTrace(times_s, energies_j, max(resolutions_s, default=0.0))
+    step_s = float(np.median(np.diff(seen_s)))
+    is_usable = known_s < _COUNTABLE * step_s
+    snapped = _snapped(seen_s[is_usable], known_s[is_usable], step_s)
+    if snapped is not None:
+        moments_s, resolution_s = snapped
+        return EnergyTrace(moments_s.tolist(), shown_j[is_usable].tolist(), resolution_s)
+    is_sharp = known_s <= 2 * float(np.median(known_s))
+    resolution_s = float(np.sqrt(np.mean(known_s[is_sharp] ** 2)))
+    return EnergyTrace(seen_s[is_sharp].tolist(), shown_j[is_sharp].tolist(), resolution_s)
+
+
+def _snapped(seen_s: Array, known_s: Array, step_s: float) -> tuple[Array, float] | None:
+    """Moments at equal distances, and how exactly they are known; None where they are not at equal distances."""
+    if len(seen_s) < _FEWEST_SNAPPED:
+        return None
+    counts = np.concatenate([[0.0], np.cumsum(np.rint(np.diff(seen_s) / step_s))])  # ticks may have been missed
     if np.any(np.diff(counts) < 1):
-        return trace
-    period_s, first_s = np.polyfit(counts, times_s - times_s[0], 1)
-    fitted_s = times_s[0] + first_s + counts * period_s
-    if np.max(np.abs(fitted_s - times_s)) > 2 * trace.resolution_s:
-        return trace
-    return EnergyTrace(fitted_s.tolist(), trace.energies_j, trace.resolution_s / float(np.sqrt(len(times_s))))
+        return None
+    period_s, first_s = np.polyfit(counts, seen_s - seen_s[0], 1, w=1 / known_s)
+    fitted_s = seen_s[0] + first_s + counts * period_s
+    if np.any(np.abs(fitted_s - seen_s) > 2 * known_s):
+        return None
+    return fitted_s, float(1 / np.sqrt(np.sum(known_s**-2.0)))

@@ -6,7 +6,8 @@
     polls     ..                           ...|                          ....|      every 2 ms, around a tick only
     state        .    .    .    .    .    .     .    .    .    .    .    .          every 20 ms
 
-A tick is known to half the time between the poll that missed it and the poll that saw it. Where there is no counter
+A tick is known to half the time between the poll that missed it and the poll that saw it; where calls take long, or
+others keep the driver busy, that is more than usual, and its neighbours tell it more exactly. Where there is no counter
 (GPUs older than Volta), power is read every 10 ms and integrated.
 """
 
@@ -18,6 +19,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device.energy.attribution import EnergyTrace, snap_to_period
@@ -69,6 +71,14 @@ class StateWithin:
     power_w: float
 
 
+class _Reading(NamedTuple):
+    """What the counter showed from a moment on (s, J), and how exactly that is known (s)."""
+
+    time_s: float
+    energy_j: float
+    resolution_s: float
+
+
 class EnergySampler:
     """Samples one GPU between `start` and `stop`.
 
@@ -89,7 +99,7 @@ class EnergySampler:
         self._with_state = with_state
         self.error: DeviceError | None = None
         self._has_counter = True
-        self._readings: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._readings: deque[_Reading] = deque(maxlen=_KEPT)
         self._states: deque[GpuState] = deque(maxlen=_KEPT)
         self._time = time_of(gpu)
         self._is_stopped = False
@@ -109,18 +119,19 @@ class EnergySampler:
 
     def trace(self, from_s: float) -> EnergyTrace:
         """Readings since a time; possibly none."""
-        readings = [reading for reading in self._readings.copy() if reading[0] >= from_s]
-        times_s, energies_j = zip(*readings, strict=True) if readings else ((), ())
+        readings = [reading for reading in self._readings.copy() if reading.time_s >= from_s]
+        columns = zip(*readings, strict=True) if readings else ((), (), ())
+        times_s, energies_j, resolutions_s = (tuple(column) for column in columns)
         if not self._has_counter:
-            return EnergyTrace(times_s, energies_j, resolution_s=_POWER_S / 10)
-        return snap_to_period(EnergyTrace(times_s, energies_j, resolution_s=_POLL_S))
+            return EnergyTrace(times_s, energies_j, _POWER_S / 10)
+        return snap_to_period(times_s, energies_j, resolutions_s)
 
     def energy_now_j(self) -> float:
         """The last reading, continued at the power before it; the counter itself before the first two ticks."""
         if len(self._readings) < 2:
             return self._gpu.total_energy_mj() / 1000 if self._has_counter else 0.0
         # in this order, which a tick in between does no harm
-        (before_s, before_j), (last_s, last_j) = self._readings[-2], self._readings[-1]
+        (before_s, before_j, _), (last_s, last_j, _) = self._readings[-2], self._readings[-1]
         period_s = last_s - before_s
         since_s = min(self._time.now_s() - last_s, _LONGEST_CONTINUED * period_s)
         return last_j + (last_j - before_j) * since_s / period_s
@@ -132,7 +143,7 @@ class EnergySampler:
     def wait_for_reading_after(self, time_s: float, timeout_s: float) -> bool:
         """Wait until the counter has advanced once more; returns whether it has."""
         deadline_s = self._time.now_s() + timeout_s
-        while not (self._readings and self._readings[-1][0] >= time_s):
+        while not (self._readings and self._readings[-1].time_s >= time_s):
             if self.error is not None or self._time.now_s() >= deadline_s:
                 return False
             self._time.sleep(_POLL_S)
@@ -165,13 +176,13 @@ class EnergySampler:
         while (yield from self._goes_on_after(wake_ups.sleep_s(self._time.now_s()))):
             before_s = self._time.now_s()
             energy_mj = self._gpu.total_energy_mj()
-            now_s = (before_s + self._time.now_s()) / 2
+            after_s = self._time.now_s()
+            now_s = (before_s + after_s) / 2
             if energy_mj != last_mj:
                 _check_rise(self._gpu, last_mj, energy_mj)
-                is_sharp = now_s - last_poll_s <= 2 * _POLL_S
-                if is_sharp:  # else it may have advanced long before, and the next one is as good
-                    self._readings.append(((last_poll_s + now_s) / 2, energy_mj / 1000))
-                wake_ups.note_tick(now_s, is_sharp)
+                gap_s = now_s - last_poll_s
+                self._readings.append(_Reading(now_s - gap_s / 2, energy_mj / 1000, max(gap_s / 2, _POLL_S)))
+                wake_ups.note_tick(now_s, is_sharp=gap_s <= 2 * (_POLL_S + after_s - before_s))
                 last_mj = energy_mj
             last_poll_s = now_s
             self._note_state_if_due(now_s)
@@ -179,11 +190,11 @@ class EnergySampler:
     def _integrate_power(self) -> Process[None]:
         self._has_counter = False
         energy_j, last_s, last_w = 0.0, self._time.now_s(), self._gpu.power_mw() / 1000
-        self._readings.append((last_s, energy_j))
+        self._readings.append(_Reading(last_s, energy_j, _POWER_S / 10))
         while (yield from self._goes_on_after(_POWER_S)):
             now_s, now_w = self._time.now_s(), self._gpu.power_mw() / 1000
             energy_j += (now_s - last_s) * (last_w + now_w) / 2
-            self._readings.append((now_s, energy_j))
+            self._readings.append(_Reading(now_s, energy_j, _POWER_S / 10))
             last_s, last_w = now_s, now_w
             self._note_state_if_due(now_s)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.device.energy.attribution import EnergyTrace, MeanPower, mean_powers, snap_to_period
+from lightning_pfo.device.energy.attribution import EnergyTrace, MeanPower, mean_powers
+from lightning_pfo.device.energy.attribution import snap_to_period as snapped_readings
 
 FORWARD, BACKWARD, WAIT = "forward", "backward", "wait"
 
@@ -58,6 +59,10 @@ class World:
         counter_mj = np.floor(1000 * used_j)
         seen_s = [tick_s + self.lag_s + self.chance.uniform(-1, 1) * self.resolution_s for tick_s in ticks_s]
         return EnergyTrace(seen_s, (counter_mj / 1000).tolist(), self.resolution_s)
+
+
+def snap_to_period(trace: EnergyTrace) -> EnergyTrace:
+    return snapped_readings(trace.times_s, trace.energies_j, [trace.resolution_s] * len(trace.times_s))
 
 
 def pipeline(seed: int, repeats: int = 50, instruction_s: float = 0.02, **options: float) -> World:
@@ -290,4 +295,16 @@ def test_snapping_finds_a_period_even_if_ticks_were_missed() -> None:
 @pytest.mark.parametrize("times_s", [[0.0, 0.1, 0.17, 0.3, 0.41], [0.0, 0.1, 0.2], [0.0, 0.1, 0.1001, 0.2, 0.3]])
 def test_irregular_or_short_traces_are_not_snapped(times_s: list[float]) -> None:
     trace = EnergyTrace(times_s, list(range(len(times_s))), 0.002)
-    assert snap_to_period(trace) is trace
+    assert snap_to_period(trace) == trace
+
+
+def test_ticks_that_were_seen_late_are_known_from_their_neighbours() -> None:
+    chance = random.Random(2)
+    seen = []
+    for count in range(40):
+        late_s = 0.02 if count % 3 == 0 else 0.002  # the driver was busy
+        seen.append((0.1 * count + chance.uniform(-1, 1) * late_s, float(count), late_s))
+    times_s, energies_j, resolutions_s = zip(*seen, strict=True)
+    trace = snapped_readings(times_s, energies_j, resolutions_s)
+    assert trace.times_s == pytest.approx([0.1 * count for count in range(40)], abs=0.001)
+    assert trace.resolution_s < 0.0005

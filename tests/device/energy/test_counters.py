@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from lightning_pfo.device.energy.attribution import EnergyTrace, MeanPower, mean_powers, snap_to_period
+from lightning_pfo.device.energy.attribution import MeanPower, mean_powers, snap_to_period
 from lightning_pfo.device.energy.looks import Look, Usage
 
 STEP_S = 0.001
@@ -69,7 +69,7 @@ class Counter:
         ticks_s = np.arange(chance.random() * self.tick_s, times_s[-1], self.tick_s)
         seen_s = [tick_s + self.lag_s + chance.uniform(-1, 1) * 0.002 for tick_s in ticks_s]
         shown_j = np.floor(1000 * np.interp(ticks_s, times_s, counted_j)) / 1000
-        return mean_powers(snap_to_period(EnergyTrace(seen_s, shown_j.tolist(), 0.002)), self.intervals)
+        return mean_powers(snap_to_period(seen_s, shown_j.tolist(), [0.002] * len(seen_s)), self.intervals)
 
     def _spend(self, chance: random.Random, kind: str | None, duration_s: float) -> None:
         steps = round(duration_s / STEP_S)

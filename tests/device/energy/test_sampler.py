@@ -67,6 +67,27 @@ def test_in_real_time_a_thread_sees_the_ticks_with_their_energy() -> None:
     assert not sampler._task.is_running
 
 
+@pytest.mark.parametrize(("call_s", "tick_s"), [(0.006, 0.1), (0.006, 0.03), (0.012, 0.1)])
+def test_ticks_are_used_where_calls_take_long(call_s: float, tick_s: float) -> None:
+    class Slow(EmulatedGpu):
+        def total_energy_mj(self) -> float:
+            self.time_source.sleep(call_s / 2)
+            energy_mj = super().total_energy_mj()
+            self.time_source.sleep(call_s / 2)
+            return energy_mj
+
+    gpu = Slow(GpuConfig(kind="emulated", counter_tick_s=tick_s, idle_power_w=60))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(40 * tick_s)
+    sampler.stop()
+    trace = sampler.trace(0.0)
+    assert len(trace.times_s) > 35
+    for time_s, energy_j in zip(trace.times_s, trace.energies_j, strict=True):
+        assert time_s == pytest.approx(energy_j / 60, abs=2 * trace.resolution_s)
+    assert trace.resolution_s < 0.003
+
+
 def test_it_sleeps_between_ticks() -> None:
     gpu = Counting(GpuConfig(kind="emulated", counter_tick_s=0.1))
     sampler = EnergySampler(gpu)
