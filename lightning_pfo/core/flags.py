@@ -14,3 +14,6 @@ DRIFT = "drift"
 
 ENERGY_UNCERTAIN = "energy_uncertain"
 """Two standard errors of the energy are more than was allowed."""
+
+WAITING_UNCERTAIN = "waiting_uncertain"
+"""Two standard errors of the energy of waiting are, as a share of all energy."""

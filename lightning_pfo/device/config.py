@@ -118,6 +118,12 @@ class GpuConfig:
     counter_lag_s: float = 0.0
     """A counter that ticks shows each value so much later, s (>= 0). Real counters: 0 to 0.1."""
 
+    counter_window_s: float = 0.0
+    """A counter that ticks counts the mean power of so long a time, s (>= 0); 0: power as it is."""
+
+    power_ramp_s: float = 0.0
+    """Power follows the load with this time constant, s (>= 0); 0: at once."""
+
     noise: float = 0.0
     """Relative standard deviation of the time of an instruction (0 to 0.3)."""
 
@@ -170,6 +176,8 @@ class GpuConfig:
         self._between("leakage_per_c", 0)
         self._between("counter_tick_s", 0)
         self._between("counter_lag_s", 0)
+        self._between("counter_window_s", 0)
+        self._between("power_ramp_s", 0)
         self._between("noise", 0, 0.3)
         if self.throttle_clock_mhz != 0:
             self._between("throttle_clock_mhz", self.min_clock_mhz)

@@ -13,6 +13,9 @@ The GPU gets warmer meanwhile. So the highest clock is measured again after ever
 *visit*), and what has drifted is taken out (`drift`). While it settles there, clocks are changed to and fro, to see how
 long that takes: the `switch_latency` of the profile.
 
+An iteration that takes a multiple of the time between two ticks of an energy counter would show the same in each tick.
+So there are pauses of up to a tick between iterations.
+
 Where the energies are more uncertain than wanted (`target_error`), all ranks measure more iterations at that clock.
 
 An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
@@ -31,7 +34,7 @@ from itertools import chain, cycle, islice
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, PfoError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
-from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN
+from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN, WAITING_UNCERTAIN
 from lightning_pfo.device import ClockController
 from lightning_pfo.listeners.agreement import first_problem
 from lightning_pfo.listeners.drift import without_drift
@@ -86,6 +89,7 @@ class FrequencyScan(InstructionListener):
         failure: Why this rank sets no clocks, if it does not.
         request_later: Asks for a clock when the device gets there, to see how long changes take; None: they are not
             tried out.
+        pause: Called before each iteration that is measured, to let a little time pass.
 
     Attributes:
         position: How many clocks were measured.
@@ -110,6 +114,7 @@ class FrequencyScan(InstructionListener):
         is_ready: Callable[[], bool],
         failure: Callable[[], Exception | None] = lambda: None,
         request_later: Callable[[int], None] | None = None,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         self._source = source
         self._clocks = clocks
@@ -126,6 +131,7 @@ class FrequencyScan(InstructionListener):
         self._is_ready = is_ready
         self._failure = failure
         self._request_later = request_later
+        self._pause = pause
         self._valleys: dict[tuple[int, str], EnergyValley] = {}
         self._rows: list[ProfileRow] = []
         self._visits: list[ProfileRow] = []
@@ -162,6 +168,8 @@ class FrequencyScan(InstructionListener):
                 self._to_and_fro = self._changes()
         if self._running and self._num_iterations == self._warmup_iterations:
             self._meter.reset()
+        if self._running and self._num_iterations >= self._warmup_iterations:
+            self._pause()
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
         """Change clocks to and fro where nothing is measured."""
@@ -257,7 +265,7 @@ class FrequencyScan(InstructionListener):
         rows = []
         clock_mhz = self.clock_mhz
         dp_rank, tp_rank = self._source.place
-        blocked_power_w = self._meter.blocked_power_w()
+        blocked, waiting_error = self._meter.blocked_power(), self._meter.waiting_error()
         for (stage, kind), measured in self._meter.measured().items():
             valley = self._valleys.get((stage, kind.profile_name))
             if valley is not None and valley.passed and not self._is_visit:
@@ -272,9 +280,10 @@ class FrequencyScan(InstructionListener):
                     time_stderr=measured.time_stderr_s,
                     energy_stderr=measured.energy_stderr_j,
                     samples=measured.samples,
-                    p2p_blocking_power_w=blocked_power_w,
+                    p2p_blocking_power_w=blocked.power_w,
+                    p2p_blocking_power_stderr=blocked.stderr_w,
                     transfer_time=transfers_s.get((stage, kind)),
-                    flags=_flags(measured, clock_mhz, self._target_error),
+                    flags=_flags(measured, clock_mhz, self._target_error, waiting_error),
                     clock_seen_mhz=round(measured.seen.clock_mhz, 1),
                     temperature_c=round(measured.seen.temperature_c, 2),
                     power_seen_w=round(measured.seen.power_w, 1),
@@ -286,12 +295,14 @@ class FrequencyScan(InstructionListener):
         return rows
 
 
-def _flags(measured: Measured, clock_mhz: int, target_error: float) -> str:
+def _flags(measured: Measured, clock_mhz: int, target_error: float, waiting_error: float = 0.0) -> str:
     """What a reader should know; see `core.flags`."""
     seen_mhz = measured.seen.clock_mhz
     flags = set(measured.seen.limits)
     if measured.energy_error > target_error:
         flags.add(ENERGY_UNCERTAIN)
+    if waiting_error > target_error:
+        flags.add(WAITING_UNCERTAIN)
     if abs(seen_mhz - clock_mhz) > _CLOCK_TOLERANCE * clock_mhz:
         flags.add(CLOCK_NOT_REACHED)
     if seen_mhz > (1 + _CLOCK_TOLERANCE) * clock_mhz:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,7 @@ from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
+from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.agreement import check_together, is_first
 from lightning_pfo.listeners.frequency_scan import FrequencyScan
 from lightning_pfo.listeners.gpu_session import (
@@ -35,6 +37,7 @@ from lightning_pfo.planner.profile.profile_csv import write_profile
 log = logging.getLogger(__name__)
 
 _MOST_REPETITIONS = 10
+_LONGEST_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ class ProfilingRun:
         self._report = report
         self._user = self if user is None else user
         self._num_rows = 0
+        self._chance = random.Random(0)
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.is_open = True
@@ -198,6 +202,7 @@ class ProfilingRun:
             on_clock_done=self._write,
             is_ready=lambda: session.ready,
             failure=lambda: session.clocks.error,
+            pause=self._pause,
             request_later=lambda mhz: session.follower.when_reached(partial(session.clocks.request, mhz)),
         )
 
@@ -219,6 +224,11 @@ class ProfilingRun:
     @property
     def _writes(self) -> bool:
         return is_first(self._source)
+
+    def _pause(self) -> None:
+        """Let up to a tick of the counter pass; all others wait for the first rank."""
+        if self._writes and self._meter.tick_s:
+            time_of(self._session.gpu).sleep(self._chance.uniform(0, min(self._meter.tick_s, _LONGEST_PAUSE_S)))
 
     def _check_output(self) -> None:
         if self._writes:

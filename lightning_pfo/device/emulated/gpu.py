@@ -16,6 +16,7 @@ import math
 import queue
 import random
 from collections import deque
+from itertools import pairwise
 from threading import Lock
 
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
@@ -68,6 +69,8 @@ class EmulatedGpu:
         self._latency_s, self._rise_latency_s = config.clock_latency_s * config.time_scale, rise_s * config.time_scale
         self._tick_s = config.counter_tick_s * config.time_scale
         self._lag_s = config.counter_lag_s * config.time_scale
+        self._window_s = config.counter_window_s * config.time_scale
+        self._ramp_s = config.power_ramp_s * config.time_scale
 
         self._requests: deque[tuple[float, int]] = deque()  # (when it lands, clock), in order
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -80,6 +83,7 @@ class EmulatedGpu:
         self._waiting_state = "idle"
         self._start_s = self._time_s = self.time_source.now_s()
         self._energy_j = 0.0
+        self._drawn_w = config.idle_power_w  # behind the load, where power ramps
         self._idle_c = self._temperature_c = config.ambient_c + config.heating_c_per_w * config.idle_power_w
         self._passed: deque[tuple[float, float]] = deque([(self._start_s, 0.0)])  # moments and energies until then, J
         self._worked_s: dict[int, float] = {}  # since begin_work, by clock
@@ -132,7 +136,7 @@ class EmulatedGpu:
         """Power drawn now, mW."""
         with self._lock:
             self._advance(self.time_source.now_s())
-            return int(self._power_w() * 1000)
+            return int((self._drawn_w if self._ramp_s else self._power_w()) * 1000)
 
     def graphics_clock_mhz(self) -> int:
         """The clock now, MHz; below the locked one where the power cap (while computing) or throttling holds it."""
@@ -283,12 +287,16 @@ class EmulatedGpu:
         passed_s = until_s - self._time_s
         power_w = self._power_w()
         self._energy_j += power_w * passed_s
+        if self._ramp_s:
+            gone = -math.expm1(-passed_s / self._ramp_s)
+            self._energy_j += (self._drawn_w - power_w) * self._ramp_s * gone
+            self._drawn_w += gone * (power_w - self._drawn_w)
         self._temperature_c += self._share_heated(passed_s) * (
             self.config.ambient_c + self.config.heating_c_per_w * power_w - self._temperature_c
         )
         if self._tick_s:
             self._passed.append((until_s, self._energy_j))
-            self._forget_before(until_s - self._lag_s - self._tick_s)
+            self._forget_before(until_s - self._lag_s - self._tick_s - self._window_s)
         if self._state == "computing":
             self._worked_s[self._landed_mhz] = self._worked_s.get(self._landed_mhz, 0.0) + passed_s
         self._time_s = until_s
@@ -300,11 +308,27 @@ class EmulatedGpu:
     def _counted_j(self, now_s: float) -> float:
         """Energy at the last tick that the counter shows by now."""
         tick_s = self._start_s + math.floor((now_s - self._lag_s - self._start_s) / self._tick_s) * self._tick_s
-        self._forget_before(tick_s)
-        (from_s, from_j), (until_s, until_j) = self._passed[0], self._passed[min(1, len(self._passed) - 1)]
-        if tick_s <= from_s or until_s <= from_s:
-            return from_j
-        return from_j + (until_j - from_j) * (tick_s - from_s) / (until_s - from_s)
+        if self._window_s:
+            return self._mean_j(tick_s - self._window_s, tick_s)
+        return self._used_until(tick_s)[1]
+
+    def _mean_j(self, from_s: float, until_s: float) -> float:
+        """Mean over some time of the energy used until then: what the mean power of that time adds up to."""
+        edges = [self._used_until(from_s), *(one for one in self._passed if from_s < one[0] < until_s)]
+        edges.append(self._used_until(until_s))
+        areas = (
+            (late_s - early_s) * (early_j + late_j) / 2 for (early_s, early_j), (late_s, late_j) in pairwise(edges)
+        )
+        return math.fsum(areas) / (until_s - from_s)
+
+    def _used_until(self, moment_s: float) -> tuple[float, float]:
+        """A moment, and the energy until then."""
+        later = next((number for number, one in enumerate(self._passed) if one[0] > moment_s), 0)
+        if not later:  # before everything, or at its end
+            is_early = moment_s < self._passed[0][0]
+            return moment_s, (self._passed[0] if is_early else self._passed[-1])[1]
+        (from_s, from_j), (until_s, until_j) = self._passed[later - 1], self._passed[later]
+        return moment_s, from_j + (until_j - from_j) * (moment_s - from_s) / (until_s - from_s)
 
     def _forget_before(self, moment_s: float) -> None:
         while len(self._passed) > 1 and self._passed[1][0] <= moment_s:

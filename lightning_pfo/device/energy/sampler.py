@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
@@ -32,6 +34,7 @@ _POLL_S = 0.002
 _STATE_S = 0.02
 _POWER_S = 0.01
 _LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
+_FEW = 20
 _KEPT = 200_000  # readings; the oldest are forgotten
 
 
@@ -125,6 +128,12 @@ class EnergySampler:
         if not self._has_counter:
             return EnergyTrace(times_s, energies_j, _POWER_S / 10)
         return snap_to_period(times_s, energies_j, resolutions_s)
+
+    @property
+    def tick_s(self) -> float:
+        """How often the counter has advanced lately, s; 0 where that is not known."""
+        moments_s = [reading.time_s for reading in list(self._readings.copy())[-_FEW:]] if self._has_counter else []
+        return statistics.median(b - a for a, b in pairwise(moments_s)) if len(moments_s) > 2 else 0.0
 
     def energy_now_j(self) -> float:
         """The last reading, continued at the power before it; the counter itself before the first two ticks."""
