@@ -118,7 +118,8 @@ def _searched(
     found = search.near([plan.iteration_time_s for plan in plans])
     for deadline_s in deadlines_s:
         found += search.around(deadline_s)
-    found += [pipeline.play(plan.clocks_mhz) for plan in (*starts, *plans)]
+    known = starts if pipeline.change_cost_j else (*starts, *plans)  # which know nothing of what a change costs
+    found += [pipeline.play(plan.clocks_mhz) for plan in known]
 
     begun_from = {}
     for deadline_s in deadlines_s:
