@@ -32,7 +32,10 @@ MAY_KNOW = {
     "planner.relaxation": {"core", "planner.network"},
     "planner.search": {"core", "planner.network", "planner.relaxation"},
     "planner.policies": {"core", "planner.profile", "planner.network", "planner.pipeline"},
-    "planner.limits": {"core", "planner.profile", "planner.network", "planner.pipeline"},
+    "planner.limits": {
+        *("core", "planner.profile", "planner.network", "planner.pipeline"),
+        *("planner.relaxation", "planner.search"),
+    },
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
     "planner.settings": {"core", "planner.search.effort"},
     "planner.plan": {
@@ -108,7 +111,12 @@ MAY_KNOW = {
     "listeners.plan_cursor": {"core"},
     "listeners.clock_requests": {"core", "device.time", "listeners.device_follower"},
     "listeners.meters": {"core", "device", "listeners.device_follower"},
-    "listeners.frequency_scan": {"core", "device", "listeners.agreement", "listeners.meters"},
+    "listeners.profile_row": set(),
+    "listeners.drift": {"core", "listeners.profile_row"},
+    "listeners.frequency_scan": {
+        *("core", "device", "planner.profile"),
+        *("listeners.agreement", "listeners.meters", "listeners.drift", "listeners.profile_row"),
+    },
     "listeners.gpu_session": {
         *("core", "device"),
         *("listeners.agreement", "listeners.device_follower", "listeners.emulated"),
@@ -116,6 +124,7 @@ MAY_KNOW = {
     "listeners.profiling_run": {
         *("core", "device", "planner.profile"),
         *("listeners.agreement", "listeners.gpu_session", "listeners.frequency_scan", "listeners.meters"),
+        "listeners.profile_row",
     },
     "listeners.planned_run": {
         *("core", "device", "planner.frontier"),

@@ -163,7 +163,7 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
     show_table(table)
     console = plain_console()
     changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
-    if settings.limits_changes:
+    if frontier.limits_changes or settings.change_cost_j:
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
     console.print(f"{changes}.")

@@ -9,5 +9,11 @@ CLOCK_NOT_REACHED = "clock_not_reached"
 CLOCK_ABOVE = "clock_above"
 """It was above it, beside `clock_not_reached`: the GPU took the request and ignored it, or somebody else has set it."""
 
+DRIFT = "drift"
+"""The top clock needed another energy or time when it was measured again, and the temperature does not explain it."""
+
 ENERGY_UNCERTAIN = "energy_uncertain"
 """Two standard errors of the energy are more than was allowed."""
+
+WAITING_UNCERTAIN = "waiting_uncertain"
+"""Two standard errors of the energy of waiting are, as a share of all energy."""

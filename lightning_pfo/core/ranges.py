@@ -72,6 +72,7 @@ CLOCK = Quantity("a clock in whole MHz", "MHz", 1, 100_000, is_whole=True)
 TIME = Quantity("a positive number of seconds", "s", 1e-9, 1e6)
 ENERGY = Quantity("a number of joules, at least 0", "J", 0.0, 1e9)
 TRANSFER = Quantity("a number of seconds, at least 0", "s", 0.0, 1e6)
+LATENCY = Quantity("a number of seconds, at least 0 and at most 60", "s", 0.0, 60.0)
 POWER = Quantity("a finite power in watts, at least 0", "W", 0.0, 1e9)
 
 ERROR = Quantity("a finite standard error, at least 0", "", 0.0, sys.float_info.max)

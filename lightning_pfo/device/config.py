@@ -96,11 +96,33 @@ class GpuConfig:
     clock_latency_s: float = 0.005
     """Time from a clock request until the clock changes, s (>= 0)."""
 
+    clock_rise_latency_s: float | None = None
+    """The same where the clock rises, s (>= 0); null: no different."""
+
+    ambient_c: float = 30.0
+    """Temperature of a GPU that draws nothing, degrees Celsius."""
+
+    heating_c_per_w: float = 0.1
+    """How much warmer each watt makes it in the end, degrees Celsius (>= 0)."""
+
+    heating_s: float = 20.0
+    """Time in which it gets by 63 % nearer to that, s (> 0)."""
+
+    leakage_per_c: float = 0.0
+    """By which share the static power rises with each degree above the temperature of an idle GPU (>= 0). Real GPUs:
+    0.005 to 0.01."""
+
     counter_tick_s: float = 0.0
     """The energy counter advances only this often, s; 0: continuously. Real counters: 0.02 to 0.1."""
 
     counter_lag_s: float = 0.0
     """A counter that ticks shows each value so much later, s (>= 0). Real counters: 0 to 0.1."""
+
+    counter_window_s: float = 0.0
+    """A counter that ticks counts the mean power of so long a time, s (>= 0); 0: power as it is."""
+
+    power_ramp_s: float = 0.0
+    """Power follows the load with this time constant, s (>= 0); 0: at once."""
 
     noise: float = 0.0
     """Relative standard deviation of the time of an instruction (0 to 0.3)."""
@@ -146,8 +168,16 @@ class GpuConfig:
             self._above("work_scale", 0)
         self._above("time_scale", 0)
         self._between("clock_latency_s", 0)
+        if self.clock_rise_latency_s is not None:
+            self._between("clock_rise_latency_s", 0)
+        self._between("ambient_c", -50, 100)
+        self._between("heating_c_per_w", 0)
+        self._above("heating_s", 0)
+        self._between("leakage_per_c", 0)
         self._between("counter_tick_s", 0)
         self._between("counter_lag_s", 0)
+        self._between("counter_window_s", 0)
+        self._between("power_ramp_s", 0)
         self._between("noise", 0, 0.3)
         if self.throttle_clock_mhz != 0:
             self._between("throttle_clock_mhz", self.min_clock_mhz)

@@ -60,6 +60,9 @@ class Gpu(Protocol):
     def clock_limits(self) -> frozenset[str]:
         """What holds the clock below the locked one now: of `power_cap`, `thermal`, `hw_slowdown`; empty: nothing."""
 
+    def temperature_c(self) -> float | None:
+        """Temperature of the chip, degrees Celsius; None where it is not told."""
+
     @property
     def energy_is_continuous(self) -> bool:
         """Whether two readings of the counter measure what lies between them exactly; real counters tick."""

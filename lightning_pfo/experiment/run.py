@@ -133,9 +133,12 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
+    settings = config.plan
+    if settings.switch_latency_s is None and config.gpu.lead_clocks:  # clocks are there when they are needed
+        settings = dataclasses.replace(settings, switch_latency_s=0.0)
     frontier = plan_frontier(
         config.profile or output_dir / "profile.csv",
-        config.plan,
+        settings,
         num_microbatches=config.schedule.num_microbatches,
         schedule=config.schedule.name,
     )

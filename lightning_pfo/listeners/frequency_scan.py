@@ -9,6 +9,13 @@
 A scan needs clock control: where any rank cannot set its clock, it stops on all of them. Whether the clock was really
 there is measured too, and flagged where it was not (`core.flags`).
 
+The GPU gets warmer meanwhile. So the highest clock is measured again after every few clocks, and at the end (a
+*visit*), and what has drifted is taken out (`drift`). While it settles there, clocks are changed to and fro, to see how
+long that takes: the `switch_latency` of the profile.
+
+An iteration that takes a multiple of the time between two ticks of an energy counter would show the same in each tick.
+So there are pauses of up to a tick between iterations.
+
 Where the energies are more uncertain than wanted (`target_error`), all ranks measure more iterations at that clock.
 
 An instruction whose energy has risen `patience` times in a row is past its energy valley and is measured no more. The
@@ -21,46 +28,27 @@ time: where they wait for each other, the slowest decides. An instruction's vall
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, cycle, islice
 
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, PfoError
-from lightning_pfo.core.events import InstructionListener, InstructionSource
-from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN
+from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
+from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN, WAITING_UNCERTAIN
 from lightning_pfo.device import ClockController
 from lightning_pfo.listeners.agreement import first_problem
+from lightning_pfo.listeners.drift import without_drift
 from lightning_pfo.listeners.meters.instructions import InstructionMeter, Kind, Measured
 from lightning_pfo.listeners.meters.transfers import measured_transfers
+from lightning_pfo.listeners.profile_row import ProfileRow
+from lightning_pfo.planner.profile.switch_latency import summarised
 
 _CLOCK_TIMEOUT_S = 30.0  # drivers of busy nodes take seconds now and then
 _CLOCK_TOLERANCE = 0.01
+_VISIT_AFTER = 6
+"""So many clocks the highest one is measured again."""
+
 _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
-
-
-@dataclass(frozen=True)
-class ProfileRow:
-    """One line of the profile CSV; units as there: MHz, s and J per microbatch and GPU, W.
-
-    `clock_seen_mhz` is the mean clock at which the GPU ran, nan where it does not tell. `transfer_time` is None where
-    the instruction sends nothing, or nobody waited for it. The ranks of replicas and of
-    tensor parallelism are columns only where there are several.
-    """
-
-    stage: int
-    instruction: str
-    frequency: int
-    time: float
-    energy: float
-    time_stderr: float
-    energy_stderr: float
-    samples: int
-    p2p_blocking_power_w: float
-    transfer_time: float | None = None
-    flags: str = ""
-    clock_seen_mhz: float = math.nan
-    gpu: str = ""
-    dp_rank: int = 0
-    tp_rank: int = 0
 
 
 class EnergyValley:
@@ -99,6 +87,9 @@ class FrequencyScan(InstructionListener):
         on_clock_done: Called on every rank after each clock with all rows so far.
         is_ready: Scanning waits until this returns true.
         failure: Why this rank sets no clocks, if it does not.
+        request_later: Asks for a clock when the device gets there, to see how long changes take; None: they are not
+            tried out.
+        pause: Called before each iteration that is measured, to let a little time pass.
 
     Attributes:
         position: How many clocks were measured.
@@ -122,6 +113,8 @@ class FrequencyScan(InstructionListener):
         on_clock_done: Callable[[list[ProfileRow]], None],
         is_ready: Callable[[], bool],
         failure: Callable[[], Exception | None] = lambda: None,
+        request_later: Callable[[int], None] | None = None,
+        pause: Callable[[], object] = lambda: None,
     ) -> None:
         self._source = source
         self._clocks = clocks
@@ -137,8 +130,13 @@ class FrequencyScan(InstructionListener):
         self._on_clock_done = on_clock_done
         self._is_ready = is_ready
         self._failure = failure
+        self._request_later = request_later
+        self._pause = pause
         self._valleys: dict[tuple[int, str], EnergyValley] = {}
         self._rows: list[ProfileRow] = []
+        self._visits: list[ProfileRow] = []
+        self._is_visit = False
+        self._to_and_fro: Iterator[int] = iter(())
         self._num_iterations = 0
         self._running = False
         self.position = 0
@@ -147,8 +145,8 @@ class FrequencyScan(InstructionListener):
 
     @property
     def clock_mhz(self) -> int:
-        """The clock being measured on this rank; the highest once this rank has scanned enough."""
-        return self._clocks_mhz[self.position] if not self._exhausted() else self._clocks_mhz[0]
+        """The clock being measured on this rank; the highest in visits, and once this rank has scanned enough."""
+        return self._clocks_mhz[0 if self._is_visit or self._exhausted() else self.position]
 
     @property
     def num_clocks(self) -> int:
@@ -166,8 +164,26 @@ class FrequencyScan(InstructionListener):
             self._clocks.request(self.clock_mhz)
             is_set = self._clocks.wait(_CLOCK_TIMEOUT_S)
             self._stop_if_any_failed(is_set)
+            if self._is_visit and self._warmup_iterations:
+                self._to_and_fro = self._changes()
         if self._running and self._num_iterations == self._warmup_iterations:
             self._meter.reset()
+        if self._running and self._num_iterations >= self._warmup_iterations:
+            self._pause()
+
+    def on_instruction_end(self, event: InstructionEvent) -> None:
+        """Change clocks to and fro where nothing is measured."""
+        clock_mhz = next(self._to_and_fro, None)
+        if clock_mhz is not None and self._running and self._request_later is not None:
+            self._request_later(clock_mhz)
+
+    def _changes(self) -> Iterator[int]:
+        """All pairs of the highest, the lowest and a middle clock; the highest in the second half of the iteration."""
+        assert self._source.schedule is not None  # an iteration has begun
+        high, low = self._clocks_mhz[0], self._clocks_mhz[self.position - 1]
+        middle = self._clocks_mhz[self.position // 2]
+        count = len(self._source.schedule.orders[self._source.rank]) // 2
+        return chain(islice(cycle((low, middle, high, middle, low, high)), count), (high,))
 
     def on_iteration_end(self, iteration: int) -> None:
         """Count iterations; after the last one of a clock, exchange and move on."""
@@ -176,17 +192,37 @@ class FrequencyScan(InstructionListener):
         self._num_iterations += 1
         if self._num_iterations < self._warmup_iterations + self._num_wanted or self._wants_more():
             return
-        self._num_iterations, self._num_wanted = 0, self._iterations_per_clock
         if self._stop_if_any_failed():  # what was measured since then was so at other clocks
             return
         transfers_s = measured_transfers(self._source, self._meter)
-        mine = [] if self._exhausted() else self._measure(transfers_s)
-        self.position += 1
-        rows = [row for part in self._source.all_gather(mine, everywhere=True) for row in part]
-        self._rows.extend(rows)
-        self._look_for_valleys(rows)
-        self.done = all(self._source.all_gather(self._exhausted(), everywhere=True))
-        self._on_clock_done(self._rows)
+        mine = [] if self._exhausted() and not self._is_visit else self._measure(transfers_s)
+        gathered = self._source.all_gather((mine, self._clocks.latencies_by_pair), everywhere=True)
+        rows = [row for part, _ in gathered for row in part]
+        if self._is_visit:
+            self._visits.extend(rows)
+        else:
+            self.position += 1
+            self._rows.extend(rows)
+            self._look_for_valleys(rows)
+        is_over = all(self._source.all_gather(self._exhausted(), everywhere=True))
+        self.done = is_over and (self._is_visit or self.position == 1)
+        self._is_visit = not self._is_visit and self.position > 1 and (is_over or self.position % _VISIT_AFTER == 0)
+        self._num_iterations = 0
+        self._num_wanted = 1 if self._is_visit else self._iterations_per_clock
+        self._on_clock_done(self._finished([latencies_s for _, latencies_s in gathered]))
+
+    def _finished(self, latencies_s: Sequence[Mapping[tuple[int, int], list[float]]]) -> list[ProfileRow]:
+        """All rows, with what is known by now of drift and latencies."""
+        by_pair: dict[tuple[int, int], list[float]] = {}
+        for of_rank in latencies_s:
+            for pair, some_s in of_rank.items():
+                by_pair.setdefault(pair, []).extend(some_s)
+        latency = summarised(by_pair)
+        rows = without_drift(self._rows, self._visits, self._target_error)
+        if latency is None:
+            return rows
+        cells = latency.cells({row.frequency for row in rows})
+        return [replace(row, switch_latency=cells[row.frequency]) for row in rows]
 
     def _stop_if_any_failed(self, is_set: bool = True) -> bool:
         """End the scan on all ranks if one of them does not set its clock; a collective call."""
@@ -217,7 +253,7 @@ class FrequencyScan(InstructionListener):
         """Whether the energies of any rank are too uncertain yet, and may become less so; a collective call."""
         if self._num_wanted >= self._max_iterations_per_clock:
             return False
-        own = 0.0 if self._exhausted() else self._meter.energy_error()
+        own = 0.0 if self._exhausted() and not self._is_visit else self._meter.energy_error()
         error = max(self._source.all_gather(own, everywhere=True))
         if error <= self._target_error:
             return False
@@ -229,10 +265,10 @@ class FrequencyScan(InstructionListener):
         rows = []
         clock_mhz = self.clock_mhz
         dp_rank, tp_rank = self._source.place
-        blocked_power_w = self._meter.blocked_power_w()
+        blocked, waiting_error = self._meter.blocked_power(), self._meter.waiting_error()
         for (stage, kind), measured in self._meter.measured().items():
             valley = self._valleys.get((stage, kind.profile_name))
-            if valley is not None and valley.passed:
+            if valley is not None and valley.passed and not self._is_visit:
                 continue
             rows.append(
                 ProfileRow(
@@ -244,10 +280,13 @@ class FrequencyScan(InstructionListener):
                     time_stderr=measured.time_stderr_s,
                     energy_stderr=measured.energy_stderr_j,
                     samples=measured.samples,
-                    p2p_blocking_power_w=blocked_power_w,
+                    p2p_blocking_power_w=blocked.power_w,
+                    p2p_blocking_power_stderr=blocked.stderr_w,
                     transfer_time=transfers_s.get((stage, kind)),
-                    flags=_flags(measured, clock_mhz, self._target_error),
-                    clock_seen_mhz=round(measured.clock_mhz, 1),
+                    flags=_flags(measured, clock_mhz, self._target_error, waiting_error),
+                    clock_seen_mhz=round(measured.seen.clock_mhz, 1),
+                    temperature_c=round(measured.seen.temperature_c, 2),
+                    power_seen_w=round(measured.seen.power_w, 1),
                     gpu=self._gpu_name,
                     dp_rank=dp_rank,
                     tp_rank=tp_rank,
@@ -256,13 +295,16 @@ class FrequencyScan(InstructionListener):
         return rows
 
 
-def _flags(measured: Measured, clock_mhz: int, target_error: float) -> str:
+def _flags(measured: Measured, clock_mhz: int, target_error: float, waiting_error: float = 0.0) -> str:
     """What a reader should know; see `core.flags`."""
-    flags = set(measured.limits)
+    seen_mhz = measured.seen.clock_mhz
+    flags = set(measured.seen.limits)
     if measured.energy_error > target_error:
         flags.add(ENERGY_UNCERTAIN)
-    if abs(measured.clock_mhz - clock_mhz) > _CLOCK_TOLERANCE * clock_mhz:
+    if waiting_error > target_error:
+        flags.add(WAITING_UNCERTAIN)
+    if abs(seen_mhz - clock_mhz) > _CLOCK_TOLERANCE * clock_mhz:
         flags.add(CLOCK_NOT_REACHED)
-    if measured.clock_mhz > (1 + _CLOCK_TOLERANCE) * clock_mhz:
+    if seen_mhz > (1 + _CLOCK_TOLERANCE) * clock_mhz:
         flags.add(CLOCK_ABOVE)
     return " ".join(sorted(flags))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,8 +20,9 @@ from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
+from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.agreement import check_together, is_first
-from lightning_pfo.listeners.frequency_scan import FrequencyScan, ProfileRow
+from lightning_pfo.listeners.frequency_scan import FrequencyScan
 from lightning_pfo.listeners.gpu_session import (
     DEFAULT_CLUSTER,
     ClusterChoice,
@@ -28,11 +31,13 @@ from lightning_pfo.listeners.gpu_session import (
     ranks_on_this_node,
 )
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
+from lightning_pfo.listeners.profile_row import ProfileRow
 from lightning_pfo.planner.profile.profile_csv import write_profile
 
 log = logging.getLogger(__name__)
 
 _MOST_REPETITIONS = 10
+_LONGEST_PAUSE_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ class ProfilingRun:
         self._source = source
         self._report = report
         self._user = self if user is None else user
+        self._num_rows = 0
+        self._chance = random.Random(0)
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.is_open = True
@@ -195,6 +202,8 @@ class ProfilingRun:
             on_clock_done=self._write,
             is_ready=lambda: session.ready,
             failure=lambda: session.clocks.error,
+            pause=self._pause,
+            request_later=lambda mhz: session.follower.when_reached(partial(session.clocks.request, mhz)),
         )
 
     @property
@@ -216,6 +225,11 @@ class ProfilingRun:
     def _writes(self) -> bool:
         return is_first(self._source)
 
+    def _pause(self) -> None:
+        """Let up to a tick of the counter pass; all others wait for the first rank."""
+        if self._writes and self._meter.tick_s:
+            time_of(self._session.gpu).sleep(self._chance.uniform(0, min(self._meter.tick_s, _LONGEST_PAUSE_S)))
+
     def _check_output(self) -> None:
         if self._writes:
             check_can_write("output", self.output)
@@ -224,6 +238,9 @@ class ProfilingRun:
         if self._writes:
             by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
             write_profile(self.output, _with_needed_columns(_fill_blocked_power(by_stage)))
+        if len(rows) == self._num_rows:  # a clock was visited again
+            return
+        self._num_rows = len(rows)
         latest = min(row.frequency for row in rows)
         measured = [row for row in rows if row.frequency == latest]
         mean_energy = math.fsum(row.energy for row in measured) / len(measured)
@@ -256,9 +273,10 @@ class ProfilingRun:
 
 
 def _with_needed_columns(rows: list[ProfileRow]) -> list[dict[str, Any]]:
-    """Leave out the ranks of replicas, or of tensor parallelism, where there is one."""
+    """Leave out the ranks of replicas, or of tensor parallelism, where there is one, and latencies that nobody saw."""
     records = [asdict(row) for row in rows]
-    single = [column for column in ("dp_rank", "tp_rank") if not any(record[column] for record in records)]
+    optional = ("dp_rank", "tp_rank", "switch_latency")
+    single = [column for column in optional if not any(record[column] for record in records)]
     return [{key: value for key, value in record.items() if key not in single} for record in records]
 
 

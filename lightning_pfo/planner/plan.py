@@ -32,7 +32,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
-from lightning_pfo.planner.limits.switching import check_effort, limit_switching
+from lightning_pfo.planner.limits.switching import check_effort, least_energy_j, limit_switching
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
@@ -46,6 +46,7 @@ from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.profile_csv import read_profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.profile.unreached import check_reached
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
@@ -139,7 +140,9 @@ def plan_frontier(
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
-    if settings.limits_changes:
+    latency = _switch_latency(settings, profile)
+    limits_changes = bool(latency or settings.least_dwell_s or settings.change_cost_j)
+    if settings.least_dwell_s:
         check_effort(len(schedule.instructions), settings.num_plans + len(settings.deadlines_s))
     problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
 
@@ -158,23 +161,36 @@ def plan_frontier(
         on_progress=on_progress,
     )
     plans = _plans(problem, points)
-    if settings.limits_changes:
+    if limits_changes:
         plans = limit_switching(
             plans,
-            profile,
-            problem.blocking,
-            problem.options,
-            least_energy_j=partial(_least_energy_j, bound),
+            problem,
+            bound,
             starts=[baseline],
             deadlines_s=[*kept_times_s, *settings.deadlines_s],
-            switch_latency_s=settings.switch_latency_s,
+            switch_latency=latency,
             least_dwell_s=settings.least_dwell_s,
             change_cost_j=settings.change_cost_j,
             on_progress=on_progress,
         )
-    baseline = replace(baseline, lower_bound_j=_least_energy_j(bound, baseline.iteration_time_s))
-    limits = settings.switch_latency_s, settings.least_dwell_s
-    return Frontier(schedule, profile, problem.blocking, baseline, tuple(plans), *limits)
+    baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
+    return Frontier(
+        schedule,
+        profile,
+        problem.blocking,
+        baseline,
+        tuple(plans),
+        latency.usual_s,
+        settings.least_dwell_s,
+        latency.pairs_s,
+    )
+
+
+def _switch_latency(settings: PlanSettings, profile: Profile) -> SwitchLatency:
+    """What was asked for, or else what the profile has measured."""
+    if settings.switch_latency_s is None:
+        return profile.switch_latency or SwitchLatency()
+    return SwitchLatency(settings.switch_latency_s)
 
 
 def predict(problem: Problem, policy: Policy, deadline_s: float | None = None) -> FrequencyPlan:
@@ -231,11 +247,6 @@ def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyP
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
         plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
-
-
-def _least_energy_j(bound: LowerBound, time_s: float) -> float:
-    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
-    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
 
 
 def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:

@@ -30,8 +30,9 @@ class PlanSettings:
             takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
         regularise: Take out of the profile what only noise explains (see `profile.denoise`).
         use_unreached: Plan on measurements flagged `clock_not_reached` too, instead of refusing them.
-        switch_latency_s: Time from a request until a clock changes. With it or the next two, plans change clocks less
-            often, and say how much energy that costs (see `limits`).
+        switch_latency_s: Time from a request until a clock changes, to reckon with; None takes what the profile has
+            measured, 0 takes clocks to change at once. With it or the next two, plans change clocks less often, and
+            say how much energy that costs (see `limits`).
         least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
         change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies of the plans.
     """
@@ -55,18 +56,17 @@ class PlanSettings:
     use_unreached: bool = field(
         default=False, metadata={"help": "plan on measurements whose clock was not reached, instead of refusing them"}
     )
-    switch_latency_s: float = field(
-        default=0.0, metadata={"help": "time from a clock request until the clock changes, to plan with"}
+    switch_latency_s: float | None = field(
+        default=None,
+        metadata={
+            "help": "time from a clock request until the clock changes, to plan with; none takes what the profile has "
+            "measured, 0 takes clocks to change at once"
+        },
     )
     least_dwell_s: float = field(default=0.0, metadata={"help": "time for which every clock is kept at least"})
     change_cost_j: float = field(
         default=0.0, metadata={"help": "joules that one clock change less is worth; not part of the energies"}
     )
-
-    @property
-    def limits_changes(self) -> bool:
-        """Whether plans are to change clocks less often."""
-        return bool(self.switch_latency_s or self.least_dwell_s or self.change_cost_j)
 
     def check(self) -> None:
         """Check what can be checked before there is a profile.
@@ -80,7 +80,7 @@ class PlanSettings:
                 f"{NUM_PLANS.most:,}; got {shortened(self.num_plans)}."
             )
         find_effort(self.effort)
-        limits = self.switch_latency_s, self.least_dwell_s, self.change_cost_j
+        limits = self.switch_latency_s or 0.0, self.least_dwell_s, self.change_cost_j
         if not all(is_number(limit) and 0 <= limit < math.inf for limit in limits):
             raise ConfigurationError(
                 "switch_latency_s, least_dwell_s (seconds) and change_cost_j (joules) must be finite and at least 0; "

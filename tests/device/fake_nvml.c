@@ -11,6 +11,7 @@
  *   FAKE_NVML_LOST_FILE   while this file exists, all GPUs have fallen off the bus
  *   FAKE_NVML_REASONS     bits that say what holds the clock down, beside the power limit (default: 0)
  *   FAKE_NVML_MIG         1: the GPUs are split into instances (default: 0)
+ *   FAKE_NVML_CELSIUS     the temperature (default: 55)
  *   FAKE_NVML_AVERAGE_MW  what nvmlDeviceGetPowerUsage returns, as if averaged (default: the present power)
  *   FAKE_NVML_OLD         1: a driver without functions and fields of 2023 (default: 0)
  *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
@@ -251,6 +252,13 @@ int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_m
     double tick_s = 1e-3 * milliseconds("FAKE_NVML_TICK_MS"), time_s = now_s();
     if (tick_s > 0) time_s = (double)(uint64_t)(time_s / tick_s) * tick_s;
     *energy_mj = (uint64_t)(POWER_MW * time_s) * (is_in_module() ? 2 : 1);
+    return SUCCESS;
+}
+int nvmlDeviceGetTemperature(gpu_t *gpu, int sensor, unsigned *celsius) {
+    (void)gpu;
+    (void)sensor;
+    if (is_lost()) return GPU_IS_LOST;
+    *celsius = (unsigned)atoi(setting("FAKE_NVML_CELSIUS", "55"));
     return SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(gpu_t *gpu, unsigned *power_mw) {

@@ -231,7 +231,7 @@ def test_help_lists_groups_options_and_common_overrides(run):
     [
         ("trainer.devcies=2", "There is no key 'devcies' in trainer. Did you mean devices? Known: accelerator,"),
         ("+trainer.devcies=2", "There is no key 'devcies' in trainer. Did you mean devices? Known: accelerator,"),
-        ("gpu.nosie=0.1", "There is no key 'nosie' in gpu. Did you mean noise? Known: blocked_activity,"),
+        ("gpu.nosie=0.1", "There is no key 'nosie' in gpu. Did you mean noise? Known: ambient_c, blocked_activity,"),
         ("modle=gpt_tiny", "There is no key 'modle' at the top level of the configuration. Did you mean model? Known:"),
         (
             "+extra=1",

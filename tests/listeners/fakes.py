@@ -56,6 +56,8 @@ class FakeClocks:
     def wait(self, timeout_s):
         return True
 
+    latencies_by_pair = {}
+
 
 class FakeGpu:
     name = "fake"
@@ -71,6 +73,12 @@ class FakeGpu:
 
     def clock_limits(self):
         return frozenset()
+
+    def temperature_c(self):
+        return 50.0
+
+    def power_mw(self):
+        return 300_000
 
     def total_energy_mj(self):
         return self.energy_mj

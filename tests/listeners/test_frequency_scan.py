@@ -3,6 +3,7 @@ import math
 import pytest
 
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device.emulated.time import VirtualTime
 from lightning_pfo.listeners.frequency_scan import EnergyValley, FrequencyScan
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from tests.listeners.fakes import FakeClocks, FakeGpu, FakeSource
@@ -37,7 +38,7 @@ def scan_until_done(
     energy_error=lambda: 0.0,
     failure=lambda: None,
 ):
-    source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu()
+    source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu(VirtualTime())
     meter = InstructionMeter(gpu, source)
     meter.energy_error = energy_error
     written = []
@@ -60,6 +61,7 @@ def scan_until_done(
     source.add_listener(meter)
 
     def compute(instruction):
+        gpu.time_source.sleep(0.01)
         gpu.energy_mj += energy_of(
             instruction.type.value, clocks.requests[-1] if clocks.requests else 0, source.iteration
         )
@@ -78,21 +80,21 @@ def test_each_instruction_stops_after_its_own_valley():
         lambda kind, mhz, _: (forward if kind == "F" else backward)[mhz], clocks_mhz
     )
     assert scan.done
-    assert clocks.requests == [50, 40, 30, 20, 10]
-    assert source.iteration == 5 * 3
+    assert clocks.requests == [50, 40, 30, 20, 10, 50]  # the highest once more
+    assert source.iteration == 5 * 3 + 2
     rows = [(row.instruction, row.frequency, row.energy, row.samples) for row in written[-1]]
     assert rows == [
         *(("forward", 50, 9.0, 4), ("backward", 50, 9.0, 4), ("forward", 40, 8.0, 4), ("backward", 40, 8.0, 4)),
         *(("forward", 30, 9.0, 4), ("backward", 30, 7.0, 4), ("forward", 20, 9.5, 4), ("backward", 20, 8.0, 4)),
         ("backward", 10, 9.0, 4),
     ]
-    assert [len(rows) for rows in written] == [2, 4, 6, 8, 9]
+    assert [len(rows) for rows in written] == [2, 4, 6, 8, 9, 9]
 
 
 def test_the_scan_ends_with_the_last_clock():
     _, clocks, scan, written = scan_until_done(lambda kind, mhz, _: mhz * 1000, (30, 20, 10))
     assert scan.done
-    assert clocks.requests == [30, 20, 10]
+    assert clocks.requests == [30, 20, 10, 30]
     assert len(written[-1]) == 6
     assert scan.clock_mhz == 30
 
@@ -120,21 +122,22 @@ def test_scanning_waits_until_measurements_mean_something():
 
 
 def test_uncertain_energies_are_measured_for_longer():
-    errors = iter([0.2, 0.02 * math.sqrt(1.4), 0.02, 0.01, math.inf, 0.9, 0.8])
+    errors = iter([0.2, 0.02 * math.sqrt(1.4), 0.02, 0.01, math.inf, 0.9, 0.8, 0.0])
     source, _, scan, written = scan_until_done(lambda *_: 1, (30, 20, 10), energy_error=lambda: next(errors))
     assert scan.done
     assert next(errors, None) is None
     # twice as long at most at once, then as much as the standard error says, and never longer than allowed
     assert [row.samples / 2 for row in written[-1][::2]] == [6, 2, 10]
-    assert source.iteration == 3 + 6 + 2 + 10
+    assert source.iteration == 3 + 6 + 2 + 10 + 2  # and the visit to the highest clock at the end
 
 
 def test_flags_say_what_to_doubt():
+    from lightning_pfo.device.energy.sampler import StateWithin
     from lightning_pfo.listeners.frequency_scan import _flags
     from lightning_pfo.listeners.meters.instructions import Measured
 
     def measured(clock_mhz, stderr_j, limits=frozenset()):
-        return Measured(0.02, 0.0, 5.0, stderr_j, 50, clock_mhz, limits)
+        return Measured(0.02, 0.0, 5.0, stderr_j, 50, StateWithin(clock_mhz, limits, 60.0, 250.0))
 
     assert _flags(measured(1400.0, 0.05), 1410, 0.02) == ""
     assert _flags(measured(1380.0, 0.05, frozenset({"power_cap"})), 1410, 0.02) == "clock_not_reached power_cap"

@@ -46,7 +46,9 @@ class Rank:
         return self.position == len(self.order)
 
     def ask(self, now, clock):
-        self.pending.append((now + self.latency_s, clock))
+        latency_s = self.latency_s(self.last_asked, clock) if callable(self.latency_s) else self.latency_s
+        lands = max([now + latency_s, *(time for time, _ in self.pending)])
+        self.pending.append((lands, clock))
         if clock != self.last_asked:
             self.asked.append(now)
             self.last_asked = clock

@@ -63,6 +63,10 @@ class DryRunGpu:
         """See `Gpu`."""
         return self._gpu.clock_limits()
 
+    def temperature_c(self) -> float | None:
+        """See `Gpu`."""
+        return self._gpu.temperature_c()
+
     @property
     def energy_is_continuous(self) -> bool:
         """See `Gpu`."""

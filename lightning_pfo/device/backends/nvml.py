@@ -311,6 +311,13 @@ class NvmlGpu(LeasedGpu):
         """What holds the clock down now; empty where the driver does not tell."""
         return questions.clock_limits(self._nvml, self._handle)
 
+    def temperature_c(self) -> float | None:
+        """Temperature of the chip; None where the driver does not tell."""
+        try:
+            return float(self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU))
+        except self._nvml.NVMLError:
+            return None
+
     def close(self) -> None:
         """Restore the clocks and leave NVML. May be called twice."""
         if self._is_open:

@@ -204,6 +204,14 @@ class ZeusAmdGpu(LeasedGpu):
         """Empty: zeus does not tell what holds an AMD GPU back; that a clock is not reached is still seen."""
         return frozenset()
 
+    def temperature_c(self) -> float | None:
+        """Temperature of the chip; None where zeus does not tell."""
+        try:
+            with _project_errors(f"Reading the temperature of {self.name}"):
+                return float(self._gpu.get_gpu_temperature())
+        except (DeviceError, AttributeError):
+            return None
+
     def close(self) -> None:
         """Restore the clocks. May be called twice."""
         self.restore()

@@ -78,6 +78,7 @@ class ClockController:
         self._target = _Target()  # replaced as a whole, by the requesting side only
         self._applied_mhz: int | None = None
         self._transitions = TransitionLog(gpu)
+        self._landed_mhz: int | None = None  # the last clock that was seen
         self._check_lock: Callable[[], None] | None = getattr(gpu, "check_lock", None)
         self._is_guarded = False
         self._is_closed = False
@@ -135,6 +136,11 @@ class ClockController:
         """Median time from a request until the GPU was seen at its clock; 0 until a few changes were seen to land."""
         return self._transitions.usual_latency_s
 
+    @property
+    def latencies_by_pair(self) -> dict[tuple[int, int], list[float]]:
+        """Latencies (s) of the changes seen to land, by the clock before and the one asked for (MHz)."""
+        return self._transitions.by_pair
+
     def statistics(self) -> ClockStatistics:
         """What became of the changes so far: how quickly clocks were reached, and which were not."""
         failure = "" if self.error is None else str(self.error)
@@ -180,7 +186,9 @@ class ClockController:
                 self.num_changes += 1
                 self._applied_mhz = clock_mhz
                 with contextlib.suppress(NotSupportedError):  # clocks can be set, but not read
-                    yield from self._transitions.watch(clock_mhz, since_s, self._pause)
+                    before_mhz, self._landed_mhz = self._landed_mhz, None
+                    seen = yield from self._transitions.watch(clock_mhz, since_s, self._pause, before_mhz)
+                    self._landed_mhz = clock_mhz if seen.latency_s is not None else None
         except Exception as error:  # surfaces as `error`; a dead worker would hide it
             self.error = error
             self._say(error)

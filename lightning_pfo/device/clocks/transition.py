@@ -41,7 +41,8 @@ class Transition:
     Attributes:
         clock_mhz: The clock asked for.
         reached_mhz: The clock read last.
-        latency_s: From the request until the GPU was seen at the clock; None if it was not seen there.
+        latency_s: From the request until the GPU was seen at the clock; None if it was not seen there, or something
+            held it below it before.
         limits: What held it below; see `Gpu.clock_limits`.
     """
 
@@ -110,6 +111,7 @@ class TransitionLog:
         self._now_s = time_of(gpu).now_s
         self._tolerance_mhz = _half_step(gpu.supported_clocks_mhz())
         self._latencies_s: deque[float] = deque(maxlen=_KEPT)
+        self._pairs: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
         self._not_reached: Counter[int] = Counter()
         self._limits: set[str] = set()
 
@@ -119,13 +121,24 @@ class TransitionLog:
         latencies_s = tuple(self._latencies_s)
         return statistics.median(latencies_s) if len(latencies_s) >= _MIN_OBSERVED else 0.0
 
-    def watch(self, clock_mhz: int, requested_s: float, pause: Pause) -> Generator[float, None, Transition]:
+    @property
+    def by_pair(self) -> dict[tuple[int, int], list[float]]:
+        """Latencies (s) of the changes seen to land, by the clock before and the one asked for (MHz)."""
+        found: dict[tuple[int, int], list[float]] = {}
+        for before, after, latency_s in tuple(self._pairs):
+            found.setdefault((before, after), []).append(latency_s)
+        return found
+
+    def watch(
+        self, clock_mhz: int, requested_s: float, pause: Pause, before_mhz: int | None = None
+    ) -> Generator[float, None, Transition]:
         """Read the clock until it is there, and remember what was seen; a process.
 
         Args:
             clock_mhz: The clock that the driver was just told.
             requested_s: When it was asked for, by the GPU's time.
             pause: Sleeps, and says when to stop.
+            before_mhz: The clock before, if it had landed.
 
         Raises:
             DeviceError: If the clock cannot be read.
@@ -135,6 +148,8 @@ class TransitionLog:
         )
         if transition.latency_s is not None:
             self._latencies_s.append(transition.latency_s)
+            if before_mhz is not None:
+                self._pairs.append((before_mhz, clock_mhz, transition.latency_s))
         elif transition.limits or self._now_s() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows
             self._not_reached[clock_mhz] += 1
             self._limits |= transition.limits
@@ -168,13 +183,17 @@ def watch_clock(
     """
     now_s = time_of(gpu).now_s
     is_stopped = (yield from pause(first_look_s - (now_s() - requested_s))) if first_look_s else False
+    held: frozenset[str] = frozenset()
     while True:
         reached_mhz = gpu.graphics_clock_mhz()
         passed_s = now_s() - requested_s
         if abs(reached_mhz - clock_mhz) <= tolerance_mhz:
-            return Transition(clock_mhz, reached_mhz, passed_s)
+            # Under a power limit it shows when the load ends that the clock has landed, not when it does.
+            return Transition(clock_mhz, reached_mhz, None if held else passed_s, held)
+        if reached_mhz < clock_mhz:
+            held |= gpu.clock_limits()
         if is_stopped or passed_s >= TIMEOUT_S:
-            return Transition(clock_mhz, reached_mhz, None, gpu.clock_limits())
+            return Transition(clock_mhz, reached_mhz, None, held | gpu.clock_limits())
         is_stopped = yield from pause(max(_POLL_S, _POLL_SHARE * passed_s))
 
 

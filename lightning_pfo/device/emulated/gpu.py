@@ -16,6 +16,7 @@ import math
 import queue
 import random
 from collections import deque
+from itertools import pairwise
 from threading import Lock
 
 from lightning_pfo.core.errors import ConfigurationError, DeviceError
@@ -64,13 +65,17 @@ class EmulatedGpu:
         self.time_source: EmulationTime = time_source
         self._random = random.Random(f"{config.seed}:{index}")
         self._duration_factor = config.time_scale * (config.straggler_factor if index == config.straggler_index else 1)
-        self._latency_s = config.clock_latency_s * config.time_scale
+        rise_s = config.clock_latency_s if config.clock_rise_latency_s is None else config.clock_rise_latency_s
+        self._latency_s, self._rise_latency_s = config.clock_latency_s * config.time_scale, rise_s * config.time_scale
         self._tick_s = config.counter_tick_s * config.time_scale
         self._lag_s = config.counter_lag_s * config.time_scale
+        self._window_s = config.counter_window_s * config.time_scale
+        self._ramp_s = config.power_ramp_s * config.time_scale
 
         self._requests: deque[tuple[float, int]] = deque()  # (when it lands, clock), in order
         self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._is_locked = False
+        self._requested_mhz = config.top_clock_mhz
 
         self._lock = Lock()  # guards everything below
         self._landed_mhz = config.top_clock_mhz
@@ -78,6 +83,8 @@ class EmulatedGpu:
         self._waiting_state = "idle"
         self._start_s = self._time_s = self.time_source.now_s()
         self._energy_j = 0.0
+        self._drawn_w = config.idle_power_w  # behind the load, where power ramps
+        self._idle_c = self._temperature_c = config.ambient_c + config.heating_c_per_w * config.idle_power_w
         self._passed: deque[tuple[float, float]] = deque([(self._start_s, 0.0)])  # moments and energies until then, J
         self._worked_s: dict[int, float] = {}  # since begin_work, by clock
 
@@ -111,7 +118,10 @@ class EmulatedGpu:
             self._request(self.config.top_clock_mhz)
 
     def _request(self, clock_mhz: int) -> None:
-        self._requests.append((self.time_source.now_s() + self._latency_s, clock_mhz))
+        latency_s = self._rise_latency_s if clock_mhz > self._requested_mhz else self._latency_s
+        lands_s = max([self.time_source.now_s() + latency_s, *(lands_s for lands_s, _ in self._requests.copy())])
+        self._requested_mhz = clock_mhz
+        self._requests.append((lands_s, clock_mhz))
         if self._state == "computing":  # read after the append: finish_work sees the request or is woken
             self._wake_ups.put(None)
 
@@ -126,7 +136,7 @@ class EmulatedGpu:
         """Power drawn now, mW."""
         with self._lock:
             self._advance(self.time_source.now_s())
-            return int(self._power_w() * 1000)
+            return int((self._drawn_w if self._ramp_s else self._power_w()) * 1000)
 
     def graphics_clock_mhz(self) -> int:
         """The clock now, MHz; below the locked one where the power cap (while computing) or throttling holds it."""
@@ -148,6 +158,12 @@ class EmulatedGpu:
         requests, now_s = self._requests.copy(), self.time_source.now_s()
         landed = [clock_mhz for lands_s, clock_mhz in requests if lands_s <= now_s]
         return landed[-1] if landed else self._landed_mhz
+
+    def temperature_c(self) -> float | None:
+        """Temperature now, degrees Celsius."""
+        with self._lock:
+            self._advance(self.time_source.now_s())
+            return self._temperature_c
 
     @property
     def energy_is_continuous(self) -> bool:
@@ -249,11 +265,12 @@ class EmulatedGpu:
         return end_s - now_s if end_s - now_s > _DONE_S else 0.0
 
     def _power_w(self) -> float:
+        leakage_w = self.config.static_power_w * self.config.leakage_per_c * (self._temperature_c - self._idle_c)
         if self._state == "computing":
-            return self.physics.computing_power_w(self._landed_mhz)
+            return self.physics.computing_power_w(self._landed_mhz) + leakage_w
         if self._state == "blocked":
-            return self.physics.blocked_power_w(self._landed_mhz)
-        return self.config.idle_power_w
+            return self.physics.blocked_power_w(self._landed_mhz) + leakage_w
+        return self.config.idle_power_w + leakage_w
 
     def _advance(self, now_s: float) -> None:
         """Integrate energy and progress until now, landing clock requests on the way. Call with the lock held."""
@@ -268,22 +285,50 @@ class EmulatedGpu:
         if until_s <= self._time_s:
             return
         passed_s = until_s - self._time_s
-        self._energy_j += self._power_w() * passed_s
+        power_w = self._power_w()
+        self._energy_j += power_w * passed_s
+        if self._ramp_s:
+            gone = -math.expm1(-passed_s / self._ramp_s)
+            self._energy_j += (self._drawn_w - power_w) * self._ramp_s * gone
+            self._drawn_w += gone * (power_w - self._drawn_w)
+        self._temperature_c += self._share_heated(passed_s) * (
+            self.config.ambient_c + self.config.heating_c_per_w * power_w - self._temperature_c
+        )
         if self._tick_s:
             self._passed.append((until_s, self._energy_j))
-            self._forget_before(until_s - self._lag_s - self._tick_s)
+            self._forget_before(until_s - self._lag_s - self._tick_s - self._window_s)
         if self._state == "computing":
             self._worked_s[self._landed_mhz] = self._worked_s.get(self._landed_mhz, 0.0) + passed_s
         self._time_s = until_s
 
+    def _share_heated(self, passed_s: float) -> float:
+        """Share of the way to its last temperature that the GPU goes in this time."""
+        return -math.expm1(-passed_s / (self.config.heating_s * self.config.time_scale))
+
     def _counted_j(self, now_s: float) -> float:
         """Energy at the last tick that the counter shows by now."""
         tick_s = self._start_s + math.floor((now_s - self._lag_s - self._start_s) / self._tick_s) * self._tick_s
-        self._forget_before(tick_s)
-        (from_s, from_j), (until_s, until_j) = self._passed[0], self._passed[min(1, len(self._passed) - 1)]
-        if tick_s <= from_s or until_s <= from_s:
-            return from_j
-        return from_j + (until_j - from_j) * (tick_s - from_s) / (until_s - from_s)
+        if self._window_s:
+            return self._mean_j(tick_s - self._window_s, tick_s)
+        return self._used_until(tick_s)[1]
+
+    def _mean_j(self, from_s: float, until_s: float) -> float:
+        """Mean over some time of the energy used until then: what the mean power of that time adds up to."""
+        edges = [self._used_until(from_s), *(one for one in self._passed if from_s < one[0] < until_s)]
+        edges.append(self._used_until(until_s))
+        areas = (
+            (late_s - early_s) * (early_j + late_j) / 2 for (early_s, early_j), (late_s, late_j) in pairwise(edges)
+        )
+        return math.fsum(areas) / (until_s - from_s)
+
+    def _used_until(self, moment_s: float) -> tuple[float, float]:
+        """A moment, and the energy until then."""
+        later = next((number for number, one in enumerate(self._passed) if one[0] > moment_s), 0)
+        if not later:  # before everything, or at its end
+            is_early = moment_s < self._passed[0][0]
+            return moment_s, (self._passed[0] if is_early else self._passed[-1])[1]
+        (from_s, from_j), (until_s, until_j) = self._passed[later - 1], self._passed[later]
+        return moment_s, from_j + (until_j - from_j) * (moment_s - from_s) / (until_s - from_s)
 
     def _forget_before(self, moment_s: float) -> None:
         while len(self._passed) > 1 and self._passed[1][0] <= moment_s:

@@ -6,16 +6,22 @@
     polls     ..                           ...|                          ....|      every 2 ms, around a tick only
     state        .    .    .    .    .    .     .    .    .    .    .    .          every 20 ms
 
-A tick is known to half the time between the poll that missed it and the poll that saw it. Where there is no counter
+A tick is known to half the time between the poll that missed it and the poll that saw it; where calls take long, or
+others keep the driver busy, that is more than usual, and its neighbours tell it more exactly. Where there is no counter
 (GPUs older than Volta), power is read every 10 ms and integrated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device.energy.attribution import EnergyTrace, snap_to_period
@@ -28,6 +34,7 @@ _POLL_S = 0.002
 _STATE_S = 0.02
 _POWER_S = 0.01
 _LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
+_FEW = 20
 _KEPT = 200_000  # readings; the oldest are forgotten
 
 
@@ -39,11 +46,40 @@ class GpuState:
         time_s: When, by the GPU's time.
         clock_mhz: Its graphics clock.
         limits: What holds the clock below the locked one: of `power_cap`, `thermal`, `hw_slowdown`.
+        temperature_c: Its temperature, degrees Celsius; nan where it does not tell.
+        power_w: The power that it tells, W.
     """
 
     time_s: float
     clock_mhz: int
     limits: frozenset[str]
+    temperature_c: float = math.nan
+    power_w: float = math.nan
+
+
+@dataclass(frozen=True)
+class StateWithin:
+    """What was seen of a GPU in some intervals.
+
+    Attributes:
+        clock_mhz: Mean clock; nan if nothing was seen.
+        limits: Limits seen in a tenth of the time or more.
+        temperature_c: Mean temperature, degrees Celsius; nan if it was not told.
+        power_w: Mean of the powers that the GPU told, W; nan likewise.
+    """
+
+    clock_mhz: float
+    limits: frozenset[str]
+    temperature_c: float
+    power_w: float
+
+
+class _Reading(NamedTuple):
+    """What the counter showed from a moment on (s, J), and how exactly that is known (s)."""
+
+    time_s: float
+    energy_j: float
+    resolution_s: float
 
 
 class EnergySampler:
@@ -66,7 +102,7 @@ class EnergySampler:
         self._with_state = with_state
         self.error: DeviceError | None = None
         self._has_counter = True
-        self._readings: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._readings: deque[_Reading] = deque(maxlen=_KEPT)
         self._states: deque[GpuState] = deque(maxlen=_KEPT)
         self._time = time_of(gpu)
         self._is_stopped = False
@@ -86,18 +122,25 @@ class EnergySampler:
 
     def trace(self, from_s: float) -> EnergyTrace:
         """Readings since a time; possibly none."""
-        readings = [reading for reading in self._readings.copy() if reading[0] >= from_s]
-        times_s, energies_j = zip(*readings, strict=True) if readings else ((), ())
+        readings = [reading for reading in self._readings.copy() if reading.time_s >= from_s]
+        columns = zip(*readings, strict=True) if readings else ((), (), ())
+        times_s, energies_j, resolutions_s = (tuple(column) for column in columns)
         if not self._has_counter:
-            return EnergyTrace(times_s, energies_j, resolution_s=_POWER_S / 10)
-        return snap_to_period(EnergyTrace(times_s, energies_j, resolution_s=_POLL_S))
+            return EnergyTrace(times_s, energies_j, _POWER_S / 10)
+        return snap_to_period(times_s, energies_j, resolutions_s)
+
+    @property
+    def tick_s(self) -> float:
+        """How often the counter has advanced lately, s; 0 where that is not known."""
+        moments_s = [reading.time_s for reading in list(self._readings.copy())[-_FEW:]] if self._has_counter else []
+        return statistics.median(b - a for a, b in pairwise(moments_s)) if len(moments_s) > 2 else 0.0
 
     def energy_now_j(self) -> float:
         """The last reading, continued at the power before it; the counter itself before the first two ticks."""
         if len(self._readings) < 2:
             return self._gpu.total_energy_mj() / 1000 if self._has_counter else 0.0
         # in this order, which a tick in between does no harm
-        (before_s, before_j), (last_s, last_j) = self._readings[-2], self._readings[-1]
+        (before_s, before_j, _), (last_s, last_j, _) = self._readings[-2], self._readings[-1]
         period_s = last_s - before_s
         since_s = min(self._time.now_s() - last_s, _LONGEST_CONTINUED * period_s)
         return last_j + (last_j - before_j) * since_s / period_s
@@ -109,7 +152,7 @@ class EnergySampler:
     def wait_for_reading_after(self, time_s: float, timeout_s: float) -> bool:
         """Wait until the counter has advanced once more; returns whether it has."""
         deadline_s = self._time.now_s() + timeout_s
-        while not (self._readings and self._readings[-1][0] >= time_s):
+        while not (self._readings and self._readings[-1].time_s >= time_s):
             if self.error is not None or self._time.now_s() >= deadline_s:
                 return False
             self._time.sleep(_POLL_S)
@@ -142,13 +185,13 @@ class EnergySampler:
         while (yield from self._goes_on_after(wake_ups.sleep_s(self._time.now_s()))):
             before_s = self._time.now_s()
             energy_mj = self._gpu.total_energy_mj()
-            now_s = (before_s + self._time.now_s()) / 2
+            after_s = self._time.now_s()
+            now_s = (before_s + after_s) / 2
             if energy_mj != last_mj:
                 _check_rise(self._gpu, last_mj, energy_mj)
-                is_sharp = now_s - last_poll_s <= 2 * _POLL_S
-                if is_sharp:  # else it may have advanced long before, and the next one is as good
-                    self._readings.append(((last_poll_s + now_s) / 2, energy_mj / 1000))
-                wake_ups.note_tick(now_s, is_sharp)
+                gap_s = now_s - last_poll_s
+                self._readings.append(_Reading(now_s - gap_s / 2, energy_mj / 1000, max(gap_s / 2, _POLL_S)))
+                wake_ups.note_tick(now_s, is_sharp=gap_s <= 2 * (_POLL_S + after_s - before_s))
                 last_mj = energy_mj
             last_poll_s = now_s
             self._note_state_if_due(now_s)
@@ -156,11 +199,11 @@ class EnergySampler:
     def _integrate_power(self) -> Process[None]:
         self._has_counter = False
         energy_j, last_s, last_w = 0.0, self._time.now_s(), self._gpu.power_mw() / 1000
-        self._readings.append((last_s, energy_j))
+        self._readings.append(_Reading(last_s, energy_j, _POWER_S / 10))
         while (yield from self._goes_on_after(_POWER_S)):
             now_s, now_w = self._time.now_s(), self._gpu.power_mw() / 1000
             energy_j += (now_s - last_s) * (last_w + now_w) / 2
-            self._readings.append((now_s, energy_j))
+            self._readings.append(_Reading(now_s, energy_j, _POWER_S / 10))
             last_s, last_w = now_s, now_w
             self._note_state_if_due(now_s)
 
@@ -169,7 +212,19 @@ class EnergySampler:
             self._note_state()
 
     def _note_state(self) -> None:
-        self._states.append(GpuState(self._time.now_s(), self._gpu.graphics_clock_mhz(), self._gpu.clock_limits()))
+        gpu, temperature_c = self._gpu, self._gpu.temperature_c()
+        power_w = math.nan
+        with contextlib.suppress(NotSupportedError):
+            power_w = gpu.power_mw() / 1000
+        self._states.append(
+            GpuState(
+                self._time.now_s(),
+                gpu.graphics_clock_mhz(),
+                gpu.clock_limits(),
+                math.nan if temperature_c is None else temperature_c,
+                power_w,
+            )
+        )
 
 
 class _WakeUps:
@@ -209,26 +264,29 @@ def _check_rise(gpu: Gpu, before_mj: float, now_mj: float) -> None:
         )
 
 
-def clock_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> tuple[float, set[str]]:
-    """Say at which clock the GPU ran in some intervals, and what held it back.
+def state_within(states: Sequence[GpuState], intervals: Sequence[tuple[float, float]]) -> StateWithin:
+    """Say at which clock the GPU ran in some intervals, what held it back, and how warm it was.
 
     Args:
         states: States, by time.
         intervals: Intervals (begin, end) in s, by time, not overlapping.
-
-    Returns:
-        The mean clock (MHz; nan if no state falls into the intervals) and the limits seen in a tenth of them or more.
     """
     inside: list[GpuState] = []
     remaining = iter(intervals)
-    begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+    begin_s, end_s = next(remaining, (math.inf, math.inf))
     for state in states:
         while state.time_s > end_s:
-            begin_s, end_s = next(remaining, (float("inf"), float("inf")))
+            begin_s, end_s = next(remaining, (math.inf, math.inf))
         if state.time_s >= begin_s:
             inside.append(state)
-    if not inside:
-        return float("nan"), set()
     counts = Counter(limit for state in inside for limit in state.limits)
-    limits = {limit for limit, count in counts.items() if count >= len(inside) / 10}
-    return sum(state.clock_mhz for state in inside) / len(inside), limits
+    return StateWithin(
+        _mean([state.clock_mhz for state in inside]),
+        frozenset(limit for limit, count in counts.items() if count >= len(inside) / 10),
+        _mean([state.temperature_c for state in inside]),
+        _mean([state.power_w for state in inside]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

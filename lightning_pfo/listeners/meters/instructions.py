@@ -11,7 +11,7 @@ from lightning_pfo.core.events import InstructionEvent, InstructionListener, Ins
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
-from lightning_pfo.device.energy.sampler import EnergySampler, clock_within
+from lightning_pfo.device.energy.sampler import EnergySampler, StateWithin, state_within
 from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mark, record_timed_mark
 
@@ -19,6 +19,7 @@ Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
 
 _TICK_TIMEOUT_S = 1.0
+_UNKNOWN = MeanPower(math.nan, math.nan)
 
 
 class TooFewTicksError(DeviceError):
@@ -51,8 +52,7 @@ class Measured:
         energy_j: Mean energy, J.
         energy_stderr_j: Its standard error.
         samples: How often it was measured.
-        clock_mhz: Mean clock at which the GPU ran meanwhile; nan if never seen.
-        limits: What held the clock down in a tenth of that time or more; see `Gpu.clock_limits`.
+        seen: At which clock the GPU ran meanwhile, what held it down, how warm it was.
     """
 
     time_s: float
@@ -60,8 +60,7 @@ class Measured:
     energy_j: float
     energy_stderr_j: float
     samples: int
-    clock_mhz: float
-    limits: frozenset[str]
+    seen: StateWithin
 
     @property
     def energy_error(self) -> float:
@@ -120,18 +119,28 @@ class InstructionMeter(InstructionListener):
         self._anchor: tuple[DeviceMark, float] | None = None
         self._marks: list[tuple[DeviceMark, Samples]] = []
         self._from_s = self._time.now_s()
+        self._known: tuple[tuple[float, int], dict[Kind | None, MeanPower]] = (-1.0, 0), {}
 
     def close(self) -> None:
         """Stop watching the GPU."""
         self._sampler.stop()
 
-    def blocked_power_w(self) -> float:
-        """Mean power while waiting, W; nan if there was no waiting."""
+    @property
+    def tick_s(self) -> float:
+        """How often the energy counter advances, s; 0 where it does so all the time, or that is not known yet."""
+        return 0.0 if self._reads_directly else self._sampler.tick_s
+
+    def blocked_power(self) -> MeanPower:
+        """Mean power while waiting, and its standard error; nan if there was no waiting."""
         if not self._reads_directly:
-            power = self._powers().get(None)
-            return power.power_w if power is not None else math.nan
-        waited_s = math.fsum(self.blocked.times_s)
-        return math.fsum(self.blocked.energies_j) / waited_s if waited_s > 0 else math.nan
+            return self._powers().get(None, _UNKNOWN)
+        times_s, energies_j = self.blocked.times_s, self.blocked.energies_j
+        waited_s = math.fsum(times_s)
+        if waited_s <= 0:
+            return _UNKNOWN
+        power_w = math.fsum(energies_j) / waited_s
+        squares = math.fsum((e - power_w * t) ** 2 for e, t in zip(energies_j, times_s, strict=True))
+        return MeanPower(power_w, math.sqrt(squares * len(times_s) / max(len(times_s) - 1, 1)) / waited_s)
 
     def measured(self) -> dict[Kind, Measured]:
         """Mean time and energy by stage and kind, from all samples since `reset`.
@@ -151,16 +160,16 @@ class InstructionMeter(InstructionListener):
                 power = powers[kind]
                 energy_j = power.power_w * time_s
                 energy_stderr_j = math.hypot(power.stderr_w * time_s, power.power_w * time_stderr_s)
-            clock_mhz, limits = clock_within(states, samples.intervals_s)
-            if math.isnan(clock_mhz):  # too short to be met by a look: what was seen meanwhile has to do
-                clock_mhz, limits = clock_within(states, [(self._from_s, math.inf)])
-            measured[kind] = Measured(
-                time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), clock_mhz, frozenset(limits)
-            )
+            seen = state_within(states, samples.intervals_s)
+            if math.isnan(seen.clock_mhz):  # too short to be met by a look: what was seen meanwhile has to do
+                seen = state_within(states, [(self._from_s, math.inf)])
+            measured[kind] = Measured(time_s, time_stderr_s, energy_j, energy_stderr_j, len(samples), seen)
         return measured
 
     def energy_error(self) -> float:
         """How wrong an energy since `reset` may be: the largest of two relative standard errors.
+
+        That of waiting counts in relation to all that was used, as little of it matters little.
 
         0 where energy is read directly (what differs then is the host), inf where nothing can be told yet.
 
@@ -170,9 +179,24 @@ class InstructionMeter(InstructionListener):
         if self._reads_directly:
             return 0.0
         try:
-            return max((one.energy_error for one in self.measured().values()), default=0.0)
+            errors = [one.energy_error for one in self.measured().values()]
+            return max([*errors, self.waiting_error()], default=0.0)
         except TooFewTicksError:
             return math.inf
+
+    def waiting_error(self) -> float:
+        """How wrong the energy of waiting may be: two standard errors, as a share of all that was used.
+
+        Raises:
+            TooFewTicksError: If the GPU's energy counter did not advance meanwhile.
+            DeviceError: If the GPU failed.
+        """
+        waiting, waited_s = self.blocked_power(), math.fsum(self.blocked.times_s)
+        if math.isnan(waiting.stderr_w):
+            return 0.0
+        computing_j = math.fsum(one.energy_j * one.samples for one in self.measured().values())
+        used_j = waiting.power_w * waited_s + computing_j
+        return 2 * waiting.stderr_w * waited_s / used_j if used_j > 0 else math.inf
 
     def _powers(self) -> dict[Kind | None, MeanPower]:
         """Mean power by kind, None being the waiting."""
@@ -180,6 +204,9 @@ class InstructionMeter(InstructionListener):
         last_s = max((samples.intervals_s[-1][1] for samples in kinds.values() if len(samples)), default=self._from_s)
         self._sampler.wait_for_reading_after(last_s, _TICK_TIMEOUT_S)
         trace = self._sampler.trace(self._from_s)
+        known = last_s, len(trace.times_s)
+        if known == self._known[0]:
+            return self._known[1]
         powers = mean_powers(trace, {kind: samples.intervals_s for kind, samples in kinds.items()})
         missing = [kind for kind in self.instructions if kind not in powers]
         if missing:
@@ -188,6 +215,7 @@ class InstructionMeter(InstructionListener):
                 f"{len(trace.times_s)} in {last_s - self._from_s:.3g} s, too few for {len(missing)} of "
                 f"{len(self.instructions)} kinds of instructions. Measure for longer: more iterations_per_clock."
             )
+        self._known = known, powers
         return powers
 
     def on_iteration_begin(self, iteration: int) -> None:

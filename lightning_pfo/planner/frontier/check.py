@@ -24,8 +24,8 @@ def check_predictions(frontier: Frontier) -> None:
         ProfileError: If a plan uses a clock that was not measured.
     """
     plans = (frontier.baseline, *frontier.plans)
-    if frontier.switch_latency_s:
-        simulator = Simulator(frontier.profile, frontier.schedule, frontier.blocking, frontier.switch_latency_s)
+    if frontier.switch_latency:
+        simulator = Simulator(frontier.profile, frontier.schedule, frontier.blocking, frontier.switch_latency)
         timelines = [simulator.play(plan.clocks_mhz, plan.wait_clocks) for plan in plans]
         times_s = [timeline.iteration_time_s for timeline in timelines]
         energies_j = [timeline.iteration_energy_j for timeline in timelines]

@@ -10,6 +10,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.pipeline.timeline import Timeline, simulate_plan
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +30,8 @@ class Frontier:
         plans: From the fastest to the one of least energy.
         switch_latency_s: Time from a request until a clock changes, which the plans reckon with.
         least_dwell_s: Time for which the plans keep every clock at least.
+        switch_pairs_s: Pairs of clocks (before, after, MHz) that change within another time, and that time; see
+            `SwitchLatency`.
     """
 
     schedule: PipelineSchedule
@@ -38,6 +41,17 @@ class Frontier:
     plans: tuple[FrequencyPlan, ...]
     switch_latency_s: float = 0.0
     least_dwell_s: float = 0.0
+    switch_pairs_s: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def switch_latency(self) -> SwitchLatency:
+        """Time from a request until a clock changes, which the plans reckon with."""
+        return SwitchLatency(self.switch_latency_s, self.switch_pairs_s)
+
+    @property
+    def limits_changes(self) -> bool:
+        """Whether the plans reckon with what changes of clocks take."""
+        return bool(self.switch_latency or self.least_dwell_s)
 
     @property
     def p2p_blocking_powers_w(self) -> tuple[float, ...]:
@@ -65,7 +79,7 @@ class Frontier:
 
     def timeline(self, plan: FrequencyPlan) -> Timeline:
         """One iteration of `plan` as the profile predicts it."""
-        return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency_s)
+        return simulate_plan(self.profile, plan, self.blocking, switch_latency_s=self.switch_latency)
 
     def rows(self) -> list[dict[str, float]]:
         """The numbers of each plan, as in `frontier.csv`: from the slowest, number 0, to the fastest."""

@@ -3,7 +3,8 @@
 Self-contained: the order of instructions, the measurements, the blocking power, the top-clock baseline and the clocks
 of every plan. Instructions are written as text (`2F0`), sequences on one line. Version 1, which is still read, has one
 blocking power per rank, and no clocks of waits, latency or dwell. Version 3 has times of transfers, which no release
-must leave out because it does not know them; without any, files are of version 2.
+must leave out because it does not know them; version 4 switch latencies of pairs of clocks. Files are of the lowest
+version that has what they need.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.frontier.data import PREDICTED, Frontier
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import COLUMNS, InstructionProfile, Profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 
 FORMAT = "lightning_pfo.frontier"
-VERSION, READ_VERSIONS = 3, (1, 2, 3)
-_WITHOUT_TRANSFERS = 2
+VERSION, READ_VERSIONS = 4, (1, 2, 3, 4)
+_WITHOUT_PAIRS, _WITHOUT_TRANSFERS = 3, 2
 _MEASURED = [name for name in COLUMNS if name != "clocks_mhz"]
 _WAIT_COLUMNS = ("rank", "position", "clock_mhz", "hold_s")
 
@@ -39,10 +41,11 @@ def frontier_text(frontier: Frontier) -> str:
         PlanError: If a plan has no predicted time and energy.
     """
     schedule, measurements = frontier.schedule, frontier.profile.instructions
+    pairs_s = frontier.switch_pairs_s
     has_transfers = any(measured.transfer_s is not None for measured in measurements.values())
     data = {
         "format": FORMAT,
-        "version": VERSION if has_transfers else _WITHOUT_TRANSFERS,
+        "version": VERSION if pairs_s else _WITHOUT_PAIRS if has_transfers else _WITHOUT_TRANSFERS,
         "schedule": {
             "name": schedule.name,
             "num_stages": schedule.num_stages,
@@ -51,6 +54,7 @@ def frontier_text(frontier: Frontier) -> str:
         },
         "p2p_blocking": [asdict(power) for power in frontier.blocking],
         "switch_latency_s": frontier.switch_latency_s,
+        **({"switch_pairs_s": pairs_s} if pairs_s else {}),
         "least_dwell_s": frontier.least_dwell_s,
         "gpus_per_stage": frontier.profile.gpus_per_stage,
         "gpus": frontier.profile.gpus,
@@ -137,8 +141,9 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
     if any(plan.lower_bound_j > plan.iteration_energy_j for plan in plans):
         raise PlanError("No plan can need less energy than its lower bound.")
     baseline = _plan_from(data["baseline"], schedule)
-    limits = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
-    return Frontier(schedule, profile, blocking, baseline, plans, *limits)
+    latency_s, dwell_s = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
+    pairs_s = SwitchLatency(0.0, data.get("switch_pairs_s", ())).pairs_s
+    return Frontier(schedule, profile, blocking, baseline, plans, latency_s, dwell_s, pairs_s)
 
 
 def _blocking_from(data: Mapping[str, Any]) -> tuple[BlockingPower, ...]:

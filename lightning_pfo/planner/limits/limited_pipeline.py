@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,10 +10,9 @@ import numpy as np
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.limits.rank_programme import RankProgramme
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
-from lightning_pfo.planner.network.options import OptionSet
+from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.pipeline.timeline import Simulator, Timeline
-from lightning_pfo.planner.profile.blocking_power import BlockingPower
-from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 
 EQUAL_TIMES = 1e-9
 """Times that differ by less, relatively, are equal."""
@@ -32,14 +30,12 @@ class LimitedPipeline:
     Attributes:
         simulator: Plays iterations, clocks landing late.
         programmes: What each rank runs.
-        switch_latency_s: Time from a request until the clock changes.
         least_dwell_s: Least time between two requests of a rank within the iteration.
         change_cost_j: What it is worth to save a change of clocks.
     """
 
     simulator: Simulator
     programmes: tuple[RankProgramme, ...]
-    switch_latency_s: float
     least_dwell_s: float
     change_cost_j: float
 
@@ -50,9 +46,7 @@ class LimitedPipeline:
 
     def play(self, rows: Rows) -> Timeline:
         """Lay out one iteration, with clocks for waits where they keep to the dwell."""
-        timeline = play_with_wait_clocks(
-            self.simulator, rows, switch_latency_s=self.switch_latency_s, least_dwell_s=self.least_dwell_s
-        )
+        timeline = play_with_wait_clocks(self.simulator, rows, least_dwell_s=self.least_dwell_s)
         if timeline.wait_clocks and not self.keeps_dwell(timeline):
             return self.simulator.play(rows)
         return timeline
@@ -83,16 +77,14 @@ class LimitedPipeline:
 
 
 def make_limited_pipeline(
-    profile: Profile,
-    schedule: PipelineSchedule,
-    blocking: Sequence[BlockingPower],
-    options: Sequence[OptionSet],
+    problem: Problem,
     *,
-    switch_latency_s: float,
+    switch_latency: SwitchLatency,
     least_dwell_s: float,
     change_cost_j: float,
 ) -> LimitedPipeline:
-    """Put together what is planned for; `options` says which clocks of an instruction are worth looking at."""
+    """Put together what is planned for; the options say which clocks of an instruction are worth looking at."""
+    profile, schedule, blocking, options = problem.profile, problem.schedule, problem.blocking, problem.options
     programmes = []
     for rank, (order, power) in enumerate(zip(schedule.orders, blocking, strict=True)):
         kinds = list(dict.fromkeys((inst.stage, inst.type) for inst in order))
@@ -113,9 +105,9 @@ def make_limited_pipeline(
                 allowed=np.array([[clock in one.clocks_mhz for clock in clocks] for one in measured]),
                 powers=np.array([power.at(clock) for clock in clocks]),
                 least_power=power.least_w,
-                latency=switch_latency_s,
+                latency=np.array([[switch_latency.of(old, new) for new in clocks] for old in clocks]),
                 least_dwell=least_dwell_s,
             )
         )
-    simulator = Simulator(profile, schedule, blocking, switch_latency_s)
-    return LimitedPipeline(simulator, tuple(programmes), switch_latency_s, least_dwell_s, change_cost_j)
+    simulator = Simulator(profile, schedule, blocking, switch_latency)
+    return LimitedPipeline(simulator, tuple(programmes), least_dwell_s, change_cost_j)

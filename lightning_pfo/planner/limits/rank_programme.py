@@ -41,7 +41,8 @@ class RankProgramme:
         allowed: Which of them a plan may use, shape (kinds, K).
         powers: Blocking power at each clock in watts, shape (K,).
         least_power: Blocking power at the clock of long waits in watts.
-        latency: Time from a request until the clock changes, in seconds.
+        latency: Time from a request until the clock changes in seconds, by the clock before and the one asked for,
+            shape (K, K).
         least_dwell: Least time between two requests in seconds.
     """
 
@@ -52,7 +53,7 @@ class RankProgramme:
     allowed: npt.NDArray[np.bool_]
     powers: Floats
     least_power: float
-    latency: float
+    latency: Floats
     least_dwell: float
 
     def time_s(self, position: int, clock_mhz: int) -> float:
@@ -101,10 +102,9 @@ class RankProgramme:
         """Each label with one more instruction at the clock that it has."""
         before = np.flatnonzero(self.allowed[kind, labels.clock])
         clock, wait = labels.clock[before], wait[before]
-        power = self.powers[clock]
         return _Labels(
             labels.end[before] + wait + self.times[kind, clock],
-            labels.cost[before] + self.energies[kind, clock] + self._waiting(wait, power, power),
+            labels.cost[before] + self.energies[kind, clock] + self._waiting(wait, clock, clock),
             clock,
             labels.asked_for[before],
             before,
@@ -120,24 +120,26 @@ class RankProgramme:
         before = rows[row]
         old, wait = labels.clock[before], wait[before]
         times, energies = self.times[kind, clock], self.energies[kind, clock]
-        if self.latency > 0:
+        if self.latency.any():
             old_times, old_energies = self.times[kind, old], self.energies[kind, old]
-            share = np.minimum(np.maximum(self.latency - wait, 0.0) / old_times, 1.0)  # of the work, at the old clock
+            late = np.maximum(self.latency[old, clock] - wait, 0.0)
+            share = np.minimum(late / old_times, 1.0)  # of the work, at the old clock
             times = times + share * (old_times - times)
             energies = energies + share * (old_energies - energies)
-        waiting = self._waiting(wait, self.powers[old], self.powers[clock])
+        waiting = self._waiting(wait, old, clock)
         ends = labels.end[before]
         return _Labels(ends + wait + times, labels.cost[before] + energies + waiting + change_cost, clock, ends, before)
 
-    def _waiting(self, wait: Floats, old_power: Floats, power: Floats) -> Floats:
-        """Energy of waiting between two clocks that draw so much."""
-        late = np.minimum(wait, self.latency)
+    def _waiting(self, wait: Floats, old: Integers, new: Integers) -> Floats:
+        """Energy of waiting between two clocks."""
+        old_power, power, latency = self.powers[old], self.powers[new], self.latency[old, new]
+        late = np.minimum(wait, latency)
         rest = wait - late
         energy: Floats = late * old_power + rest * power
         if self.powers.max() == self.least_power:
             return energy
-        hold = wait - self.latency - SPARE_S
-        own_clock = hold >= max(self.least_dwell, self.latency + 2 * SPARE_S)
+        hold = wait - latency - SPARE_S
+        own_clock = hold >= np.maximum(self.least_dwell, latency + 2 * SPARE_S)
         low = late * old_power + (rest - SPARE_S) * self.least_power + SPARE_S * power
         return np.where(own_clock, np.minimum(energy, low), energy)
 
@@ -151,7 +153,8 @@ class RankProgramme:
         if self.least_dwell > 0:
             age = np.minimum((labels.end - labels.asked_for)[order] / self.least_dwell, 1.0)
             key = key * (_AGES + 1) + (age * _AGES).astype(np.int64)
-        kept = order[np.sort(np.unique(key, return_index=True)[1])]
+        by_key = np.argsort(key, kind="stable")  # of those with a key the first, and np.unique is slower
+        kept = order[np.sort(by_key[np.flatnonzero(np.diff(key[by_key], prepend=-1))])]
         if len(kept) > _MOST_LABELS:
             by_rated = kept[np.argsort(rated[kept], kind="stable")]
             kept = np.unique(np.concatenate([kept[: _MOST_LABELS // 2], by_rated[: _MOST_LABELS // 2]]))
@@ -162,7 +165,10 @@ def _least(*measures: Floats) -> Integers:
     """Numbers of those that are among the least by any measure: many times those that are kept."""
     if len(measures[0]) <= 2 * _COMPARED:
         return np.arange(len(measures[0]))
-    return np.unique(np.concatenate([np.argpartition(one, _COMPARED)[:_COMPARED] for one in measures]))
+    is_least = np.zeros(len(measures[0]), dtype=bool)
+    for one in measures:
+        is_least[np.argpartition(one, _COMPARED)[:_COMPARED]] = True
+    return np.flatnonzero(is_least)
 
 
 @dataclass(frozen=True, eq=False)

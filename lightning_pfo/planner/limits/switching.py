@@ -10,7 +10,7 @@ The top clocks are always a plan: a rank that changes no clock keeps to every dw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
 
 import numpy as np
@@ -18,18 +18,23 @@ import numpy as np
 from lightning_pfo.core.errors import ConfigurationError, PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
+from lightning_pfo.planner.limits.late_search import LateSearch
 from lightning_pfo.planner.limits.limited_pipeline import EQUAL_TIMES, LimitedPipeline, make_limited_pipeline
 from lightning_pfo.planner.limits.start import start_from
 from lightning_pfo.planner.limits.windows import independent_ranks, schedule_between, time_windows
-from lightning_pfo.planner.network.options import OptionSet
+from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.pipeline.timeline import Timeline
-from lightning_pfo.planner.profile.blocking_power import BlockingPower
-from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
+from lightning_pfo.planner.relaxation.bound import LowerBound
 
 _S_PER_INSTRUCTION = 1e-3
 """CPU time per plan on a busy core, measured: most of it chooses clocks rank by rank, the rest plays them."""
 
 _MOST_S = 1200.0
+_FAST_PLANS = 5
+"""So many plans at the fast end are improved rank by rank."""
+
+_AT_ONCE = SwitchLatency()
 
 _SHARES_OF_SLACK = (0.5, 1.0, 0.0)
 """Where windows lie between the earliest and the latest schedule, round by round."""
@@ -37,14 +42,12 @@ _SHARES_OF_SLACK = (0.5, 1.0, 0.0)
 
 def limit_switching(
     plans: Sequence[FrequencyPlan],
-    profile: Profile,
-    blocking: Sequence[BlockingPower],
-    options: Sequence[OptionSet],
+    problem: Problem,
+    bound: LowerBound,
     *,
-    least_energy_j: Callable[[float], float],
     starts: Sequence[FrequencyPlan] = (),
     deadlines_s: Sequence[float] = (),
-    switch_latency_s: float = 0.0,
+    switch_latency: SwitchLatency = _AT_ONCE,
     least_dwell_s: float = 0.0,
     change_cost_j: float = 0.0,
     on_progress: Progress | None = None,
@@ -53,14 +56,12 @@ def limit_switching(
 
     Args:
         plans: Plans without limits, fast to slow.
-        profile: Times and energies.
-        blocking: Blocking power of each rank.
-        options: Options of each instruction.
-        least_energy_j: A lower bound on the energy of all plans that take at most so many seconds, limited or not.
+        problem: What they were planned for.
+        bound: What is proven about all plans, limited or not, and the solutions of the relaxation it is from.
         starts: Further plans to start from, such as all clocks at the top.
         deadlines_s: Times that are to be kept to where that is possible; other plans may take a little longer than the
             unlimited plan they come from, as late clocks do.
-        switch_latency_s: Time from a request until the clock changes.
+        switch_latency: Time from a request until the clock changes.
         least_dwell_s: Least time between two requests of a rank within the iteration.
         change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies reported. At 0
             fewer changes only decide between plans that are equal otherwise.
@@ -70,24 +71,22 @@ def limit_switching(
         PlanError: If no plan keeps the dwell, as the instructions of a rank have no clock in common.
     """
     pipeline = make_limited_pipeline(
-        profile,
-        plans[0].schedule,
-        blocking,
-        options,
-        switch_latency_s=switch_latency_s,
-        least_dwell_s=least_dwell_s,
-        change_cost_j=change_cost_j,
+        problem, switch_latency=switch_latency, least_dwell_s=least_dwell_s, change_cost_j=change_cost_j
     )
+    report = on_progress or _unreported
     groups = independent_ranks(pipeline.schedule)
     found: list[Timeline] = []
-    sources = [*starts, *plans]
-    for done, plan in enumerate(sources, 1):
-        begun = start_from(pipeline, plan.clocks_mhz, plan.iteration_time_s)
-        if begun is not None:
-            deadline_s = max(begun.iteration_time_s, plan.iteration_time_s)
-            found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
-        if on_progress is not None:
-            on_progress("limiting clock changes", done, len(sources))
+    if least_dwell_s:
+        sources = [*starts, *plans]
+        for done, plan in enumerate(sources, 1):
+            begun = start_from(pipeline, plan.clocks_mhz, plan.iteration_time_s)
+            if begun is not None:
+                deadline_s = max(begun.iteration_time_s, plan.iteration_time_s)
+                found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
+            report("limiting clock changes", done, len(sources))
+    else:
+        found = _searched(pipeline, groups, bound, plans, starts, deadlines_s)
+        report("limiting clock changes", 1, 1)
     if not found:
         raise PlanError(
             f"No plan keeps every clock for least_dwell_s={least_dwell_s:g} s: a rank that cannot change its clock "
@@ -95,7 +94,48 @@ def limit_switching(
             "clocks, or ask for a shorter dwell."
         )
     found += _for_deadlines(pipeline, groups, found, plans, deadlines_s)
-    return _frontier(pipeline, found, plans, least_energy_j)
+    return _thinned(_frontier(pipeline, found, plans, bound), len(plans) + len(starts) + len(deadlines_s), deadlines_s)
+
+
+def _unreported(activity: str, done: int, total: int) -> None:
+    """Nobody wants to know."""
+
+
+def _searched(
+    pipeline: LimitedPipeline,
+    groups: Sequence[Sequence[int]],
+    bound: LowerBound,
+    plans: Sequence[FrequencyPlan],
+    starts: Sequence[FrequencyPlan],
+    deadlines_s: Sequence[float],
+) -> list[Timeline]:
+    """Without a dwell: what a beam search finds, which knows of late clocks and of what changes cost.
+
+    At the fast end, where most instructions are critical, what it finds is longer than it was to be. There, and where
+    a time must be kept to, some plans are planned anew as with a dwell.
+    """
+    search = LateSearch(pipeline, bound.table, bound.solutions)
+    found = search.near([plan.iteration_time_s for plan in plans])
+    for deadline_s in deadlines_s:
+        found += search.around(deadline_s)
+    known = starts if pipeline.change_cost_j else (*starts, *plans)  # which know nothing of what a change costs
+    found += [pipeline.play(plan.clocks_mhz) for plan in known]
+
+    begun_from = {}
+    for deadline_s in deadlines_s:
+        within = [plan for plan in plans if plan.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
+        if within:
+            begun_from[deadline_s] = within[-1]
+    limit_s = plans[0].iteration_time_s + 2 * search.late_s
+    fast = [plan for plan in plans if plan.iteration_time_s <= limit_s]
+    for number in np.unique(np.linspace(0, len(fast) - 1, _FAST_PLANS).astype(np.int64)):
+        begun_from.setdefault(fast[number].iteration_time_s, fast[number])
+    for deadline_s, plan in begun_from.items():
+        begun = start_from(pipeline, plan.clocks_mhz, deadline_s)
+        if begun is not None:
+            deadline_s = max(begun.iteration_time_s, deadline_s)
+            found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
+    return found
 
 
 def _for_deadlines(
@@ -128,10 +168,10 @@ def check_effort(num_instructions: int, num_plans: int) -> None:
     plan_s = num_instructions * _S_PER_INSTRUCTION
     if num_plans * plan_s > _MOST_S:
         raise ConfigurationError(
-            f"Planning for few clock changes may take {_MOST_S / 60:.0f} minutes of CPU time; {num_plans} plans of "
+            f"Planning with least_dwell_s may take {_MOST_S / 60:.0f} minutes of CPU time; {num_plans} plans of "
             f"{num_instructions} instructions would take about {num_plans * plan_s / 60:.0f}. Plan for "
             f"{max(int(_MOST_S / plan_s), 2)} iteration times or fewer (num_plans and deadlines_s together) or fewer "
-            "microbatches, or leave out switch_latency_s, least_dwell_s and change_cost_j."
+            "microbatches, or leave out least_dwell_s."
         )
 
 
@@ -176,6 +216,27 @@ def _with_what_proves_right(
     return timeline
 
 
+def _thinned(plans: Sequence[FrequencyPlan], number: int, deadlines_s: Sequence[float]) -> list[FrequencyPlan]:
+    """At most so many: those with the nearest neighbours in time go first, never an end or the best by a deadline."""
+    times_s = [plan.iteration_time_s for plan in plans]
+    stays = {0, len(plans) - 1}
+    stays.update(sum(time_s <= deadline_s * (1 + EQUAL_TIMES) for time_s in times_s) - 1 for deadline_s in deadlines_s)
+    kept = list(range(len(plans)))
+    while len(kept) > number:
+        apart_s = {
+            b: times_s[c] - times_s[a] for a, b, c in zip(kept, kept[1:], kept[2:], strict=False) if b not in stays
+        }
+        if not apart_s:
+            break
+        kept.remove(min(apart_s, key=apart_s.__getitem__))
+    return [plans[k] for k in kept]
+
+
+def least_energy_j(bound: LowerBound, time_s: float) -> float:
+    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
+    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
+
+
 def _rate_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
     """Price of a second near a time, in J/s: the slope of the unlimited frontier."""
     for fast, slow in pairwise(plans):
@@ -188,7 +249,7 @@ def _frontier(
     pipeline: LimitedPipeline,
     found: Sequence[Timeline],
     plans: Sequence[FrequencyPlan],
-    least_energy_j: Callable[[float], float],
+    bound: LowerBound,
 ) -> list[FrequencyPlan]:
     """Those that no other dominates, with their bounds, and costs from the unlimited plans."""
     times_s = [one.iteration_time_s for one in plans]
@@ -204,7 +265,7 @@ def _frontier(
                 timeline.clocks_by_rank,
                 time_s,
                 energy_j,
-                lower_bound_j=least_energy_j(time_s),
+                lower_bound_j=least_energy_j(bound, time_s),
                 wait_clocks=timeline.wait_clocks,
                 switching_cost_j=energy_j - unlimited_j,
             )

@@ -20,10 +20,12 @@ from collections.abc import Sequence
 from lightning_pfo.core.frequency_plan import WaitClock
 from lightning_pfo.planner.pipeline.timeline import Simulator, Timeline
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 
 SPARE_S = 0.01
 """A wait may end sooner than predicted, by some milliseconds; its instruction must not find a low clock then."""
 
+_AT_ONCE = SwitchLatency()
 _WORTHWHILE = 0.98
 """Differences of power below 2 % are more likely noise of the profile."""
 
@@ -32,7 +34,6 @@ def play_with_wait_clocks(
     simulator: Simulator,
     clocks_mhz: Sequence[Sequence[int]],
     *,
-    switch_latency_s: float = 0.0,
     least_dwell_s: float = 0.0,
 ) -> Timeline:
     """Lay out one iteration with clocks for its long waits; without them where they would save nothing.
@@ -40,12 +41,11 @@ def play_with_wait_clocks(
     Args:
         simulator: Plays iterations.
         clocks_mhz: Clock of each instruction, one row per rank.
-        switch_latency_s: Time from a request until the clock changes.
         least_dwell_s: Least time between two requests of a rank within the iteration.
     """
     without = simulator.play(clocks_mhz)
     chosen = choose_wait_clocks(
-        without, simulator.blocking, switch_latency_s=switch_latency_s, least_dwell_s=least_dwell_s
+        without, simulator.blocking, switch_latency=simulator.latency, least_dwell_s=least_dwell_s
     )
     if not chosen:
         return without
@@ -56,7 +56,7 @@ def choose_wait_clocks(
     timeline: Timeline,
     blocking: Sequence[BlockingPower],
     *,
-    switch_latency_s: float = 0.0,
+    switch_latency: SwitchLatency = _AT_ONCE,
     least_dwell_s: float = 0.0,
 ) -> tuple[WaitClock, ...]:
     """Choose clocks for the waits of an iteration.
@@ -64,7 +64,7 @@ def choose_wait_clocks(
     Args:
         timeline: The iteration, without clocks of waits.
         blocking: Blocking power of each rank.
-        switch_latency_s: Time from a request until the clock changes.
+        switch_latency: Time from a request until the clock changes.
         least_dwell_s: Least time between two requests of a rank within the iteration.
     """
     chosen = []
@@ -79,11 +79,13 @@ def choose_wait_clocks(
         for position, (begin, end) in enumerate(waits):
             is_last = position == len(clocks)
             following = clocks[0] if is_last else clocks[position]
-            spare = 0.0 if is_last else switch_latency_s + SPARE_S
+            before = clocks[position - 1] if position else clocks[0]
+            falls_s, rises_s = switch_latency.of(before, clock), switch_latency.of(clock, following)
+            spare = 0.0 if is_last else rises_s + SPARE_S
             hold = end - begin - spare
             if (
                 power.at(clock) <= _WORTHWHILE * power.at(following)
-                and hold >= max(least_dwell_s, switch_latency_s + 2 * SPARE_S)
+                and hold >= max(least_dwell_s, falls_s + 2 * SPARE_S)
                 and (position == 0 or begin - requested_s >= least_dwell_s)
                 and (is_last or left_s[position] - (begin + hold) >= least_dwell_s)
             ):

@@ -7,7 +7,8 @@
     clock     ~~~~~~~~~~1410~~~~~~~~~~~1050~~~~~~~~~~~1290~~~
                     |-->|          |-->|          |-->|           switch latency
 
-Requesting delays nothing: the GPU goes on at the clock that it has. An instruction that begins before its clock has
+Requesting delays nothing: the GPU goes on at the clock that it has. Requests land in order, each after the latency of
+its pair of clocks. An instruction that begins before its clock has
 landed runs at the old one until then; the share of its work done at a clock is the time it spends there over the time
 the whole of it would take, and it uses that share of the energy measured at that clock. Time and energy of an
 instruction are therefore a mixture of measured points, which the relaxation covers: its bounds hold with latency too.
@@ -19,18 +20,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
+
 
 class ClockSignal:
     """The clock of a GPU; time goes forward from call to call.
 
     Args:
         clock_mhz: Clock at time 0.
-        latency_s: Time from a request until the clock changes.
+        latency: Time from a request until the clock changes.
     """
 
-    def __init__(self, clock_mhz: int, latency_s: float) -> None:
+    def __init__(self, clock_mhz: int, latency: SwitchLatency) -> None:
         self._clock_mhz = self._requested_mhz = clock_mhz
-        self._latency_s = latency_s
+        self._latency = latency
         self._landings: deque[tuple[float, int]] = deque()
         self.requests: list[tuple[float, int]] = [(0.0, clock_mhz)]
         """When (s) which clock (MHz) was asked for, without repetitions."""
@@ -38,9 +41,12 @@ class ClockSignal:
     def request(self, time_s: float, clock_mhz: int) -> None:
         """Ask for a clock; asking for the one asked for last does nothing."""
         if clock_mhz != self._requested_mhz:
+            lands_s = time_s + self._latency.of(self._requested_mhz, clock_mhz)
+            if self._landings:
+                lands_s = max(lands_s, self._landings[-1][0])
             self._requested_mhz = clock_mhz
             self.requests.append((time_s, clock_mhz))
-            self._landings.append((time_s + self._latency_s, clock_mhz))
+            self._landings.append((lands_s, clock_mhz))
 
     def block(self, begin_s: float, end_s: float, power_at: Callable[[int], float]) -> float:
         """Wait for a neighbour; `power_at` gives the power (W) at a clock in MHz.

@@ -21,6 +21,7 @@ from lightning_pfo.planner.pipeline.clock_signal import ClockSignal
 from lightning_pfo.planner.pipeline.problem import pipeline_network
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency, as_switch_latency
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Simulator:
         profile: Times and energies.
         schedule: Order of instructions.
         blocking: Blocking power of each rank.
-        switch_latency_s: Time from a request until the clock changes.
+        switch_latency_s: Time from a request until the clock changes, for all pairs of clocks or by pair.
 
     Raises:
         ProfileError: If the profile lacks an instruction.
@@ -88,10 +89,11 @@ class Simulator:
         profile: Profile,
         schedule: PipelineSchedule,
         blocking: Sequence[BlockingPower],
-        switch_latency_s: float = 0.0,
+        switch_latency_s: float | SwitchLatency = 0.0,
     ) -> None:
         self.dag = pipeline_network(profile, schedule)
-        self.schedule, self.blocking, self._latency_s = schedule, blocking, switch_latency_s
+        self.profile, self.schedule = profile, schedule
+        self.blocking, self.latency = tuple(blocking), as_switch_latency(switch_latency_s)
         kinds = {(inst.stage, inst.type): profile.of(inst.stage, inst.type) for inst in schedule.instructions}
         at, near = ({kind: cache(getattr(m, name)) for kind, m in kinds.items()} for name in ("at", "near"))
         self._measured_at = [at[inst.stage, inst.type] for inst in schedule.instructions]
@@ -112,7 +114,7 @@ class Simulator:
         for measured_at, clock in zip(self._measured_at, clocks, strict=True):
             measured_at(clock)
         waiting = {(wait.rank, wait.position): wait for wait in wait_clocks}
-        signals = [ClockSignal(row[0], self._latency_s) for row in clocks_mhz]
+        signals = [ClockSignal(row[0], self.latency) for row in clocks_mhz]
         num_nodes = len(clocks)
         starts, durations, finish, energies = ([0.0] * num_nodes for _ in range(4))
         rank_ends, wait_energies = [0.0] * len(signals), [0.0] * len(signals)
@@ -152,7 +154,7 @@ def simulate(
     p2p_blocking_powers_w: Sequence[float | BlockingPower],
     *,
     wait_clocks: Sequence[WaitClock] = (),
-    switch_latency_s: float = 0.0,
+    switch_latency_s: float | SwitchLatency = 0.0,
 ) -> Timeline:
     """Lay out one iteration.
 
@@ -162,7 +164,7 @@ def simulate(
         clocks_mhz: Clock of each instruction, one row per rank, aligned with `schedule.orders`.
         p2p_blocking_powers_w: Power of each rank's GPUs while they wait.
         wait_clocks: Clocks of waits.
-        switch_latency_s: Time from a request until the clock changes.
+        switch_latency_s: Time from a request until the clock changes, for all pairs of clocks or by pair.
 
     Raises:
         ProfileError: If the profile lacks an instruction or a clock.
@@ -178,7 +180,7 @@ def simulate_plan(
     plan: FrequencyPlan,
     p2p_blocking_powers_w: Sequence[float | BlockingPower],
     *,
-    switch_latency_s: float = 0.0,
+    switch_latency_s: float | SwitchLatency = 0.0,
 ) -> Timeline:
     """Lay out one iteration of a plan; see `simulate`."""
     return simulate(

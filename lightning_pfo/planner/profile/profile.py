@@ -14,6 +14,7 @@ from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, TRANSFE
 from lightning_pfo.core.wording import counted, listed, shortened
 from lightning_pfo.planner.profile.interpolation import at_clock
 from lightning_pfo.planner.profile.repetitions import mean_of
+from lightning_pfo.planner.profile.switch_latency import SWITCH_COLUMN, SwitchLatency
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -132,11 +133,13 @@ class Profile:
         instructions: Measurements by stage and kind of instruction.
         gpus_per_stage: GPUs that work on each stage (more than one where rank columns say so).
         gpus: Names of the GPUs that were measured, each once; empty where not known.
+        switch_latency: Time from a request until a clock changes; None where not known.
     """
 
     instructions: Mapping[tuple[int, InstructionType], InstructionProfile]
     gpus_per_stage: int = 1
     gpus: tuple[str, ...] = ()
+    switch_latency: SwitchLatency | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -167,6 +170,8 @@ class Profile:
         import pandas as pd  # slow to load, and nobody else needs it
 
         shares = {"energies_j": 1.0, "p2p_blocking_powers_w": 1.0, "energy_stderrs_j": 0.5}
+        clocks = {clock for measured in self.instructions.values() for clock in measured.clocks_mhz}
+        switch = {} if self.switch_latency is None else self.switch_latency.cells(clocks)
         rows = []
         for (stage, kind), measured in self.instructions.items():
             known = {
@@ -178,6 +183,8 @@ class Profile:
                 row: dict[str, Any] = {"stage": stage, "instruction": kind.profile_name, "frequency": clock}
                 if clock in measured.unreached_mhz:
                     row["flags"] = CLOCK_NOT_REACHED
+                if switch:
+                    row[SWITCH_COLUMN] = switch[clock]
                 transfer = {} if measured.transfer_s is None else {TRANSFER_COLUMN: measured.transfer_s}
                 rows.append({**row, **dict(zip(known, values, strict=True)), **transfer})
         table = pd.DataFrame(rows)

@@ -9,6 +9,7 @@ allowed. Some of them mean something here:
   have started. Empty where not known; a profile has the median over the clocks, and 0 where none is known;
 - `flags`: what to doubt, separated by blanks, of which `clock_not_reached`, `power_cap` and `clock_above` matter here:
   see `unreached`; `clock_seen_mhz` is the mean clock at which the GPU ran;
+- `switch_latency`: how long the GPU takes to change to that clock, see `switch_latency`;
 - `gpu`: name of the GPU that was measured; an emulated one says so, and so do tables and pictures;
 - `rank` or `dp_rank`, `pp_rank`, `tp_rank`: several GPUs work on one stage. A stage is as slow as its slowest rank,
   and as late with its output as the latest, and energies add up, so that the energy of a stage is that of all its GPUs.
@@ -35,13 +36,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lightning_pfo.core.errors import ProfileError
+from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import POWER, TRANSFER, Quantity
 from lightning_pfo.core.wording import cut, listed, shortened
 from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, TRANSFER_COLUMN, InstructionProfile, Profile
 from lightning_pfo.planner.profile.row import ProfileRow
+from lightning_pfo.planner.profile.switch_latency import SWITCH_COLUMN, switch_latency_of
 from lightning_pfo.planner.profile.unreached import is_unreached, merge_capped
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ _NEEDED = ("stage", "instruction", "frequency", "time", "energy")
 _CLOCK_SEEN = "clock_seen_mhz"
 _NUMBERS = {"stage": STAGE, **dict(COLUMNS.values()), TRANSFER_COLUMN: TRANSFER, _CLOCK_SEEN: POWER}
 _RANK_COLUMNS = ("rank", "dp_rank", "pp_rank", "tp_rank")
-_TEXTS = ("instruction", "gpu", "flags", *_RANK_COLUMNS)
+_TEXTS = ("instruction", "gpu", "flags", SWITCH_COLUMN, *_RANK_COLUMNS)
 _SKIPPED_INSTRUCTIONS = ("load",)
 
 _log = logging.getLogger(__name__)
@@ -142,7 +144,12 @@ def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:
     instructions = {
         key: _merge_ranks(where, key, clocks, ranks_of_stage[key[0]]) for key, clocks in sorted(measured.items())
     }
-    return Profile(instructions, num_ranks.pop(), tuple(dict.fromkeys(row.gpu for row in rows if row.gpu)))
+    try:
+        latency = switch_latency_of((row.clock_mhz, row.switch_latency) for row in rows)
+    except ConfigurationError as error:
+        raise ProfileError(f"{where}: {error}. Correct or empty the cell.") from None
+    gpus = tuple(dict.fromkeys(row.gpu for row in rows if row.gpu))
+    return Profile(instructions, num_ranks.pop(), gpus, latency)
 
 
 def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:
@@ -205,6 +212,7 @@ def _parse_row(where: str, line: int, record: Mapping[str, str]) -> ProfileRow:
         flags=frozenset(record.get("flags", "").split()),
         rank=tuple(record[column] for column in _RANK_COLUMNS if column in record),
         gpu=record.get("gpu", ""),
+        switch_latency=record.get(SWITCH_COLUMN, ""),
     )
 
 

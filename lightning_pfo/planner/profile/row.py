@@ -25,3 +25,4 @@ class ProfileRow:
     flags: frozenset[str]
     rank: tuple[str, ...]
     gpu: str
+    switch_latency: str

@@ -92,6 +92,7 @@ class LowerBound:
 
     Attributes:
         table: The options.
+        solutions: What was taken in.
     """
 
     def __init__(self, table: OptionTable, rate: float = 0.0) -> None:
@@ -108,6 +109,7 @@ class LowerBound:
         most_terms = largest_number_of_terms(table.dag)
         self._defect = 4 * (most_terms + 4) * UNIT
         self._sure_of_delays = 1 - 2 * (len(self._delayed) + most_terms + 8) * UNIT
+        self.solutions: list[RelaxedSolution] = []
         self._pending: list[RelaxedSolution] = []
         self._solved_times = np.zeros(0)
         # No flow at all proves something too, for all times.
@@ -125,6 +127,7 @@ class LowerBound:
         A flow that is meant to have the rate for its value (`solve_with_rate`) is scaled to just below it, so that its
         bound does not fall: it holds for all times, without end.
         """
+        self.solutions += solutions
         self._pending += solutions
 
     def add_mixtures(self) -> None:

@@ -31,6 +31,7 @@ from lightning_pfo.planner.network.assignments import TOLERANCE, Assignments, Op
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.beam_memory import Step, plan_steps
 from lightning_pfo.planner.search.guide import Guide, take_guidance
+from lightning_pfo.planner.search.late_settings import Lanes, LateSettings
 
 _NOWHERE = -1e30
 """Lag in rows that nothing needs."""
@@ -62,6 +63,10 @@ class _Terms:
         late: What the latest lag costs if it is positive, in units of itself, shape (biased,).
         early: If it is negative.
         first_lags: Of the events that wait for nothing.
+        unit: How many units a joule is, for each guide.
+        flow: What a second of each node loses in these units, shape (n, guides).
+        starts: When nodes start in the relaxation in seconds, shape (n, guides).
+        ends: When they end, likewise.
     """
 
     menu: Integers
@@ -76,6 +81,10 @@ class _Terms:
     late: Floats
     early: Floats
     first_lags: Floats
+    unit: Floats
+    flow: Floats
+    starts: Floats
+    ends: Floats
 
 
 class _Beam:
@@ -85,14 +94,16 @@ class _Beam:
         losses: Certain loss of each, shape (assignments, guides).
         open_lags: Lags that something still depends on, shape (rows, assignments, guides); see `beam_memory`.
         trail: For each step, what was extended by which entry of the menu.
+        lanes: Where settings last on, what is before each node; see `late_settings`.
     """
 
-    def __init__(self, terms: _Terms, num_rows: int) -> None:
+    def __init__(self, terms: _Terms, num_rows: int, late: LateSettings | None) -> None:
         num_guides = terms.menu.shape[2]
         self.losses = np.zeros((1, num_guides))
         self.open_lags = np.full((num_rows, 1, num_guides), _NOWHERE)
         self.open_lags[: len(terms.first_lags), 0] = terms.first_lags
         self.trail: list[tuple[Integers, Integers]] = []
+        self.lanes = Lanes(late, num_guides) if late is not None else None
 
 
 def search_beam(
@@ -102,6 +113,7 @@ def search_beam(
     order: Sequence[int],
     width: int,
     options_per_node: int,
+    late: LateSettings | None = None,
 ) -> Assignments:
     """Choose an option for every node, once for each guide.
 
@@ -112,16 +124,22 @@ def search_beam(
         order: All nodes in order of time, predecessors first.
         width: Number of partial assignments kept for each guide.
         options_per_node: Number of options tried at each node: those off the supporting line by least.
+        late: How settings last on; None if they change at once.
 
     Returns:
         Indices into the options, shape (n, guides).
     """
     terms = _prepare(table, solutions, guides, options_per_node)
     steps, num_rows = plan_steps(table.dag, order)
-    beam = _Beam(terms, num_rows)
+    beam = _Beam(terms, num_rows, late)
+    kind_of = table.kind_of.tolist()
     for step in steps:
-        losses, opened = _extend(beam, terms, step)
-        _prune(beam, terms, step, losses, opened, width)
+        kind = kind_of[step.node]
+        lag, losses = _candidates(beam, terms, step, kind)
+        opened = _extend(beam, terms, step, lag, losses)
+        parents, kept = _prune(beam, terms, step, losses, opened, width)
+        if beam.lanes is not None:
+            beam.lanes.keep(step.node, kind, terms.menu[step.node], terms.ends[step.node] + lag, parents, kept)
     return _trace_back(beam, terms, table, order)
 
 
@@ -155,17 +173,33 @@ def _prepare(
         late=np.array([1 + guides[number].haste for number in biased]),
         early=np.array([1 - guides[number].patience for number in biased]),
         first_lags=-relaxed.moments[list(dag.sources)],
+        unit=unit,
+        flow=flow,
+        starts=relaxed.moments[list(dag.start_of)],
+        ends=relaxed.ends,
     )
 
 
-def _extend(beam: _Beam, terms: _Terms, step: Step) -> tuple[Floats, list[Floats]]:
+def _candidates(beam: _Beam, terms: _Terms, step: Step, kind: int) -> tuple[Floats, Floats]:
     """Try each option of a node with each partial assignment.
 
     Returns:
-        Certain losses of these candidates, shape (options, assignments, guides), and the lags that they open.
+        Lags of its end, and certain losses so far, shape (options, assignments, guides).
     """
-    lag = beam.open_lags[step.start] + terms.lags[step.node]
+    start = beam.open_lags[step.start]
+    lag = start + terms.lags[step.node]
     losses = beam.losses + terms.values[step.node]
+    if beam.lanes is not None:
+        extra = beam.lanes.extra(step.node, kind, terms.menu[step.node], terms.starts[step.node] + start)
+        if extra is not None:
+            time, cost = extra
+            lag += time
+            losses += terms.unit * cost + terms.flow[step.node] * time
+    return lag, losses
+
+
+def _extend(beam: _Beam, terms: _Terms, step: Step, lag: Floats, losses: Floats) -> list[Floats]:
+    """Add to the candidates' `losses` what their waits lose; returns the lags that they open."""
     if len(terms.limits[step.node]):
         losses[..., terms.unlimited :][lag[..., terms.unlimited :] > terms.limits[step.node]] = np.inf
     opened = []
@@ -184,11 +218,17 @@ def _extend(beam: _Beam, terms: _Terms, step: Step) -> tuple[Floats, list[Floats
         opened.append(lag)
     for row in step.closed:
         beam.open_lags[row] = _NOWHERE
-    return losses, opened
+    return opened
 
 
-def _prune(beam: _Beam, terms: _Terms, step: Step, losses: Floats, opened: Sequence[Floats], width: int) -> None:
-    """Keep the candidates of least certain and expected loss; `beam` changes in place."""
+def _prune(
+    beam: _Beam, terms: _Terms, step: Step, losses: Floats, opened: Sequence[Floats], width: int
+) -> tuple[Integers, Integers]:
+    """Keep the candidates of least certain and expected loss; `beam` changes in place.
+
+    Returns:
+        Which partial assignment each extends, and which candidate it is, as indices into flat arrays.
+    """
     num_guides, num_parents = beam.losses.shape[1], beam.losses.size
     num_candidates = losses.size // num_guides
     if num_candidates > width:
@@ -209,6 +249,7 @@ def _prune(beam: _Beam, terms: _Terms, step: Step, losses: Floats, opened: Seque
         beam.open_lags[row] = lag.ravel()[kept]
     beam.losses = losses.ravel()[kept]
     beam.trail.append((parents.ravel(), entries.ravel()))
+    return parents, kept
 
 
 def _trace_back(beam: _Beam, terms: _Terms, table: OptionTable, order: Sequence[int]) -> Assignments:

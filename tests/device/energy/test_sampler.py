@@ -11,7 +11,7 @@ import pytest
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device import EmulatedGpu
 from lightning_pfo.device.config import GpuConfig
-from lightning_pfo.device.energy.sampler import EnergySampler, GpuState, clock_within
+from lightning_pfo.device.energy.sampler import EnergySampler, GpuState, state_within
 from tests.device.fake_driver import FakeDriver, fake_driver
 from tests.waiting import wait_until
 
@@ -65,6 +65,27 @@ def test_in_real_time_a_thread_sees_the_ticks_with_their_energy() -> None:
     assert sampler.trace(trace.times_s[-1] + 1).times_s == ()
     assert sampler._task is not None
     assert not sampler._task.is_running
+
+
+@pytest.mark.parametrize(("call_s", "tick_s"), [(0.006, 0.1), (0.006, 0.03), (0.012, 0.1)])
+def test_ticks_are_used_where_calls_take_long(call_s: float, tick_s: float) -> None:
+    class Slow(EmulatedGpu):
+        def total_energy_mj(self) -> float:
+            self.time_source.sleep(call_s / 2)
+            energy_mj = super().total_energy_mj()
+            self.time_source.sleep(call_s / 2)
+            return energy_mj
+
+    gpu = Slow(GpuConfig(kind="emulated", counter_tick_s=tick_s, idle_power_w=60))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(40 * tick_s)
+    sampler.stop()
+    trace = sampler.trace(0.0)
+    assert len(trace.times_s) > 35
+    for time_s, energy_j in zip(trace.times_s, trace.energies_j, strict=True):
+        assert time_s == pytest.approx(energy_j / 60, abs=2 * trace.resolution_s)
+    assert trace.resolution_s < 0.003
 
 
 def test_it_sleeps_between_ticks() -> None:
@@ -134,21 +155,24 @@ def test_a_gpu_that_is_held_back_says_why(options: dict[str, float], limit: str)
     states = sampler.states(begin_s)
     assert [state.time_s for state in states] == pytest.approx([0.02 * n for n in range(3, 3 + len(states))])
     assert len(states) >= 5
-    clock_mhz, limits = clock_within(sampler.states(0.0), [(begin_s, end_s)])
-    assert limits == {limit}
-    assert clock_mhz < 1400
+    seen = state_within(sampler.states(0.0), [(begin_s, end_s)])
+    assert seen.limits == {limit}
+    assert seen.clock_mhz < 1400
+    assert (seen.temperature_c > 36, seen.power_w > 100) == (True, True)  # it idles at 36 degrees, 60 W
     assert sampler.trace(0.0).times_s == ()
 
 
 def test_clock_and_limits_within_intervals() -> None:
-    states = [GpuState(float(i), 1000 + i, frozenset({"thermal"} if i == 4 else ())) for i in range(10)]
-    assert clock_within(states, [(1.5, 2.5), (4.0, 5.0)]) == ((1002 + 1004 + 1005) / 3, {"thermal"})
-    assert clock_within(states, [(0.0, 1.0)]) == (1000.5, set())
-    assert clock_within(states, [(0.0, 20.0)])[1] == {"thermal"}
-    assert clock_within([*states, *states[5:] * 20], [(0.0, 20.0)])[1] == set()  # seen, but seldom
-    clock_mhz, limits = clock_within(states, [(20.0, 21.0)])
-    assert math.isnan(clock_mhz)
-    assert limits == set()
+    states = [GpuState(float(i), 1000 + i, frozenset({"thermal"} if i == 4 else ()), 50.0 + i) for i in range(10)]
+    seen = state_within(states, [(1.5, 2.5), (4.0, 5.0)])
+    assert (seen.clock_mhz, seen.limits) == ((1002 + 1004 + 1005) / 3, {"thermal"})
+    seen = state_within(states, [(0.0, 1.0)])
+    assert (seen.clock_mhz, seen.limits, seen.temperature_c) == (1000.5, set(), 50.5)
+    assert state_within(states, [(0.0, 20.0)]).limits == {"thermal"}
+    assert state_within([*states, *states[5:] * 20], [(0.0, 20.0)]).limits == set()  # seen, but seldom
+    seen = state_within(states, [(20.0, 21.0)])
+    assert math.isnan(seen.clock_mhz)
+    assert seen.limits == set()
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ def test_computing_and_waiting_are_told_apart(world):
     assert forward.times_s == pytest.approx([0.1, 0.1])
     assert forward.energies_j == pytest.approx([30, 30])
     assert backward.times_s == pytest.approx([0.2, 0.2])
-    assert meter.blocked_power_w() == pytest.approx(80)
+    assert meter.blocked_power().power_w == pytest.approx(80)
     meter.reset()
     assert not meter.instructions
-    assert math.isnan(meter.blocked_power_w())
+    assert math.isnan(meter.blocked_power().power_w)
     meter.close()
 
 
@@ -75,9 +75,12 @@ def test_energy_is_attributed_although_the_counter_ticks_slowly(ticking_meter):
         result = measured[0, kind]
         assert result.samples == 64
         assert result.energy_j / result.time_s == pytest.approx(power_w, rel=0.005)
-        assert result.limits == {"thermal"}
-        assert result.clock_mhz == 1200
-    assert ticking_meter.blocked_power_w() == pytest.approx(gpu.physics.blocked_power_w(1200), rel=0.01)
+        assert result.seen.limits == {"thermal"}
+        assert result.seen.clock_mhz == 1200
+    waiting = ticking_meter.blocked_power()
+    true_w = gpu.physics.blocked_power_w(1200)
+    assert waiting.power_w == pytest.approx(true_w, rel=0.01)
+    assert 0 < abs(waiting.power_w - true_w) < 2 * waiting.stderr_w
     assert 0 < ticking_meter.energy_error() < 0.03
 
 

@@ -1,4 +1,7 @@
 import itertools
+import json
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,9 +10,12 @@ from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError, PlanError
 from lightning_pfo.core.instruction import InstructionType
-from lightning_pfo.planner import Profile, plan_frontier, select_plan
+from lightning_pfo.planner import Profile, plan_frontier, read_profile, select_plan, simulate_plan
+from lightning_pfo.planner.frontier.check import check_predictions
+from lightning_pfo.planner.frontier.frontier_json import frontier_from, frontier_text
 from lightning_pfo.planner.limits.rank_programme import RankProgramme
 from lightning_pfo.planner.limits.switching import check_effort
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from tests.planner.problems import with_transfers
 from tests.planner.ticks import play_in_ticks, ranks_in_ticks
 
@@ -81,6 +87,49 @@ def test_limited_plans_reckon_with_transfers(make_profile, options):
         assert plan.lower_bound_j <= plan.iteration_energy_j
 
 
+FALLING = [(1400, clock, 0.002) for clock in range(800, 1400, 100)]
+LATENCIES = SwitchLatency(0.006, (*FALLING, (800, 1400, 0.02)))
+
+
+def test_plans_reckon_with_the_latency_that_the_profile_has_measured_unless_told_otherwise(make_profile):
+    profile = make_profile(WORK)
+    measured = replace(profile, switch_latency=LATENCIES)
+    plan = partial(plan_frontier, num_microbatches=5, num_plans=6, p2p_blocking_power_w={1400: 90.0, 800: 60.0})
+    frontier = plan(read_profile(measured.to_frame()))
+    assert frontier.switch_latency == LATENCIES
+    assert plan(measured, switch_latency_s=0).plans == plan(profile).plans
+    assert plan(measured, switch_latency_s=0.006).plans == plan(profile, switch_latency_s=0.006).plans
+    select_plan(frontier, "no_slowdown")
+    for one in (frontier.fastest, frontier.plans[2], frontier.least_energy):
+        time, energy = play_in_ticks(profile, one, frontier.blocking[0].at, LATENCIES.of)
+        assert one.iteration_time_s == pytest.approx(time, rel=2e-3)
+        assert one.iteration_energy_j == pytest.approx(energy, rel=2e-3)
+        assert one.lower_bound_j <= one.iteration_energy_j
+    check_predictions(frontier_from(json.loads(frontier_text(frontier))))
+
+
+@pytest.mark.parametrize("latency_s", [0.002, 0.02])
+def test_late_clocks_cost_little_where_the_search_knows_of_them(make_profile, latency_s):
+    """Between the unlimited frontier, which nothing beats, and its plans played with late clocks."""
+    profile = make_profile(WORK, clocks=tuple(range(1400, 790, -30)))
+    plan = partial(plan_frontier, profile, num_microbatches=5, num_plans=20, p2p_blocking_power_w=70.0)
+    free, late = plan(), plan(switch_latency_s=latency_s)
+    times_s, energies_j = ([getattr(one, f"iteration_{name}") for one in late.plans] for name in ("time_s", "energy_j"))
+    losses, ignorant = [], []
+    for one in free.plans[2:-2]:
+        played = simulate_plan(profile, one, free.blocking, switch_latency_s=latency_s)
+        found_j = np.interp(played.iteration_time_s, times_s, energies_j)
+        losses.append(found_j / free_energy(free, played.iteration_time_s) - 1)
+        ignorant.append(played.iteration_energy_j / free_energy(free, played.iteration_time_s) - 1)
+    assert np.mean(losses) < (0.002 if latency_s < 0.01 else 0.012)
+    assert np.mean(losses) < 0.9 * np.mean(ignorant)
+
+
+def free_energy(frontier, time_s):
+    times_s, energies_j = zip(*((one.iteration_time_s, one.iteration_energy_j) for one in frontier.plans), strict=True)
+    return np.interp(time_s, times_s, energies_j)
+
+
 POWERS_W = {1410: 90.0, 1200: 70.0, 600: 50.0}
 
 
@@ -137,7 +186,7 @@ def test_a_rank_without_a_clock_in_common_is_told_why_it_cannot_keep_a_dwell(mak
 def test_limits_that_would_take_hours_are_refused_before_anything_is_planned(make_profile):
     profile = make_profile([0.03] * 64)
     with pytest.raises(ConfigurationError, match=r"50 plans of 65536 instructions would take about 55\. Plan for 18 "):
-        plan_frontier(profile, num_microbatches=512, switch_latency_s=0.01)
+        plan_frontier(profile, num_microbatches=512, least_dwell_s=0.01)
     check_effort(65536, 18)
     with pytest.raises(ConfigurationError):
         check_effort(65536, 19)
@@ -197,7 +246,7 @@ def test_the_rank_programme_finds_what_trying_everything_finds(seed, latency, dw
         np.ones((2, 3), bool),
         np.full(3, 0.5),
         0.5,
-        latency,
+        np.full((3, 3), latency),
         dwell,
     )
     release = np.cumsum(draw.uniform(0.2, 1.2, n)) - 0.2

@@ -68,10 +68,10 @@ def test_clocks_of_waits_never_make_an_iteration_longer_or_dearer(make_profile, 
     simulator = Simulator(profile, schedule, [BlockingPower(clocks, tuple(powers))] * 3, latency_s)
     chosen = [data.draw(st.sampled_from(clocks)) for _ in schedule.instructions]
     without = simulator.play(schedule.by_rank(chosen))
-    timeline = play_with_wait_clocks(simulator, schedule.by_rank(chosen), switch_latency_s=latency_s)
+    timeline = play_with_wait_clocks(simulator, schedule.by_rank(chosen))
     assert timeline.iteration_time_s == without.iteration_time_s
     assert timeline.iteration_energy_j <= without.iteration_energy_j
-    waits = choose_wait_clocks(without, simulator.blocking, switch_latency_s=latency_s)
+    waits = choose_wait_clocks(without, simulator.blocking, switch_latency=simulator.latency)
     assert timeline.wait_clocks == waits  # and never were they left out
 
 
