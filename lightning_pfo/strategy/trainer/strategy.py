@@ -103,7 +103,8 @@ class PfoPipelineStrategy(StepStrategy):
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
             stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
-            one file. Either kind loads in any number of stages.
+            one file; either kind loads in any number of stages. `async` copies tensors and writes while training goes
+            on; a checkpoint is in its place when the next one is begun, and at the end of `fit`.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
             process go on with it (see `CloneLauncher`), `spawn`, `fork` (notebooks) and `forkserver` are those of
             multiprocessing. Without effect under torchrun and SLURM.
@@ -146,7 +147,7 @@ class PfoPipelineStrategy(StepStrategy):
         shard_precision: MixedPrecisionPolicy | None = None,
         activation_checkpointing: bool | str = False,
         compile: bool = False,
-        save_distributed_checkpoint: bool = False,
+        save_distributed_checkpoint: bool | str = False,
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
@@ -201,6 +202,10 @@ class PfoPipelineStrategy(StepStrategy):
             )
         self._activation_checkpointing = _RECOMPUTED[activation_checkpointing]
         self._compile = compile
+        if save_distributed_checkpoint not in (False, True, "async"):
+            raise ConfigurationError(
+                f"save_distributed_checkpoint is False, True or 'async'; got {save_distributed_checkpoint!r}."
+            )
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
@@ -230,7 +235,7 @@ class PfoPipelineStrategy(StepStrategy):
             synchronises_batch_norm=self.synchronises_batch_norm,
             divides_layers=self._zero_stage > 0 or self.mesh.tensor_group is not None,
             compiles=self._compile,
-            shards_checkpoints=self._save_distributed_checkpoint,
+            shards_checkpoints=bool(self._save_distributed_checkpoint),
         )
         self._patches.close()
         self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
