@@ -20,6 +20,7 @@ from lightning_pfo.strategy.model.batch_norm import defer_batch_norms
 from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
+    check_recomputable,
     compile_layers,
     recompute_activations,
 )
@@ -92,7 +93,7 @@ def build_pipeline(
     replica_group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
     sharding: Sharding | None = None,
-    activation_checkpointing: bool = False,
+    activation_checkpointing: str | None = None,
     compile: bool = False,
     batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
@@ -123,7 +124,7 @@ def build_pipeline(
         replica_group: The processes that hold the same stages in other replicas; None where there is one replica.
         tensor_group: The processes that share this rank's layers; None without tensor parallelism.
         sharding: How layers are divided over the replicas; None keeps them whole.
-        activation_checkpointing: Whether layers keep only their inputs and run again in backward.
+        activation_checkpointing: How layers run again in backward; see `recompute_activations`. None: they do not.
         compile: Whether layers are compiled.
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
@@ -144,6 +145,8 @@ def build_pipeline(
     batching.check_schedule(sample)
     if compile:
         check_compilable(sample)
+    if activation_checkpointing:
+        check_recomputable(activation_checkpointing, sample)
     if sharding is not None:
         check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
@@ -159,7 +162,7 @@ def build_pipeline(
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
-        recompute_activations(model, [unit.module for unit in own_layers], patches)
+        recompute_activations(model, [unit.module for unit in own_layers], patches, activation_checkpointing)
     sharded = None
     if sharding is not None:
         kept_whole = [parameter for each in shared for parameter in each.parameters]

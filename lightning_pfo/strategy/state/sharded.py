@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path, PurePath
@@ -23,13 +24,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_beside
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
-from lightning_pfo.strategy.parallel.compat import LAYOUT_READER, load_alone
+from lightning_pfo.strategy.parallel.compat import LAYOUT_READER, load_alone, tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.state.files import is_remote, save_file
 from lightning_pfo.strategy.state.full import (
@@ -65,10 +67,19 @@ def optimizer_shard(optimizer: Optimizer, group: dist.ProcessGroup | None = None
     return shard
 
 
-def save(checkpoint: dict[str, Any], path: Path) -> None:
+def save(checkpoint: dict[str, Any], path: Path, beside: dist.ProcessGroup | None = None) -> Future[None]:
     """Write a checkpoint whose `state_dict` and `optimizer_states` are shards; a collective call of all ranks.
 
     All is written to a folder beside `path` and then put in its place, so a crash never costs the checkpoint before.
+
+    Args:
+        checkpoint: The checkpoint, in Lightning's form.
+        path: The folder.
+        beside: All processes, in a gloo group for nothing else: tensors are copied, and written while training goes on.
+            None: all is written when this returns.
+
+    Returns:
+        Done when this rank has written all, and the first rank when the folder is in its place; has the error, if any.
 
     Raises:
         ConfigurationError: If `path` is not on a file system that all ranks share by name.
@@ -87,10 +98,32 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
         temporary.mkdir(parents=True)
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, _without_tensors(shards))  # also lets no rank write before the folder is there
-    save_shards(shards, storage_writer=FileSystemWriter(temporary, sync_files=True))
     if dist.get_rank() == 0:
         save_file({**rest, _OTHERS: others}, temporary / _META)
-        move_into_place(temporary, path.absolute())
+    writer, done = FileSystemWriter(temporary, sync_files=True), Future[None]()
+
+    def finish(written: Future[Any]) -> None:
+        try:
+            written.result()
+            if dist.get_rank() == 0:
+                move_into_place(temporary, path.absolute())
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    if beside is None:
+        save_shards(shards, storage_writer=writer)
+        written = Future[Any]()
+        written.set_result(None)
+    else:
+        copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), shards)  # of what training changes
+        started: Any = save_shards_beside(copied, storage_writer=writer, process_group=beside)
+        written = getattr(started, "upload_completion", started)
+    written.add_done_callback(finish)
+    if beside is None:
+        done.result()
+    return done
 
 
 def load(

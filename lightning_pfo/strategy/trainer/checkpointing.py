@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.groups import Wanted
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
@@ -58,9 +61,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
 class CheckpointStrategy(MeshStrategy):
     """Base of strategies that save a model whose parts lie on several ranks, as one file or as a folder of shards."""
 
-    _save_distributed_checkpoint = False
+    _save_distributed_checkpoint: bool | str = False
     _seed = 0
     _patches: Patches
+    _saving: Future[None] | None = None
+    _to_be_removed: tuple[str | Path, ...] = ()
 
     @property
     @abstractmethod
@@ -115,6 +120,7 @@ class CheckpointStrategy(MeshStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         self.meet("saving a checkpoint")
+        self.finish_saving()
         filepath = self.broadcast(filepath)  # names may hold the time, which differs
         checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
         if not self._save_distributed_checkpoint:
@@ -126,10 +132,39 @@ class CheckpointStrategy(MeshStrategy):
                 f"{storage_options!r}. Leave them out, or use save_distributed_checkpoint=False."
             )
         else:
-            sharded_checkpoint.save(checkpoint, Path(filepath))
+            beside, state = None, self._module().trainer.state
+            fits = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+            if self._save_distributed_checkpoint == "async" and fits:
+                everyone = Wanted(tuple(range(self.world_size)), "gloo", use="checkpoints")
+                (beside,) = self.mesh.groups.together([everyone])
+            saving = sharded_checkpoint.save(checkpoint, Path(filepath), beside)
+            self._saving = saving if beside is not None else None
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written beside training is in its place; a collective call.
+
+        Raises:
+            Exception: What has gone wrong; the checkpoints before are all there.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+            self.barrier("a checkpoint is written")
+        for filepath in self._to_be_removed:
+            super().remove_checkpoint(filepath)
+        self._to_be_removed = ()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, but not before the one that takes its place is written."""
+        if self._saving is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._to_be_removed += (filepath,)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self.finish_saving()
         path = self.broadcast(checkpoint_path)
         if sharded_checkpoint.is_sharded(Path(path)):
             trusted = WEIGHTS_ONLY if weights_only is None else weights_only

@@ -190,6 +190,7 @@ class StepStrategy(CheckpointStrategy):
     @override
     def on_train_end(self) -> None:
         self.meet("end of training")
+        self.finish_saving()
 
     @override
     def on_validation_end(self) -> None:

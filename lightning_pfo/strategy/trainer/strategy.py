@@ -48,6 +48,7 @@ from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import split_averages
 
+_RECOMPUTED: dict[bool | str, str | None] = {False: None, True: "full", "full": "full", "selective": "selective"}
 _ZERO_STAGES: dict[bool | str, int] = {False: 0, True: 1, "zero1": 1, "zero2": 2, "zero3": 3}
 # several processes log, but all the same values
 _SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
@@ -79,7 +80,9 @@ class PfoPipelineStrategy(StepStrategy):
             runs, `zero1` (or True) divides the states of optimizers, `zero2` the sums of gradients too, and `zero3`
             weights too; between iterations all is divided.
         shard_precision: torch's `MixedPrecisionPolicy` for divided layers.
-        activation_checkpointing: Keep only the inputs of each layer, and run it again in backward.
+        activation_checkpointing: `full` (or True) keeps only the inputs of each layer and runs it again in backward,
+            `selective` keeps the results of products of matrices, convolutions and attention too, which take most of
+            that time.
         compile: Compile the layers of each stage with torch.compile.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
@@ -100,7 +103,8 @@ class PfoPipelineStrategy(StepStrategy):
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
             stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
-            one file. Either kind loads in any number of stages.
+            one file; either kind loads in any number of stages. `async` copies tensors and writes while training goes
+            on; a checkpoint is in its place when the next one is begun, and at the end of `fit`.
         start_method: How processes are started: `popen` runs the script again for each, `clone` lets forks of this
             process go on with it (see `CloneLauncher`), `spawn`, `fork` (notebooks) and `forkserver` are those of
             multiprocessing. Without effect under torchrun and SLURM.
@@ -141,9 +145,9 @@ class PfoPipelineStrategy(StepStrategy):
         mesh_order: str = "dp_pp",
         fully_shard: bool | str = False,
         shard_precision: MixedPrecisionPolicy | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: bool | str = False,
         compile: bool = False,
-        save_distributed_checkpoint: bool = False,
+        save_distributed_checkpoint: bool | str = False,
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
@@ -192,8 +196,16 @@ class PfoPipelineStrategy(StepStrategy):
             raise ConfigurationError(f"fully_shard is one of {list(_ZERO_STAGES)}; got {fully_shard!r}.")
         self._zero_stage = _ZERO_STAGES[fully_shard]
         self._shard_precision = shard_precision
-        self._activation_checkpointing = activation_checkpointing
+        if activation_checkpointing not in _RECOMPUTED:
+            raise ConfigurationError(
+                f"activation_checkpointing is one of {list(_RECOMPUTED)}; got {activation_checkpointing!r}."
+            )
+        self._activation_checkpointing = _RECOMPUTED[activation_checkpointing]
         self._compile = compile
+        if save_distributed_checkpoint not in (False, True, "async"):
+            raise ConfigurationError(
+                f"save_distributed_checkpoint is False, True or 'async'; got {save_distributed_checkpoint!r}."
+            )
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._check_loss = check_loss
@@ -223,7 +235,7 @@ class PfoPipelineStrategy(StepStrategy):
             synchronises_batch_norm=self.synchronises_batch_norm,
             divides_layers=self._zero_stage > 0 or self.mesh.tensor_group is not None,
             compiles=self._compile,
-            shards_checkpoints=self._save_distributed_checkpoint,
+            shards_checkpoints=bool(self._save_distributed_checkpoint),
         )
         self._patches.close()
         self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))

@@ -1,12 +1,16 @@
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_compiler,
+    check_recomputable,
     recompute_activations,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -35,6 +39,44 @@ def test_recomputed_layers_run_twice_and_are_given_back():
     assert layers[1].forward is replaced
     model(x).sum().backward()
     assert layers[0].num_forwards == 6
+
+
+class Functions(TorchDispatchMode):
+    """Counts the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.numbers[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("how", "products", "activations"), [("full", 3, 2), ("selective", 2, 2), (None, 2, 1)])
+def test_what_is_dear_is_not_recomputed_if_asked(how, products, activations):
+    """What the last product returns is never recomputed: nobody needs it."""
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(2, 4), nn.GELU(), nn.Linear(4, 2))
+    x = torch.randn(3, 2)
+    layer(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in layer.parameters()]
+    layer.zero_grad()
+    with Patches() as patches:
+        if how is not None:
+            recompute_activations(layer, [layer], patches, how)
+        with Functions() as functions:
+            layer(x).square().sum().backward()
+    assert [functions.numbers[name] for name in ("addmm", "gelu")] == [products, activations]
+    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_schedules_that_cut_backwards_recompute_all():
+    check_recomputable("full", make_schedule("zbv", 2, 4))
+    check_recomputable("selective", make_schedule("1f1b", 2, 4))
+    with pytest.raises(ConfigurationError, match=r"'zbv'.*serves one backward. Use activation_checkpointing='full'"):
+        check_recomputable("selective", make_schedule("zbv", 2, 4))
 
 
 class RecomputesItself(CountsForwards):

@@ -167,6 +167,7 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "frozen_last": (partial(Module, ["head", "model.3", "model.4", "model.5"]), dict, {}),
     "finetuned": (Finetuned, finetuning, {}),
     "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
+    "recomputed_in_part": (Module, dict, {"activation_checkpointing": "selective"}),
     "looks_at_gradients": (LooksAtGradients, dict, {}),
     "ema": (Module, ema, {}),
     "swa": (Module, swa, {}),

@@ -32,6 +32,18 @@ FOLDER = Path(sys.argv[1])
 results = {}
 
 
+save_shards = sharded_checkpoint.save
+
+
+def noting_save(checkpoint, path, beside=None):
+    if beside is not None:
+        (FOLDER / f"beside_{path.name}_{dist.get_rank()}").write_text(dist.get_backend(beside))
+    return save_shards(checkpoint, path, beside)
+
+
+sharded_checkpoint.save = noting_save
+
+
 class Module(PlainModule):
     """Reports to a file, because it is trained in processes of its own."""
 
@@ -151,12 +163,13 @@ def randomness():
 
 
 def top_k_and_last():
-    for sharded in (False, True):
+    for sharded in (False, True, "async"):
         folder = f"best_{sharded}"
         fit(2, epochs=1, save=folder, save_top_k=1, sharded=sharded)
         results[f"files_{folder}"] = [names(folder)]
         results[f"last_{folder}"], _ = fit(2, save=folder, ckpt_path="last", save_top_k=1, sharded=sharded)
         results[f"files_{folder}"].append(names(folder))
+    results["beside"] = [name.read_text() for name in sorted(FOLDER.glob("beside_*"))]
 
 
 def weights_only():

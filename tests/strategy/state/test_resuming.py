@@ -62,10 +62,14 @@ def test_shuffling_and_dropout_go_on_as_if_there_had_been_no_interruption(seen):
     assert seen["random_resumed"][0] == losses[-4:]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, True, "async"])
 def test_top_k_and_last_are_kept_and_resumed(seen, sharded):
     assert seen[f"files_best_{sharded}"] == [["epoch=0.ckpt", "last.ckpt"], ["epoch=1.ckpt", "last.ckpt"]]
     assert seen[f"last_best_{sharded}"][0] == pytest.approx(seen["uninterrupted"][0][-4:], abs=1e-6)
+
+
+def test_checkpoints_are_written_beside_training_if_asked(seen):
+    assert seen["beside"] == ["gloo"] * 6  # epoch=0, epoch=1 and last, on two ranks
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -28,6 +28,7 @@ TOLERANCE = {
     "frozen_last": 2e-5,
     "finetuned": 2e-5,
     "recomputed": 2e-5,
+    "recomputed_in_part": 2e-5,
     "looks_at_gradients": 2e-5,
     "ema": 2e-5,
     "swa": 2e-5,
