@@ -136,7 +136,11 @@ def functions_followed(run: Run) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         current = current_run()
         call = AppliedFunction(cls, original)
-        if current is None or _keeps_inputs(cls) or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs))):
+        if (
+            current is None
+            or _keeps_inputs(cls)
+            or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs)))
+        ):
             return call(*args, **kwargs)
         return current.operation(call, args, kwargs)
 
