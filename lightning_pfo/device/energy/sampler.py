@@ -35,6 +35,7 @@ _STATE_S = 0.02
 _POWER_S = 0.01
 _LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
 _FEW = 20
+_DENSE_S, _THINNED_S = 0.008, 0.02
 _KEPT = 200_000  # readings; the oldest are forgotten
 
 
@@ -122,7 +123,7 @@ class EnergySampler:
 
     def trace(self, from_s: float) -> EnergyTrace:
         """Readings since a time; possibly none."""
-        readings = [reading for reading in self._readings.copy() if reading.time_s >= from_s]
+        readings = _thinned([reading for reading in self._readings.copy() if reading.time_s >= from_s])
         columns = zip(*readings, strict=True) if readings else ((), (), ())
         times_s, energies_j, resolutions_s = (tuple(column) for column in columns)
         if not self._has_counter:
@@ -225,6 +226,14 @@ class EnergySampler:
                 power_w,
             )
         )
+
+
+def _thinned(readings: Sequence[_Reading]) -> Sequence[_Reading]:
+    """Every so many, where a counter advances at nearly every poll: more of them tell no more, and take time to fit."""
+    if len(readings) < _FEW:
+        return readings
+    step_s = statistics.median(after.time_s - before.time_s for before, after in pairwise(readings))
+    return readings[:: math.ceil(_THINNED_S / step_s)] if step_s < _DENSE_S else readings
 
 
 class _WakeUps:

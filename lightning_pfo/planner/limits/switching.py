@@ -1,6 +1,7 @@
 """Plans that change clocks seldom: what switch latency and a least dwell leave of a frontier, and what they cost.
 
-Each plan of the unlimited frontier is a start (`start`). Then the ranks are planned anew (`rank_programme`) within time
+Late clocks and what changes cost are searched for (`late_search`). With a least dwell, and where a time is short, each
+plan of the unlimited frontier is a start (`start`). Then the ranks are planned anew (`rank_programme`) within time
 windows that leave their neighbours as they are (`windows`), all ranks at once that hand nothing to each other. A few
 rounds, with windows that leave slack to what comes before or after, do. Each step is played exactly, late clocks
 included, and kept if time, energy and dwell prove right, and else by halves; the windows are only where to look.

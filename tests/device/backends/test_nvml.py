@@ -117,7 +117,10 @@ print([open_gpu("nvml", index, num_gpus=2).name for index in range(nvml.visible_
 def test_the_present_power_and_limits_are_read_by_new_names_and_old(
     old: int, power_mw: int, fake_driver: FakeDriver
 ) -> None:
-    script = "from lightning_pfo.device import open_gpu as o; g = o('nvml', 0); print(g.power_mw(), g.temperature_c(), *g.clock_limits())"
+    script = (
+        "from lightning_pfo.device import open_gpu as o; g = o('nvml', 0); "
+        "print(g.power_mw(), g.temperature_c(), *g.clock_limits())"
+    )
     output = run(fake_driver.environment(old=old, average_mw=250_000, reasons="0x20", celsius=61), "-c", script)
     assert output == f"{power_mw} 61.0 thermal\n"
 
