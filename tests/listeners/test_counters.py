@@ -43,7 +43,7 @@ def scanned(tmp_path, config, **settings):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"counter_window_s": 0.1}, {"power_ramp_s": 0.03}, {"counter_tick_s": 0.02, "counter_window_s": 0.05}],
+    [{}, {"counter_window_s": 0.1}, {"power_ramp_s": 0.03}],
     ids=str,
 )
 def test_a_scan_measures_on_until_claims_that_hold_are_small(tmp_path, options):

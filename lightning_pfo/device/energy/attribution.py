@@ -106,7 +106,11 @@ class _Fits(NamedTuple):
 
     def weighted(self, weight: float) -> _Fits:
         """The same, each likelier by a factor."""
-        return self._replace(log_likelihoods=self.log_likelihoods + math.log(weight))
+        return self.plus(math.log(weight))
+
+    def plus(self, log_weight: float) -> _Fits:
+        """The same, with the logarithm of that factor."""
+        return self._replace(log_likelihoods=self.log_likelihoods + log_weight)
 
 
 def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float, float]]]) -> dict[Key, MeanPower]:
@@ -155,7 +159,7 @@ def _comparable(fits: _Fits, num_ticks: int, num_columns: int) -> _Fits:
     if freedom > _LEAST_FREEDOM:
         log_misfit = -2 * float(fits.log_likelihoods.max()) / freedom
         occam -= (num_ticks - freedom) / 2 * log_misfit
-    return fits._replace(log_likelihoods=fits.log_likelihoods + occam)
+    return fits.plus(occam)
 
 
 def _joined(fits: Sequence[_Fits]) -> _Fits:
