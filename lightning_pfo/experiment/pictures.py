@@ -45,6 +45,10 @@ def _of(report: Report) -> dict[str, Windowed]:
 _STYLES = {"top clocks": (TOP_CLOCKS, "-", "o"), "plan": (CHOSEN, "--", "s")}
 
 
+_LEAST_SPAN = 0.01
+"""Share of the largest value that an axis shows at least: rounding errors are no differences."""
+
+
 def draw_losses(report: Report, path: Path) -> None:
     """Draw the training loss over time and over energy, as if all steps were at the top clocks, or under the plan."""
     figure = new_figure(8.8, 3.8)
@@ -77,6 +81,9 @@ def draw_windows(report: Report, path: Path) -> None:
             axes.plot(places, values, style, marker=marker, color=colour, linewidth=1, markersize=5, label=name)
     for axes in (times, energies):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        low, high = axes.get_ylim()
+        half = max(high - low, _LEAST_SPAN * high) / 2
+        axes.set_ylim((low + high) / 2 - half, (low + high) / 2 + half)
     times.set_ylabel("time of an iteration (s)", color=INK)
     energies.set_ylabel("energy of an iteration (J)", color=INK)
     _finish(figure, dict.fromkeys((times, energies), "window"), report.device, path)

@@ -154,7 +154,13 @@ class RecurringPrecedences:
         for edge in np.flatnonzero(is_other).tolist():
             groups[kind_of[tails[edge]], kind_of[heads[edge]]].append(edge)
         sums = map(np.array, groups.values())
-        return [summed for summed in sums if all(self._is_even(ends[summed]) for ends in (tails, heads))]
+        # those that wait for nothing in the merged network all start with its first event: they cannot be late
+        starts_late = is_inside | np.isin(self._merged_of, self._merged.edges[:, 1])
+        return [
+            summed
+            for summed in sums
+            if all(self._is_even(ends[summed]) for ends in (tails, heads)) and starts_late[heads[summed]].all()
+        ]
 
     def _is_even(self, nodes: Integers) -> bool:
         """Whether activities at one place of a path occur equally often."""

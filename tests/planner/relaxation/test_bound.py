@@ -125,8 +125,12 @@ def test_no_assignment_beats_what_any_hints_prove(problem, hints):
     assert highest_excess(bound, times, costs, 0.0) <= 0
 
 
+AT_ONCE = [make_option_set([0.0], [0.0], [0])] * NODES
+
+
 @settings(deadline=None, max_examples=50)
 @given(edge_sets(NODES), option_lists, delays, st.integers(1, 2), st.floats(0, 1))
+@example({(2, 4), (0, 4)}, AT_ONCE, {(2, 4): 1.0}, 2, 0.0)  # the last waits for nothing but what is merged
 def test_no_assignment_beats_the_bound_of_an_aggregated_programme(edges, options, delays, period, fraction):
     path = PeriodicPath(0, 4, period)
     along = set(itertools.pairwise(range(path.end)))
