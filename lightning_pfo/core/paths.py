@@ -28,10 +28,12 @@ def conf_dir() -> Path:
 def user_conf_dir() -> Path:
     """The folder of this user's own Hydra groups, which need not be there: `~/.config/lightning-pfo/conf`."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path("~/.config").expanduser()  # noqa: PTH117 (XDG: else ignored)
+    # XDG: other paths are ignored; where nobody knows a home, as in some containers, there is no such folder
+    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.config"))  # noqa: PTH111, PTH117
     return folder / "lightning-pfo" / "conf"
 
 
 def conf_dirs() -> list[Path]:
     """The folders in which options of Hydra groups are looked for: ours, whose names keep their meaning; the user's."""
-    return [conf_dir(), *(folder for folder in [user_conf_dir()] if folder.is_dir())]
+    users = user_conf_dir()
+    return [conf_dir(), *([users] if os.access(users, os.R_OK | os.X_OK) and users.is_dir() else [])]

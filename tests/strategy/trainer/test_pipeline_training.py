@@ -147,7 +147,7 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
     [
         ("manual", "ConfigurationError", ["automatic_optimization=False", "Use automatic optimization"]),
         ("never_calls", "ConfigurationError", ["calls none of those of 'model'", "pipeline_module=..."]),
-        ("returns_nothing", "ConfigurationError", ["returns the loss", "got 'nothing'"]),
+        ("returns_nothing", "ConfigurationError", ["is the loss as a one-element tensor", "got 'nothing'"]),
         ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),
         ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),
         ("logs_an_object", "ConfigurationError", ["'object' is a object", "a one-element tensor or a metric"]),
