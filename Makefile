@@ -30,7 +30,7 @@ PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (half a minute); results in outputs/demo
+demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (40 seconds); results in outputs/demo
 	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
 
 test: $(STAMP) ## Run all tests, in three processes
