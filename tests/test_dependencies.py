@@ -1,4 +1,4 @@
-"""What is imported is declared in pyproject.toml, what is declared is used."""
+"""What is imported is declared in pyproject.toml, what is declared is used, and what is needed is packaged."""
 
 import ast
 import re
@@ -10,7 +10,8 @@ import pytest
 from tests.launch import ROOT
 
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml with Python's own parser, new in 3.11")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "pandas-stubs", "types-networkx"}
 """Needed for development, and imported by nobody."""
 SCRIPTS = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
@@ -118,3 +119,10 @@ def test_pins_are_for_the_pythons_that_have_them():
     newer = {line: python for line, python in oldest.items() if python in ("3.11", "3.12", "3.13", "3.14")}
     assert len(newer) > 5
     assert [line for line, python in newer.items() if f'python_version >= "{python}"' not in line] == []
+
+
+def test_configuration_files_are_packaged_by_their_own_name():
+    """Not by the link to them, which a source distribution does not have, nor a wheel that is built from one."""
+    wheel = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"conf": "lightning_pfo/conf"}
+    assert (ROOT / "lightning_pfo" / "conf").is_symlink() <= ("lightning_pfo/conf" in wheel["exclude"])
