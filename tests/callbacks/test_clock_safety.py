@@ -43,7 +43,6 @@ def test_a_signal_restores_the_clocks_and_leaves_no_process(fake_driver, tmp_pat
     try:
         for launch, signum, to_all in [
             ("popen", signal.SIGINT, True),  # here the other rank imports all anew
-            ("popen", signal.SIGTERM, False),
             ("clone", signal.SIGINT, True),
             ("clone", signal.SIGTERM, False),
             ("forks", signal.SIGTERM, True),

@@ -295,6 +295,17 @@ int nvmlDeviceGetPowerManagementLimit(gpu_t *gpu, unsigned *limit_mw) {
     *limit_mw = 400000;
     return SUCCESS;
 }
+int nvmlDeviceGetPowerManagementDefaultLimit(gpu_t *gpu, unsigned *limit_mw) {
+    return nvmlDeviceGetPowerManagementLimit(gpu, limit_mw);
+}
+int nvmlDeviceSetMemoryLockedClocks(gpu_t *gpu, unsigned min_mhz, unsigned max_mhz) {
+    (void)gpu, (void)min_mhz, (void)max_mhz;
+    return NOT_SUPPORTED;
+}
+int nvmlDeviceResetMemoryLockedClocks(gpu_t *gpu) {
+    (void)gpu;
+    return NOT_SUPPORTED;
+}
 static int get_reasons(gpu_t *gpu, unsigned long long *reasons) {
     *reasons = (unsigned long long)strtoull(setting("FAKE_NVML_REASONS", "0"), NULL, 0);
     if (wanted_mhz(&clock_states[gpu->index]) > cap_mhz()) *reasons |= 0x4; /* software power cap */

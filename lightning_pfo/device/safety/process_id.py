@@ -37,17 +37,11 @@ class ProcessId:
 
         Only for processes of our own namespace.
         """
-        if self.boot_id != boot_id():
+        if self.boot_id != boot_id() or not _exists(self.pid):
             return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # it belongs to somebody else
         state, start_ticks = _state_and_start(self.pid)
         if start_ticks is None or self.start_ticks is None:
-            return True
+            return _exists(self.pid)  # or it has been waited for in between
         return start_ticks == self.start_ticks and state not in ("Z", "X")
 
 
@@ -75,6 +69,16 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it belongs to somebody else
+    return True
 
 
 def _state_and_start(pid: int) -> tuple[str, int | None]:

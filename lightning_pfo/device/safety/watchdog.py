@@ -78,10 +78,10 @@ def _restore(gpu_uuid: str, holder: ProcessId, *, even_alive: bool = False) -> b
 def _wait_for_end(holder: ProcessId, received: socket.socket, gpu_uuid: str) -> None:
     signalled_s: float | None = None
     while holder.is_alive():
-        if not select.select([received], [], [], _LOOK_EVERY_S)[0]:
+        first = _first_byte(received)
+        if first is None:
             signalled_s = None
             continue
-        first = received.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # the trainer takes it out when it has acted
         if not first:
             break
         if first[0] in SIGNALS:
@@ -94,6 +94,16 @@ def _wait_for_end(holder: ProcessId, received: socket.socket, gpu_uuid: str) -> 
     while holder.is_alive():  # a dying process closes its files a moment before it ends
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LOOK_EVERY_S)
+
+
+def _first_byte(received: socket.socket) -> bytes | None:
+    """Look at it, and leave it there; None if there is none for a while, empty at the end."""
+    if not select.select([received], [], [], _LOOK_EVERY_S)[0]:
+        return None
+    try:
+        return received.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:  # the trainer takes it out when it has acted, as it just has
+        return None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pfo.device.safety import watching
+from lightning_pfo.device.safety import watchdog, watching
+from lightning_pfo.device.safety.process_id import process_of
 from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
 from tests.device.processes import children_of, run, start
 from tests.waiting import wait_until
@@ -137,3 +139,37 @@ def test_an_installed_package_is_found_without_pythonpath(monkeypatch: pytest.Mo
     assert watching._environment()["PYTHONPATH"] == f"{PROJECT}:{Path('relative').absolute()}"
     monkeypatch.setattr(watching.site, "getsitepackages", lambda: [str(PROJECT)])
     assert watching._environment()["PYTHONPATH"] == "relative"
+
+
+class Emptied(socket.socket):
+    """Can be read, until the trainer is quicker."""
+
+    def recv(self, *args: int) -> bytes:
+        super().recv(1)
+        return super().recv(*args)
+
+
+def test_a_watchdog_outlives_a_trainer_that_acts_on_a_signal_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, trainers = socket.socketpair()
+    ours.setblocking(False)
+    received = Emptied(fileno=ours.detach())
+    trainer = subprocess.Popen(["sleep", "60"])
+    holder = process_of(trainer.pid, None)
+    looks = []
+
+    def select_then_kill(*args: object) -> object:
+        looks.append(select_once(*args))
+        if len(looks) == 2:
+            trainer.kill()
+            trainer.wait()
+        return looks[-1]
+
+    select_once = watchdog.select.select
+    monkeypatch.setattr(watchdog.select, "select", select_then_kill)
+    trainers.send(bytes([signal.SIGTERM]))
+    with received, trainers:
+        watchdog._wait_for_end(holder, received, "GPU-of-nobody")
+    assert looks[0][0] == [received]
+    assert len(looks) == 2
