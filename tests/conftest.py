@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 import threading
 import time
@@ -27,17 +28,25 @@ LONGEST = [
     "test_registration.py",
     "strategy/parallel/test_three_dimensions.py",
     "strategy/trainer/test_options.py",
+    "strategy/test_zoo.py",
     "experiment/test_reproducibility.py",
     "experiment/test_run_integration.py",
+    "callbacks/test_optimizer.py",
+    "experiment/test_config.py",
+    "server/test_clients.py",
     "strategy/engine/test_in_flight.py",
     "strategy/engine/test_all_schedules.py",
     "strategy/trainer/test_pipeline_training.py",
     "strategy/model/test_huggingface_options.py",
+    "strategy/model/tracing/test_every_cut.py",
+    "callbacks/test_stragglers.py",
+    "strategy/trainer/test_promises.py",
 ]
 """Files of more than ten seconds, the longest first: begun last, one would keep a single process busy."""
 
 
 def pytest_configure(config):
+    gc.set_threshold(20_000, 10, 10)  # the libraries' many objects stay, and looking for those that go took 3 %
     if not hasattr(config, "workerinput"):  # not one of several processes of tests
         start_script_server()
 

@@ -78,7 +78,8 @@ class ForkedScript:
     def __init__(self, command, env):
         self.args, self.returncode = command, None
         (output, write_output), (state, write_state) = os.pipe(), os.pipe()
-        self.stdout, self._state = os.fdopen(output), os.fdopen(state)
+        # the state is not buffered: a process that has ended at once has told its exit code too
+        self.stdout, self._state = os.fdopen(output), os.fdopen(state, "rb", buffering=0)
         message = json.dumps({"arguments": command, "environment": env, "folder": str(Path.cwd())}).encode()
         socket.send_fds(_connection(), [message], [write_output, write_state])
         os.close(write_output)

@@ -6,6 +6,7 @@ run ends. It imports when the first process of the run connects, which asks over
 number, and the exit code at the end. A script is `__main__`, leads a session of its own, and ends as scripts do.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -16,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 IMPORTS = """
@@ -94,11 +96,34 @@ def become(output, arguments, environment, folder):
     return arguments[0]
 
 
+def run(script):
+    """Run a script and end as Python does, but leave modules to the system: to let go of each copies all memory."""
+    code, interrupted = 0, False
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
 def import_all():
     for name in IMPORTS.split():
         importlib.import_module(name)
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "forks of a process with threads may hang"
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)  # what is made anew is small
 
 
 if __name__ == "__main__":
@@ -107,4 +132,4 @@ if __name__ == "__main__":
     if run_ends in select.select([listening, run_ends], [], [])[0]:
         sys.exit()
     import_all()
-    runpy.run_path(serve(listening, run_ends), run_name="__main__")
+    run(serve(listening, run_ends))

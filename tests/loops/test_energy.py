@@ -61,3 +61,17 @@ def test_a_plan_that_does_not_fit_is_refused_on_every_rank(ranks):
         kind, message = seen["unfit"]
         assert kind == "PlanMismatchError"
         assert "num_microbatches=4" in message
+
+
+def test_one_run_measures_plans_and_verifies(folder, ranks):
+    for seen in ranks:
+        run = seen["one_run"]
+        assert run["losses"][:6] == seen["plain"]
+        assert run["restored"]
+        assert run["summary"] == ranks[0]["one_run"]["summary"]
+    summary = ranks[0]["one_run"]["summary"]
+    assert summary["saving_percent"] > 5
+    assert abs(summary["slowdown_percent"]) < 0.2
+    report = json.loads((folder / "one_run" / "report.json").read_text())
+    assert report["saving_percent"] == summary["saving_percent"]
+    assert load_frontier(folder / "one_run" / "plans").plans

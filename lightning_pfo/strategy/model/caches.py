@@ -40,7 +40,9 @@ class Caches:
     def _all(self) -> list[Any]:
         if len(sys.modules) != self._num_modules:
             self._num_modules = len(sys.modules)
-            self._found = [weakref.ref(cache) for cache in gc.get_objects() if type(cache) is _CACHE and _counts(cache)]
+            # objects refer to their type; asking for those takes half as long as looking at all objects
+            referrers = gc.get_referrers(_CACHE)
+            self._found = [weakref.ref(cache) for cache in referrers if type(cache) is _CACHE and _counts(cache)]
         return [cache for reference in self._found if (cache := reference()) is not None]
 
 

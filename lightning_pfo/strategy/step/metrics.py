@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def is_metric(value: Any) -> TypeIs[Metric]:
     """Whether it is a metric object. Never where torchmetrics has not been imported; we do not, it takes seconds."""
     torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+    # of a class that it has not seen, `isinstance` would ask each of the hundred kinds of metrics
+    return torchmetrics is not None and torchmetrics.Metric in type(value).__mro__
 
 
 def metrics_of(owner: nn.Module) -> list[Metric]:

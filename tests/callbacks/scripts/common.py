@@ -13,13 +13,13 @@ from plain_module import PlainModule, make_loaders
 DEVICES = 2
 
 
-def fit(callbacks, max_steps=6, strategy=None, module=None, **options):
+def fit(callbacks, max_steps=6, strategy=None, module=None, devices=DEVICES, **options):
     L.seed_everything(3)
     module = module or PlainModule(width=32, num_layers=5)
     train, _ = make_loaders(num_samples=64, batch_size=16)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=DEVICES,
+        devices=devices,
         strategy=strategy or PfoPipelineStrategy(num_microbatches=4),
         max_steps=max_steps,
         callbacks=callbacks,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lightning as L
 from common import DEVICES, fit
+from plain_module import PlainModule
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -31,7 +32,7 @@ class Ending(L.Callback):
             if self.ending == "exception":
                 raise ZeroDivisionError("the user's own mistake")
         if self.ending == "signal":
-            time.sleep(0.02)
+            time.sleep(0.1)
 
 
 def main(ending, start_method="popen", folder="."):
@@ -42,7 +43,11 @@ def main(ending, start_method="popen", folder="."):
     if ending == "profile":
         callback = EnergyProfilerCallback(Path(folder) / "profile.csv", gpu="nvml", clock_step_mhz=300)
     strategy = PfoPipelineStrategy(num_microbatches=4, start_method=start_method)
-    fit([callback, Ending(ending)], max_steps=6 if ending != "signal" else 100_000, strategy=strategy)
+    module = PlainModule(width=32, num_layers=5)
+    for layer in module.model:  # instructions that take so long that clocks land in between
+        layer.register_forward_hook(lambda *_: time.sleep(0.003))
+    max_steps = 6 if ending != "signal" else 100_000
+    fit([callback, Ending(ending)], max_steps, strategy, module)
     if ending == "profile":
         print(f"finished {callback.done} {callback.error}", flush=True)
     else:

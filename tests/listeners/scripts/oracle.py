@@ -32,21 +32,13 @@ from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
 GPU = replace(load_gpu_config("emulated_a40"), clock_latency_s=0.0, min_clock_mhz=1020)
-SCAN = ScanSettings(clock_step_mhz=240, iterations_per_clock=1, warmup_iterations=1, patience=100)
+SCAN = ScanSettings(clock_step_mhz=360, iterations_per_clock=1, warmup_iterations=1, patience=100)
 IDEAL = load_cluster_config("ideal")
 SLOW = replace(load_cluster_config("pcie"), gpus_per_node=2)  # over the network 17 ms, as long as instructions
-SCHEDULES = {
-    "1f1b": {},
-    "gpipe": {},
-    "interleaved_1f1b": {},
-    "interleaved_1f1b x 3": {"stages_per_rank": 3},
-    "looped_bfs": {},
-    "interleaved_zero_bubble": {},
-    "zbv": {},
-    "dualpipev": {},
-    "envpipe": {},
-    "envpipe:1,0": {},
-}
+SCHEDULES = (
+    *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"),
+    *("envpipe", "envpipe:1,0"),
+)
 FOLDER = Path(sys.argv[1])
 
 
@@ -82,7 +74,8 @@ class Pipeline:
     def measure(self, plan):
         """What an iteration under the plan takes when others went before."""
         with PlannedRun(self.source, plan, gpu=self.gpu, cluster=self.cluster) as run:
-            for _ in range(3):  # the first counts work
+            # the first counts work; where clocks land late, the one before decides at which clocks one begins
+            for _ in range(3 if self.gpu.clock_latency_s else 2):
                 self.model.step(*self.batch)
                 run.measure()
         return run.measurements[-1]
@@ -187,10 +180,10 @@ def say(what):
 
 
 def two_ranks():
-    for name, options in SCHEDULES.items():
-        Pipeline(name.split()[0], **options).check(examples=2)
+    for name in SCHEDULES:
+        Pipeline(name).check(examples=2)
         say(name)
-    for name in ("gpipe", "zbv", "interleaved_1f1b"):
+    for name in ("zbv", "interleaved_1f1b"):
         Pipeline(name, cluster=SLOW).check(examples=2)
         say(f"transfers {name}")
 
@@ -199,14 +192,14 @@ def four_ranks():
     # Between iterations there is time for the first clock to land, as the planner assumes.
     late, pause = replace(GPU, clock_latency_s=0.013), replace(IDEAL, optimizer_s=0.05)
     pipeline = Pipeline("1f1b", gpu=late, cluster=pause)
-    pipeline.check(examples=8, latency_s=0.013, with_waits=True)
+    pipeline.check(examples=5, latency_s=0.013, with_waits=True)
     say("latency")
     pipeline.check_frontier(latency_s=0.013, least_dwell_s=0.02, change_cost_j=0.1)
     say("limits")
     Pipeline("1f1b", data_parallel_size=2).check(examples=3, with_waits=True)
     say("replicas")
     pipeline = Pipeline("1f1b", cluster=SLOW)
-    pipeline.check(examples=6, with_waits=True)
+    pipeline.check(examples=4, with_waits=True)
     pipeline.check_frontier()
     say("transfers 1f1b")
     check_tensor_parallel(FOLDER / "tensor.csv")

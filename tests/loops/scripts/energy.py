@@ -15,7 +15,7 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.frequency_plan import uniform_plan
 from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device import load_gpu_config
-from lightning_pfo.listeners import PlannedRun, ProfilingRun, ScanSettings
+from lightning_pfo.listeners import OptimizedRun, OptimizerSettings, PlannedRun, ProfilingRun, ScanSettings
 from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier
 from tests.ranks import run_ranks
 
@@ -68,6 +68,13 @@ def main():
         losses, run = train(accelerator, lambda source, chosen=chosen: PlannedRun(source, chosen, gpu=GPU), six)
         measured = [[m.iteration, m.time_s, m.energy_j] for m in run.measurements]
         results[name] = {"losses": losses, "measured": measured, "restored": not run._session.gpu._is_locked}
+    wanted = OptimizerSettings(pairs=1, most_rounds=1)
+    losses, run = train(
+        accelerator,
+        lambda source: OptimizedRun(source, FOLDER / "one_run", settings=wanted, gpu=GPU),
+        lambda run, losses: run.state.value == "Hold",
+    )
+    results["one_run"] = {"losses": losses, "summary": run.summary(), "restored": not run._session.gpu._is_locked}
     try:
         unfit = uniform_plan(one_f_one_b(2, 8), [1410] * 2)
         train(accelerator, lambda source: PlannedRun(source, unfit, gpu=GPU), six)

@@ -44,7 +44,7 @@ def main(kind, folder):
         strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4)
         options = {"strategy": strategy, "devices": 4}
     L.seed_everything(3)
-    module = Synchronised()
+    module = Synchronised(metrics=True)
     train, val = make_loaders(num_samples=96, batch_size=16)
     barriers = Barriers()
     trainer = L.Trainer(

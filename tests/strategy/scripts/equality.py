@@ -17,7 +17,7 @@ def main(devices, output):
     strategy = {"strategy": "pfo_pipeline"} if devices > 1 else {}
     L.seed_everything(3)
     torch.set_num_threads(1)
-    module = PlainModule()
+    module = PlainModule(metrics=True)
     train, val = make_loaders()
     root = Path(output).with_suffix("")
     checkpoint = ModelCheckpoint(dirpath=root, monitor="val_loss", filename="best")

@@ -47,7 +47,7 @@ def look():
 
 # new in Lightning 2.6
 AVERAGES = [callbacks.EMAWeightAveraging()] if hasattr(callbacks, "EMAWeightAveraging") else []
-module = PlainModule()
+module = PlainModule(metrics=True)
 module.example_input_array = example = make_loaders()[0].dataset.tensors[0]
 callback = Look()
 trainer = L.Trainer(

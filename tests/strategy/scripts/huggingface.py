@@ -19,10 +19,10 @@ SCHEDULES = {"t5": "interleaved_zero_bubble"}  # stages send each other several 
 
 class Batches(Dataset):
     def __init__(self, family):
-        self.data = families.inputs(family, batch_size=24)
+        self.data = families.inputs(family, batch_size=16)
 
     def __len__(self):
-        return 24
+        return 16
 
     def __getitem__(self, index):
         return {name: value[index] for name, value in self.data.items()}
@@ -73,6 +73,9 @@ def run(module, family, partition, devices):
         devices=devices,
         strategy=strategy if devices > 1 else "auto",
         max_epochs=2,
+        num_sanity_val_steps=0,
+        limit_val_batches=1,
+        limit_predict_batches=1,
         gradient_clip_val=0.5,
         logger=False,
         enable_checkpointing=False,

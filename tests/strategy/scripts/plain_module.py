@@ -29,14 +29,16 @@ class WithMetrics:
 
 
 class PlainModule(WithMetrics, L.LightningModule):
-    def __init__(self, width=16, num_layers=7, dropout=0.0, scheduler=True):
+    def __init__(self, width=16, num_layers=4, dropout=0.0, scheduler=True, metrics=False):
         super().__init__()
         self.stem = nn.Linear(6, width)
         layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout)) for _ in range(num_layers)]
         self.model = nn.Sequential(*layers)
         self.head = nn.Linear(width, 3)
         self.scheduler = scheduler
-        self.add_metrics()
+        self.metrics = metrics
+        if metrics:  # which take longer than the small model
+            self.add_metrics()
         self.history = {"train": [], "val": [], "lr": [], "step": []}
 
     def loss(self, batch):
@@ -47,14 +49,16 @@ class PlainModule(WithMetrics, L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss, accuracy = self.loss(batch)
-        self.training_metrics(self.logits, batch[1])
+        if self.metrics:
+            self.training_metrics(self.logits, batch[1])
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         self.log_dict({"train_accuracy": accuracy, "batch": float(batch_idx)})
         return loss
 
     def validation_step(self, batch, batch_idx):
         loss, accuracy = self.loss(batch)
-        self.validation_metrics(self.logits, batch[1])
+        if self.metrics:
+            self.validation_metrics(self.logits, batch[1])
         self.log("val_loss", loss, prog_bar=True)
         self.log("val_accuracy", accuracy)
 
@@ -80,8 +84,9 @@ class PlainModule(WithMetrics, L.LightningModule):
         self.history["step"].append(self.trainer.global_step)
 
     def on_validation_epoch_end(self):
-        self.history["confusion"] = self.confusion.compute().tolist()
-        self.confusion.reset()
+        if self.metrics:
+            self.history["confusion"] = self.confusion.compute().tolist()
+            self.confusion.reset()
         if not self.trainer.sanity_checking:
             self.history["val"].append(float(self.trainer.callback_metrics["val_loss"]))
 

@@ -122,7 +122,6 @@ def any_number_of_stages():
         "file, 3 to 1": fit(1, ckpt_path=FOLDER / "file/epoch=0.ckpt")[0],
         "file, 1 to 3": fit(3, ckpt_path=FOLDER / "one/epoch=0.ckpt")[0],
         "consolidated, 3 to 1": fit(1, ckpt_path=consolidated)[0],
-        "consolidated, 3 to 2": fit(2, ckpt_path=consolidated)[0],
     }
 
 
@@ -181,7 +180,7 @@ def weights_only():
         for choice in (None, True, False) if may_choose else (None,):
             how_to_load = {"weights_only": choice} if may_choose else {}
             try:
-                fit(2, ckpt_path=FOLDER / f"unsafe_{sharded}/last.ckpt", **how_to_load)
+                fit(2, epochs=1, ckpt_path=FOLDER / f"unsafe_{sharded}/last.ckpt", **how_to_load)
                 outcome = "loaded"
             except Exception as error:
                 outcome = str(error)

@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism at once in 8 processes, compared with one device; usage: ... FOLDER.
+"""Data, tensor and pipeline parallelism at once in 8 and 4 processes, compared with one device; usage: ... FOLDER.
 
 Every rank writes what it saw to FOLDER/RUN_RANK.json; rank 0 then trains on one device with the same batches.
 """
@@ -62,7 +62,7 @@ class Module(L.LightningModule):
     def configure_model(self):
         if self.model is not None:
             return
-        self.model = nn.Sequential(*(Block() for _ in range(9)), nn.Linear(8, 3))
+        self.model = nn.Sequential(*(Block() for _ in range(5)), nn.Linear(8, 3))
         if self.divided:
             for block in self.model[:-1]:
                 parallelize_module(
@@ -147,7 +147,11 @@ def run_parallel(name, folder):
     module = Module(divided="tensor_parallel_size" in options)
     train, val = DataLoader(make_data(64, 1), batch_size=8, shuffle=True), DataLoader(make_data(16, 2), batch_size=8)
     trainer = fit(
-        module, train, val, devices=8, strategy=PfoPipelineStrategy(num_microbatches=4, check_loss=False, **options)
+        module,
+        train,
+        val,
+        devices=dist.get_world_size(),
+        strategy=PfoPipelineStrategy(num_microbatches=4, check_loss=False, **options),
     )
     validated = trainer.validate(module, val, verbose=False)
     module.wholes.append(trainer.strategy.gather_module())
@@ -229,7 +233,6 @@ def local_part(tensor):
 
 def run_single(folder):
     """Train on one device; a batch is what the replicas had at the same time."""
-    folder = Path(folder)
     replicas = json.loads((folder / "replicas.json").read_text())
     steps = [
         [torch.cat([torch.tensor(batch[part]) for batch in batches]) for part in range(2)]
@@ -246,14 +249,19 @@ def run_single(folder):
     (folder / "single.json").write_text(json.dumps({**module.seen, "weights": weights}))
 
 
-def main(folder):
-    folder = Path(folder)
-    for name in RUNS:
+def main(names, folder):
+    for name in names:
         replicas = run_parallel(name, folder)
     if dist.get_rank() == 0:
         (folder / "replicas.json").write_text(json.dumps(replicas))
 
 
-run_ranks(main, 8, sys.argv[1])
-run_ranks(run_zero, 4, Path(sys.argv[1]))
-run_ranks(run_single, 1, sys.argv[1])
+def main_of_four(folder):
+    main(["sharded_zero_bubble"], folder)
+    run_zero(folder)
+
+
+FOLDER = Path(sys.argv[1])
+run_ranks(main, 8, ["tensor", "sharded"], FOLDER)
+run_ranks(main_of_four, 4, FOLDER)
+run_ranks(run_single, 1, FOLDER)

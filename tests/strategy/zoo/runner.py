@@ -48,12 +48,14 @@ class Settings:
         limit_s: How long one training may take.
         partition: Option of the strategy.
         schedule: Option of the strategy.
+        check_loss: Option of the strategy.
     """
 
     steps: int = 8
     limit_s: float = 120.0
     partition: str = "uniform"
     schedule: str = "1f1b"
+    check_loss: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,10 @@ def _train_on_stages(
     _quietly()
     history = LossHistory()
     strategy = PfoPipelineStrategy(
-        num_microbatches=NUM_MICROBATCHES, partition=settings.partition, schedule=settings.schedule
+        num_microbatches=NUM_MICROBATCHES,
+        partition=settings.partition,
+        schedule=settings.schedule,
+        check_loss=settings.check_loss,
     )
     trainer = L.Trainer(
         accelerator="cpu",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -191,12 +192,15 @@ class AppliedFunction:
         return self.original.__get__(None, self.cls)(*args, **kwargs)
 
 
+_NOT_THE_USERS = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent), "<"
+
+
 def users_line() -> str:
     """The innermost line of the stack that is neither torch's nor this package's."""
-    own, torchs = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((own, torchs, "<")) and "contextlib" not in frame.filename:
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS) and "contextlib" not in file:
+            return f"{file}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"
     return "an unknown line"
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,9 +79,9 @@ def outline_call(
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _mode()
     attempts: list[_Attempt] = [
-        lambda: _call(module, forward, arguments, device, mode, partial(_fake, mode)),
+        lambda: _call(module, forward, arguments, device, mode, functools.partial(_fake, mode)),
         lambda: replace(
             _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor), from_values=True
         ),
@@ -96,6 +96,12 @@ def outline_call(
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
     raise failures[0]
+
+
+@functools.cache
+def _mode() -> FakeTensorMode:
+    """One for all outlines: making one takes as long as running a small layer."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _call(
@@ -145,12 +151,11 @@ def _call(
 def _without_reports() -> Iterator[None]:
     """Torch writes tracebacks of operators that do not run without values; we try another way."""
     logger = logging.getLogger(FakeTensorMode.__module__)
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before, logger.disabled = logger.disabled, True  # a level would clear the caches of all loggers
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.disabled = before
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
