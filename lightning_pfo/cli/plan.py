@@ -10,7 +10,7 @@ the top clocks. Where the profile looks noisy, noise.txt says where. Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Optional
 
@@ -21,7 +21,7 @@ from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted, pipeline_size
-from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.data import OURS, Frontier
 from lightning_pfo.planner.frontier.frontier_files import save_frontier
 from lightning_pfo.planner.frontier.select import FORMS, check_selection, select_plan
 from lightning_pfo.planner.frontier.thin import thin_frontier
@@ -56,7 +56,10 @@ class Settings(PlanSettings):
     all_pictures: bool = field(
         default=False, metadata={"help": "draw energy_valleys.png and timelines.png (top clocks and chosen plan) too"}
     )
-    select: str = field(default="no_slowdown", metadata={"help": f"plan to show: {FORMS}"})
+    select: str = field(
+        default="",
+        metadata={"help": f"plan to show: {FORMS}; none is no_slowdown, or what another policy takes itself (own)"},
+    )
 
 
 def run(settings: Settings) -> None:
@@ -65,6 +68,7 @@ def run(settings: Settings) -> None:
     Raises:
         PfoError: If the profile or a setting cannot be used; nothing is written then.
     """
+    settings = replace(settings, select=settings.select or ("no_slowdown" if settings.policy == OURS else "own"))
     check_selection(settings.select)
     check_can_write("output_dir", settings.output_dir, is_folder=True, names=_WRITTEN)
     profile = read_profile(settings.profile)
@@ -140,7 +144,8 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
     schedule = frontier.schedule
     size = pipeline_size(schedule.num_stages, schedule.num_microbatches)
     device = f", {frontier.profile.device}" if frontier.profile.device else ""
-    table = Table(title=f"{counted(len(frontier.plans), 'plan')} for {schedule.name}, {size}{device}")
+    whose = "" if frontier.policy == OURS else f" of {frontier.policy}"
+    table = Table(title=f"{counted(len(frontier.plans), 'plan')}{whose} for {schedule.name}, {size}{device}")
     table.add_column("plan")
     for heading in ("number", "time (s)", "change", "energy (J)", "saving", "at most"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -25,7 +25,7 @@ from lightning_pfo.pictures.style import (
     save_figure,
     tidy,
 )
-from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.data import OURS, Frontier
 
 
 def draw_frontier(
@@ -47,17 +47,25 @@ def draw_frontier(
     axes = figure.add_subplot()
     times = [plan.iteration_time_s for plan in frontier.plans]
     energies = [plan.iteration_energy_j for plan in frontier.plans]
-    bounds = [plan.lower_bound_j for plan in frontier.plans]
     top = frontier.baseline
+    # The top clocks' time is among those of the planner's own plans; another policy may have a single plan.
+    proven = frontier.plans if frontier.policy == OURS else sorted({top, *frontier.plans}, key=_time_of)
+    bounds, bound_times = [plan.lower_bound_j for plan in proven], [plan.iteration_time_s for plan in proven]
 
-    axes.plot(times, bounds, color=BOUND, linewidth=1.2, zorder=2, label="proven lower bound: no plan is below")
+    if frontier.policy == OURS:
+        label = "proven lower bound: no plan is below"
+        axes.plot(bound_times, bounds, color=BOUND, linewidth=1.2, zorder=2, label=label)
+    else:  # a line from one to the next of few would cut what lies below it
+        label = "proven: no plan as fast needs less"
+        axes.plot(bound_times, bounds, color=BOUND, marker="_", markersize=14, linestyle="none", zorder=2, label=label)
     highest = max(top.iteration_energy_j, *energies, *(energy_j for _, energy_j in measured))
     floor = min(bounds) - 0.06 * (highest - min(bounds))
     # What the chosen plan saves is written above it.
     is_high = chosen is not None and chosen.iteration_energy_j > highest - 0.12 * (highest - floor)
     ceiling = highest + (0.2 if is_high else 0.05) * (highest - floor)
-    axes.fill_between(times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
-    number = counted(len(times), "plan")
+    if frontier.policy == OURS:
+        axes.fill_between(bound_times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
+    number = counted(len(times), "plan") + ("" if frontier.policy == OURS else f" of {drawable(frontier.policy, 40)}")
     axes.plot(times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=number)
     axes.plot(
         [top.iteration_time_s], [top.iteration_energy_j],
@@ -69,7 +77,9 @@ def draw_frontier(
             color=CHOSEN, marker="*", markersize=16, markeredgecolor=INK, markeredgewidth=0.6, linestyle="none",
             zorder=5, label="chosen plan",
         )  # fmt: skip
-        _annotate_saving(axes, top, chosen, to_the_left=chosen.iteration_time_s > (times[0] + times[-1]) / 2)
+        _annotate_saving(
+            axes, top, chosen, to_the_left=chosen.iteration_time_s > (bound_times[0] + bound_times[-1]) / 2
+        )
 
     if measured:
         axes.plot(
@@ -101,6 +111,10 @@ def draw_frontier(
     slowdown.spines["top"].set_visible(False)
     axes.legend(frameon=False, loc="upper right", labelcolor=INK)
     save_figure(figure, path)
+
+
+def _time_of(plan: FrequencyPlan) -> float:
+    return plan.iteration_time_s
 
 
 def _annotate_saving(axes: Axes, top: FrequencyPlan, chosen: FrequencyPlan, to_the_left: bool) -> None:

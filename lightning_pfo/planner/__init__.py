@@ -2,7 +2,9 @@
 
 The way of the data, and the order in which to read: `profile` (what was measured), `network` and `pipeline` (the
 problem), `relaxation` (lower bounds), `search` (plans near the bound), `frontier` (the result and its files),
-`limits` (GPUs that change clocks slowly). `plan` tells it as a story.
+`limits` (GPUs that change clocks slowly). `plan` tells it as a story; `policies` are other systems' plans,
+`policy_frontier` makes frontiers of them, `comparison` sets them side by side, and `cluster` calculates what
+they take where some of many replicas are slow.
 
 Names are imported when they are first used, so that reading a frontier does not load a solver.
 """
@@ -13,6 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_pfo.planner.cluster.emulation import Emulation, emulate
+    from lightning_pfo.planner.comparison import Comparison, compare
     from lightning_pfo.planner.frontier.data import Frontier
     from lightning_pfo.planner.frontier.frontier_files import load_frontier, save_frontier
     from lightning_pfo.planner.frontier.select import check_selection, select_plan
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from lightning_pfo.planner.settings import PlanSettings
 
 _MODULE_OF = {
+    "Comparison": "comparison",
+    "Emulation": "cluster.emulation",
     "Frontier": "frontier.data",
     "InstructionProfile": "profile.profile",
     "PlanSettings": "settings",
@@ -35,6 +41,8 @@ _MODULE_OF = {
     "TimeCostPoint": "search.time_cost_tradeoff",
     "Timeline": "pipeline.timeline",
     "check_selection": "frontier.select",
+    "compare": "comparison",
+    "emulate": "cluster.emulation",
     "load_frontier": "frontier.frontier_files",
     "plan_frontier": "plan",
     "read_profile": "profile.profile_csv",
@@ -50,6 +58,8 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "Comparison",
+    "Emulation",
     "Frontier",
     "InstructionProfile",
     "PlanSettings",
@@ -58,6 +68,8 @@ __all__ = [
     "TimeCostPoint",
     "Timeline",
     "check_selection",
+    "compare",
+    "emulate",
     "load_frontier",
     "plan_frontier",
     "read_profile",

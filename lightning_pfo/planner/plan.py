@@ -7,6 +7,8 @@
     TradeoffPoints                      -> FrequencyPlans   clocks by rank, and clocks for long waits
     FrequencyPlans                      -> FrequencyPlans   fewer changes, for GPUs that change clocks slowly
     FrequencyPlans                      -> Frontier
+
+With another `policy` its plans take the place of those searched for (`policy_frontier`).
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from lightning_pfo.planner.pipeline.problem import Problem, Rows
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
 from lightning_pfo.planner.pipeline.timeline import Simulator
 from lightning_pfo.planner.policies.policy import Policy
+from lightning_pfo.planner.policies.registry import LISTED_POLICIES, OWN_POLICY, find_policy
 from lightning_pfo.planner.policies.top_clocks import top_clocks
+from lightning_pfo.planner.policy_frontier import policy_frontier
 from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile import Profile
@@ -125,6 +129,31 @@ def plan_frontier(
     """
     settings = changed(settings or PlanSettings(), changes)
     settings.check()
+    policy = find_policy(settings.policy)
+    problem, latency = make_problem(profile, settings, num_microbatches, schedule, stages_per_rank)
+    if settings.least_dwell_s:
+        check_effort(len(problem.schedule.instructions), settings.num_plans + len(settings.deadlines_s))
+    if policy is not None:
+        problem = policy.problem_for(problem)
+        baseline = predict(problem, top_clocks)
+        return policy_frontier(problem, policy, settings, baseline, latency, solver_for(problem.schedule))
+    bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
+    return own_frontier(problem, settings, latency, bound, on_progress)
+
+
+def make_problem(
+    profile: Profile | str | os.PathLike[str] | pd.DataFrame,
+    settings: PlanSettings,
+    num_microbatches: int | None,
+    schedule: str | PipelineSchedule,
+    stages_per_rank: int | None,
+) -> tuple[Problem, SwitchLatency]:
+    """What is to be planned, and what clock changes take; see `plan_frontier`.
+
+    Raises:
+        ProfileError: If the profile cannot be used, or has no blocking power and none is given.
+        ConfigurationError: If an argument is out of range or the schedule cannot be executed.
+    """
     for name, number in {"num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}.items():
         if number is not None and not _COUNT.allows(number):
             raise ConfigurationError(
@@ -140,16 +169,29 @@ def plan_frontier(
     if settings.regularise:
         profile = regularise(profile).profile
     schedule = _resolve_schedule(schedule, profile, num_microbatches, stages_per_rank)
-    latency = _switch_latency(settings, profile)
-    limits_changes = bool(latency or settings.least_dwell_s or settings.change_cost_j)
-    if settings.least_dwell_s:
-        check_effort(len(schedule.instructions), settings.num_plans + len(settings.deadlines_s))
-    problem = Problem(profile, schedule, resolve_blocking(profile, schedule, settings.p2p_blocking_power_w))
+    blocking = resolve_blocking(profile, schedule, settings.p2p_blocking_power_w)
+    return Problem(profile, schedule, blocking), _switch_latency(settings, profile)
 
+
+def own_frontier(
+    problem: Problem,
+    settings: PlanSettings,
+    latency: SwitchLatency,
+    bound: LowerBound,
+    on_progress: Progress | None = None,
+) -> Frontier:
+    """The frontier of the planner's own plans.
+
+    Args:
+        problem: What is to be planned.
+        settings: How.
+        latency: What clock changes take.
+        bound: Where proofs are collected.
+        on_progress: Called with what is being done, how much of it is done, and how much there is.
+    """
     baseline = predict(problem, top_clocks)
     kept_times_s = [baseline.iteration_time_s]
-    bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
-    points = solver_for(schedule)(
+    points = solver_for(problem.schedule)(
         problem.network,
         problem.options,
         rate=problem.power_w,
@@ -161,7 +203,7 @@ def plan_frontier(
         on_progress=on_progress,
     )
     plans = _plans(problem, points)
-    if limits_changes:
+    if latency or settings.least_dwell_s or settings.change_cost_j:
         plans = limit_switching(
             plans,
             problem,
@@ -175,8 +217,8 @@ def plan_frontier(
         )
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
     return Frontier(
-        schedule,
-        profile,
+        problem.schedule,
+        problem.profile,
         problem.blocking,
         baseline,
         tuple(plans),
@@ -222,8 +264,13 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
     return within[-1].clocks_mhz
 
 
-POLICIES: dict[str, Policy] = {"top_clocks": top_clocks, "least_energy": least_energy}
-"""Policies by name."""
+POLICIES: dict[str, Policy] = {
+    "top_clocks": top_clocks,
+    "least_energy": least_energy,
+    **LISTED_POLICIES,
+    OWN_POLICY: least_energy,
+}
+"""Policies by name; `policies.registry` says what they are."""
 
 
 def solver_for(schedule: PipelineSchedule) -> Solver:

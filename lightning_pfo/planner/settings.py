@@ -21,6 +21,8 @@ class PlanSettings:
     the values can be used.
 
     Attributes:
+        policy: Who chooses the clocks: `ours`, or the name of another system's policy (`policies.registry`), or one of
+            your own (`policies.policy`); its plans are then the frontier.
         num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
         effort: How hard to search: `fast`, `default` or `best`; bounds the work, never the time, so that the same
             problem gets the same plans.
@@ -37,6 +39,10 @@ class PlanSettings:
         change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies of the plans.
     """
 
+    policy: Any = field(
+        default="ours",
+        metadata={"help": "who chooses the clocks: ours, max_frequency, envpipe, zeus_global, perseus, ..."},
+    )
     num_plans: int = field(default=50, metadata={"help": "iteration times to plan for"})
     effort: str = field(default="default", metadata={"help": "how hard to search: fast, default or best"})
     deadlines_s: list[float] = field(

@@ -15,6 +15,9 @@ from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 if TYPE_CHECKING:
     import pandas as pd
 
+OURS = "ours"
+"""The name of the planner's own policy."""
+
 PREDICTED = ("iteration_time_s", "iteration_energy_j", "lower_bound_j")
 
 
@@ -32,6 +35,8 @@ class Frontier:
         least_dwell_s: Time for which the plans keep every clock at least.
         switch_pairs_s: Pairs of clocks (before, after, MHz) that change within another time, and that time; see
             `SwitchLatency`.
+        policy: Whose plans they are; `ours` is the planner's own.
+        own_choice: The one of `plans` that another policy takes when nobody says anything; None for the planner's own.
     """
 
     schedule: PipelineSchedule
@@ -42,6 +47,8 @@ class Frontier:
     switch_latency_s: float = 0.0
     least_dwell_s: float = 0.0
     switch_pairs_s: tuple[tuple[int, int, float], ...] = ()
+    policy: str = OURS
+    own_choice: FrequencyPlan | None = None
 
     @property
     def switch_latency(self) -> SwitchLatency:

@@ -4,7 +4,8 @@ Self-contained: the order of instructions, the measurements, the blocking power,
 of every plan. Instructions are written as text (`2F0`), sequences on one line. Version 1, which is still read, has one
 blocking power per rank, and no clocks of waits, latency or dwell. Version 3 has times of transfers, which no release
 must leave out because it does not know them; version 4 switch latencies of pairs of clocks. Files are of the lowest
-version that has what they need.
+version that has what they need. `policy` and `own_choice` are there where the plans are not the planner's own;
+releases that do not know them read the plans all the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.ranges import is_number
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
-from lightning_pfo.planner.frontier.data import PREDICTED, Frontier
+from lightning_pfo.planner.frontier.data import OURS, PREDICTED, Frontier
 from lightning_pfo.planner.profile.blocking_power import BlockingPower
 from lightning_pfo.planner.profile.profile import COLUMNS, InstructionProfile, Profile
 from lightning_pfo.planner.profile.switch_latency import SwitchLatency
@@ -56,6 +57,8 @@ def frontier_text(frontier: Frontier) -> str:
         "switch_latency_s": frontier.switch_latency_s,
         **({"switch_pairs_s": pairs_s} if pairs_s else {}),
         "least_dwell_s": frontier.least_dwell_s,
+        **({"policy": frontier.policy} if frontier.policy != OURS else {}),
+        **({"own_choice": frontier.number_of(frontier.own_choice)} if frontier.own_choice is not None else {}),
         "gpus_per_stage": frontier.profile.gpus_per_stage,
         "gpus": frontier.profile.gpus,
         "profile": [
@@ -143,7 +146,11 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
     baseline = _plan_from(data["baseline"], schedule)
     latency_s, dwell_s = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
     pairs_s = SwitchLatency(0.0, data.get("switch_pairs_s", ())).pairs_s
-    return Frontier(schedule, profile, blocking, baseline, plans, latency_s, dwell_s, pairs_s)
+    policy, number = data.get("policy", OURS), data.get("own_choice")
+    if not isinstance(policy, str):
+        raise PlanError(f"Expected the name of a policy, got {shortened(policy)}.")
+    own_choice = None if number is None else plans[_place(number, len(plans))]
+    return Frontier(schedule, profile, blocking, baseline, plans, latency_s, dwell_s, pairs_s, policy, own_choice)
 
 
 def _blocking_from(data: Mapping[str, Any]) -> tuple[BlockingPower, ...]:
@@ -184,6 +191,13 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PlanError(f"Expected a whole number, at least 0, got {shortened(value)}.")
     return value
+
+
+def _place(number: Any, num_plans: int) -> int:
+    """Where the plan of a number is, fast to slow."""
+    if _whole(number) >= num_plans:
+        raise PlanError(f"There is no plan {number}; plans are numbered 0 to {num_plans - 1}.")
+    return int(num_plans - 1 - number)
 
 
 def _names(values: Sequence[Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@
 `1.02x`          the least energy at up to 1.02 times the top clocks' iteration time
 `2.84s`          the least energy at an iteration time of up to 2.84 s
 `least_energy`   the plan of least iteration energy
+`own`            what the policy that made the plans takes itself; the planner's own: `no_slowdown`
 `least_edp`      the plan of least energy-delay product (iteration energy x iteration time), the fastest of equals
 `350W`           the fastest plan whose GPUs take at most 350 W each on average
 `T'=2.9s`        the least energy beside a straggler: a replica whose iteration takes 2.9 s
@@ -33,7 +34,7 @@ _MEASURE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([xsW])
 _STRAGGLER = re.compile(r"^(?:T['\u2019\u2032]|straggler)\s*=\s*(?=.*[xs]$)")
 _NUMBER = Quantity("a plan number", "", 0, 10**9, is_whole=True)
 _LONGEST = 64  # characters; what is longer is no selection, and would take its time
-_NAMES = ("fastest", "no_slowdown", "least_energy", "least_edp")
+_NAMES = ("fastest", "no_slowdown", "least_energy", "own", "least_edp")
 _EQUAL_TIMES = 1e-9
 _FASTEST_TIMES = 1e-8
 """The planner takes times 1e-9 apart for equal, in several steps: its fastest plan may be later by a few such."""
@@ -75,7 +76,9 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
         return frontier.least_energy
     if text == "least_edp":
         return min(frontier.plans, key=lambda plan: plan.iteration_energy_j * plan.iteration_time_s)  # first of equals
-    if text == "no_slowdown":
+    if text == "own" and frontier.own_choice is not None:
+        return frontier.own_choice
+    if text in ("no_slowdown", "own"):
         text = "1.0x"
     if _INDEX.fullmatch(text):
         return _by_number(frontier, int(text))

@@ -19,7 +19,7 @@ def thin_frontier(
 ) -> Frontier:
     """Keep some of the plans; they are numbered anew.
 
-    The fastest plan and the one of least energy always stay.
+    The fastest plan and the one of least energy always stay, and what another policy takes itself.
 
     Args:
         frontier: What to thin.
@@ -43,4 +43,7 @@ def thin_frontier(
         wanted_s = [first_s + (last_s - first_s) * step / (num_plans - 1) for step in range(1, num_plans - 1)]
         candidates = sorted(chosen)
         chosen = ends | {min(candidates, key=lambda i: abs(plans[i].iteration_time_s - time_s)) for time_s in wanted_s}
-    return replace(frontier, plans=tuple(plan for i, plan in enumerate(plans) if i in chosen or plan in keep))
+    return replace(
+        frontier,
+        plans=tuple(plan for i, plan in enumerate(plans) if i in chosen or plan in keep or plan is frontier.own_choice),
+    )

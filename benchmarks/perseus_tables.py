@@ -1,0 +1,194 @@
+"""Table 6 and the straggler figure of Perseus (SOSP 2024), published beside re-implemented, with ours and the bound.
+
+    python benchmarks/perseus_tables.py [output_dir=DIR] [microbatches=12,24,48,96] [json=true]
+
+From the measured profiles beside the project (`../shared/profiles`; GPT-3 175B on A100 SXM and Bloom 176B on A40 are
+there, the other two rows of the table are not), 8 stages, 1F1B, everything predicted from the profile: longest path,
+sum of energies, blocking power while waiting. Baseline: all stages at the top locked clock. The policies are those of
+`lightning_pfo.planner.policies`; EnvPipe as Perseus's authors compare with it (a valley for each kind of instruction,
+steps of 15 MHz), Perseus with the options of their artifact. Slowdowns are shown as they are, never taken for 0.
+
+Table: savings of each system's own choice in per cent, and of ours at Perseus's time. Figure: savings of all pipelines
+together, waiting included, over T'/T for 16 to 128 pipelines of which one is slow; every system by the same formula
+(`planner.cluster.emulation`). The figure published for EnvPipe counts two pipelines too many as waiting; *corrected* is
+without them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines import MEASURED_DIR
+
+from lightning_pfo.pictures.style import BOUND, GRID, INK, PLAN, new_figure, save_figure, tidy
+from lightning_pfo.planner import Frontier, plan_frontier, read_profile, select_plan
+from lightning_pfo.planner.cluster.emulation import emulate_frontier
+from lightning_pfo.planner.cluster.stragglers import straggler_factors
+from lightning_pfo.planner.policies.envpipe import EnvPipe
+from lightning_pfo.planner.policies.perseus import Perseus
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is published of a model on a GPU; savings in per cent, by number of microbatches.
+
+    Attributes:
+        file: Its measured profile.
+        power_w: Blocking power of a GPU.
+        envpipe: Savings of EnvPipe without stragglers.
+        perseus: Of Perseus.
+        at_1_2: Of Perseus and of EnvPipe (corrected) for 16 pipelines, 96 microbatches and T'/T = 1.2.
+    """
+
+    file: str
+    power_w: float
+    envpipe: dict[int, float]
+    perseus: dict[int, float]
+    at_1_2: tuple[float, float]
+
+
+def _by_count(*percents: float) -> dict[int, float]:
+    return dict(zip((12, 24, 48, 96), percents, strict=True))
+
+
+PUBLISHED = {
+    "GPT-3 175B, A100 SXM": Published(
+        "gpt3-175b_a100-sxm_bf16.csv", 83.64, _by_count(14.1, 13.4, 13.1, 12.9), _by_count(15.2, 14.2, 13.6, 13.3),
+        (27.0, 12.4),
+    ),
+    "Bloom 176B, A40": Published(
+        "bloom-176b_a40_bf16.csv", 70.38, _by_count(6.1, 3.2, 1.6, 0.8), _by_count(7.0, 4.5, 3.1, 2.4),
+        (21.1, 0.8),
+    ),
+}  # fmt: skip
+POLICIES: dict[str, Any] = {
+    "EnvPipe": EnvPipe(step_mhz=15, one_clock=False),
+    "Perseus": Perseus(keeps_raw=True),
+}
+"""Of the others; ours is planned at Perseus's time too."""
+
+NUM_PIPELINES = (16, 32, 64, 128)
+FACTORS = [1 + number / 20 for number in range(11)]
+
+
+def frontiers_of(published: Published, num_microbatches: int, num_plans: int = 50) -> dict[str, Frontier]:
+    """The frontier of each system."""
+    profile = read_profile(MEASURED_DIR / published.file)
+    settings = {"num_microbatches": num_microbatches, "p2p_blocking_power_w": published.power_w, "num_plans": num_plans}
+    frontiers: dict[str, Frontier] = {
+        name: plan_frontier(profile, policy=policy, **settings) for name, policy in POLICIES.items()
+    }
+    then_s = select_plan(frontiers["Perseus"], "own").iteration_time_s
+    frontiers["ours"] = plan_frontier(profile, deadlines_s=[then_s], **settings)
+    return frontiers
+
+
+def table_row(published: Published, num_microbatches: int, frontiers: dict[str, Frontier]) -> dict[str, float]:
+    """Savings and slowdowns without stragglers, in per cent."""
+    row: dict[str, float] = {"microbatches": num_microbatches}
+    for name, known in (("EnvPipe", published.envpipe), ("Perseus", published.perseus), ("ours", {})):
+        own, top = select_plan(frontiers[name], "own"), frontiers[name].baseline
+        if num_microbatches in known:
+            row[f"{name} published"] = known[num_microbatches]
+        row[name] = 100 * (1 - own.iteration_energy_j / top.iteration_energy_j)
+        row[f"{name} slowdown"] = 100 * (own.iteration_time_s / top.iteration_time_s - 1)
+    top, then_s = frontiers["ours"].baseline, select_plan(frontiers["Perseus"], "own").iteration_time_s
+    then = select_plan(frontiers["ours"], f"{then_s!r}s")
+    row["ours at Perseus's time"] = 100 * (1 - then.iteration_energy_j / top.iteration_energy_j)
+    row["bound"] = 100 * (1 - top.lower_bound_j / top.iteration_energy_j)
+    return row
+
+
+def straggler_savings(frontiers: dict[str, Frontier], num_pipelines: int) -> dict[str, list[float]]:
+    """Savings of all pipelines in per cent, for each of `FACTORS`."""
+    savings: dict[str, list[float]] = {name: [] for name in frontiers}
+    for factor in FACTORS:
+        factors = straggler_factors(factor, num_pipelines, 1)
+        top_j = emulate_frontier(_top_of(frontiers["ours"]), factors).iteration_energy_j
+        for name, frontier in frontiers.items():
+            savings[name].append(100 * (1 - emulate_frontier(frontier, factors).iteration_energy_j / top_j))
+    return savings
+
+
+def _top_of(frontier: Frontier) -> Frontier:
+    """The top clocks as a policy's frontier."""
+    return Frontier(
+        frontier.schedule, frontier.profile, frontier.blocking, frontier.baseline, (frontier.baseline,),
+        policy="max_frequency", own_choice=frontier.baseline,
+    )  # fmt: skip
+
+
+def draw(figures: dict[str, dict[int, dict[str, list[float]]]], path: Path) -> None:
+    """The straggler figure: a panel for each model, a line for each system and number of pipelines."""
+    figure = new_figure(5.2 * len(figures), 4.6)
+    colours = {"EnvPipe": "#3f8f5b", "Perseus": "#d9822b", "ours": PLAN}
+    for axes, (model, of_count) in zip(
+        figure.subplots(1, len(figures), squeeze=False)[0], figures.items(), strict=True
+    ):
+        for number, savings in enumerate(of_count.values()):
+            for name, values in savings.items():
+                label = name if number == len(of_count) - 1 else None
+                shade = 0.35 + 0.65 * number / max(len(of_count) - 1, 1)
+                axes.plot(FACTORS, values, color=colours.get(name, BOUND), alpha=shade, linewidth=1.4, label=label)
+        counts = f"{min(of_count)} (pale) to {max(of_count)} pipelines"
+        axes.set_title(f"{model}, 8 x 96\n{counts}, predicted", loc="left", color=INK, fontsize=10)
+        axes.set_xlabel("straggler's iteration time, T'/T", color=INK)
+        axes.set_ylabel("energy saved, all pipelines (%)", color=INK)
+        axes.grid(color=GRID, linewidth=0.8)
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+        tidy(axes)
+    save_figure(figure, path)
+
+
+def main(arguments: list[str]) -> int:
+    """Make the table and the figure; returns the exit status."""
+    settings = dict(argument.partition("=")[::2] for argument in arguments)
+    unknown = settings.keys() - {"output_dir", "microbatches", "json"}
+    if unknown:
+        print(f"There is no setting {min(unknown)!r}. Known: output_dir, microbatches, json.", file=sys.stderr)
+        return 2
+    models = {model: one for model, one in PUBLISHED.items() if (MEASURED_DIR / one.file).exists()}
+    if not models:
+        print(f"The measured profiles are read from {MEASURED_DIR}; there are none.", file=sys.stderr)
+        return 2
+    counts = [int(count) for count in settings.get("microbatches", "12,24,48,96").split(",")]
+    table: dict[str, list[dict[str, float]]] = {}
+    figures: dict[str, dict[int, dict[str, list[float]]]] = {}
+    for model, published in models.items():
+        for count in counts:
+            frontiers = frontiers_of(published, count)
+            table.setdefault(model, []).append(table_row(published, count, frontiers))
+        figures[model] = {number: straggler_savings(frontiers, number) for number in NUM_PIPELINES}
+    if "output_dir" in settings:
+        draw(figures, Path(settings["output_dir"]) / "stragglers.png")
+    if settings.get("json") == "true":
+        print(json.dumps({"table": table, "factors": FACTORS, "stragglers": figures}))
+        return 0
+    for model, rows in table.items():
+        print(f"\n{model}: saving of each system's own choice in % (slowdown in %)\n")
+        columns = [name for name in rows[0] if not name.endswith("slowdown")]
+        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+        for row in rows:
+            shown = [str(int(row["microbatches"]))]
+            for name in columns[1:]:
+                slower = f" ({row[f'{name} slowdown']:+.2f})" if f"{name} slowdown" in row else ""
+                shown.append(f"{row[name]:.2f}{slower}" if "published" not in name else f"{row[name]:.1f}")
+            print("| " + " | ".join(shown) + " |")
+        print(f"\n{model}, {counts[-1]} microbatches, one straggler: saving of all pipelines in %\n")
+        shown_at = [1.0, 1.1, 1.2, 1.3, 1.5]
+        print("| pipelines | system | " + " | ".join(f"T'/T = {at}" for at in shown_at) + " |\n|" + "---|" * 7)
+        for number, savings in figures[model].items():
+            for name, values in savings.items():
+                cells = [f"{values[min(range(11), key=lambda i: abs(FACTORS[i] - at))]:.2f}" for at in shown_at]
+                print(f"| {number} | {name} | " + " | ".join(cells) + " |")
+        perseus, envpipe = models[model].at_1_2
+        print(f"\npublished at 1.2, 16 pipelines, 96 microbatches: Perseus {perseus}, EnvPipe {envpipe} (corrected)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
