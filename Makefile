@@ -30,8 +30,8 @@ PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: $(STAMP) ## Train, profile, plan and apply on an emulated GPU (40 seconds); results in outputs/demo
-	$(PY) examples/gpt/train.py output_dir=outputs/demo $(ARGS)
+demo: $(STAMP) ## One training that measures, plans and verifies by itself, on emulated GPUs (30 seconds); results in outputs/demo
+	$(PY) examples/gpt/train.py plan=auto output_dir=outputs/demo $(ARGS)
 
 test: $(STAMP) ## Run all tests, in three processes
 	$(PYTEST) $(ARGS)

@@ -1,4 +1,4 @@
-"""What a user writes: an ordinary LightningModule, an ordinary Trainer, and two callbacks.
+"""What a user writes: an ordinary LightningModule, an ordinary Trainer, and one callback.
 
 Importing lightning_pfo makes `strategy="pfo_pipeline"` known.
 
@@ -9,10 +9,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
-from lightning_pfo.planner import plan_frontier
-
-OPTIONS = {"strategy": "pfo_pipeline", "accelerator": "auto", "devices": 2, "logger": False}
+from lightning_pfo.callbacks import PipelineFrequencyOptimizerCallback
 
 
 class Module(L.LightningModule):
@@ -36,16 +33,11 @@ def main():
     data = torch.utils.data.TensorDataset(torch.randn(512, 256), torch.randint(10, (512,)))
     loader = torch.utils.data.DataLoader(data, batch_size=32)
 
-    profiler = EnergyProfilerCallback("outputs/user/profile.csv", clock_step_mhz=150, stop_when_done=True)
-    L.Trainer(max_epochs=-1, callbacks=[profiler], **OPTIONS).fit(Module(), loader)
-
-    frontier = plan_frontier("outputs/user/profile.csv", num_microbatches=8)
-    plan = FrequencyPlanCallback(frontier, select="no_slowdown")
-    trainer = L.Trainer(max_epochs=1, callbacks=[plan], **OPTIONS)
+    optimizer = PipelineFrequencyOptimizerCallback(output_dir="outputs/user")
+    trainer = L.Trainer(strategy="pfo_pipeline", devices=2, max_epochs=4, callbacks=[optimizer], logger=False)
     trainer.fit(Module(), loader)
     if trainer.is_global_zero:
-        last = plan.measurements[-1]
-        print(f"under the plan: {last.time_s:.3f} s and {last.energy_j:.1f} J per iteration on {plan.gpu_name}")
+        print("\n".join(optimizer.run.notes))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import clock_overhead
 import model_zoo
 import on_gpu
 import own_clock
+import perseus_tables
 import planner_ablation
 import rendezvous
 from pipelines import emulate, evaluation_set
@@ -134,6 +135,31 @@ def test_the_ablation_judges_every_variant_by_the_best_bound() -> None:
         assert max(result.gaps) <= max(result.own_gaps) + 1e-9
         assert result.saving > 10
     assert sum(results["best"].gaps) <= sum(results["fast"].gaps)
+
+
+def test_published_tables_stand_beside_what_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, power_w = emulate("a40", [1.0, 1.2])
+    profile.to_frame().to_csv(tmp_path / "made.csv", index=False)
+    monkeypatch.setattr(perseus_tables, "MEASURED_DIR", tmp_path)
+    made = perseus_tables.Published("made.csv", power_w, {4: 10.0}, {4: 11.0}, (20.0, 10.0))
+    monkeypatch.setattr(perseus_tables, "NUM_PIPELINES", (16,))
+    monkeypatch.setattr(perseus_tables, "PUBLISHED", {"made": made, "absent": replace(made, file="absent.csv")})
+    assert perseus_tables.main(["microbatches=4", "json=true"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    ((row,),) = result["table"].values()
+    assert (row["EnvPipe published"], row["Perseus published"]) == (10.0, 11.0)
+    assert 0 < row["EnvPipe"] <= row["ours"] <= row["bound"]
+    assert row["Perseus"] <= row["ours at Perseus's time"] + 1e-9
+    for savings in result["stragglers"]["made"].values():
+        assert savings["ours"][0] == pytest.approx(row["ours"])
+        assert savings["ours"][4] > savings["ours"][0]  # beside a straggler slower plans save more
+        assert savings["EnvPipe"][10] < savings["EnvPipe"][0]  # while a fixed plan waits
+    assert perseus_tables.main([f"output_dir={tmp_path / 'out'}", "microbatches=4"]) == 0
+    assert "| 4 | 10.0 |" in capsys.readouterr().out
+    assert (tmp_path / "out" / "stragglers.png").exists()
+    assert perseus_tables.main(["output=x"]) == 2
 
 
 def test_queues_by_direction_cost_no_time_and_one_queue_for_all_does() -> None:

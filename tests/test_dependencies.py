@@ -12,8 +12,10 @@ from tests.launch import ROOT
 tomllib = pytest.importorskip("tomllib", reason="reads pyproject.toml with Python's own parser, new in 3.11")
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = SETTINGS["project"]
-TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "pandas-stubs", "types-networkx"}
-"""Needed for development, and imported by nobody."""
+TOOLS = {"pytest-timeout", "pytest-xdist", "ruff", "mypy", "pandas-stubs", "types-networkx", "aiofiles"}
+"""Needed for development, and imported by nobody here."""
+OF_AN_EXTRA = {"lightning_pfo/server/web": "server"}
+"""Rooms that are imported only by those who have an extra."""
 SCRIPTS = [path for folder in ("examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
 OUR_OWN = {path.stem for path in SCRIPTS} | {"lightning_pfo", "tests"}
 """Scripts import modules beside them."""
@@ -71,7 +73,7 @@ def distributions(folder):
 @pytest.mark.parametrize(
     ("folder", "allowed"),
     [
-        ("lightning_pfo", REQUIRED | EXTRAS["zeus"]),
+        ("lightning_pfo", REQUIRED | EXTRAS["zeus"] | EXTRAS["server"]),
         ("examples", REQUIRED | EXTRAS["examples"]),
         ("tests", REQUIRED | EXTRAS["dev"]),
         ("benchmarks", REQUIRED | EXTRAS["dev"] | EXTRAS["benchmarks"]),
@@ -97,10 +99,12 @@ def test_what_is_declared_is_used():
 def test_what_an_extra_brings_is_imported_where_it_is_needed_only():
     optional = set.union(*EXTRAS.values()) - REQUIRED
     for path in (ROOT / "lightning_pfo").rglob("*.py"):
+        extra = OF_AN_EXTRA.get(path.parent.relative_to(ROOT).as_posix())
+        brought = EXTRAS[extra] if extra else set()
         tree = ast.parse(path.read_text())
         at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         names = {name for node in at_import for name in imported(node)} - {"lightning_pfo"}
-        assert set().union(*map(providers_of, names)) & optional == set(), path
+        assert set().union(*map(providers_of, names)) & optional <= brought, path
 
 
 def oldest_python(distribution):
@@ -124,5 +128,6 @@ def test_pins_are_for_the_pythons_that_have_them():
 def test_configuration_files_are_packaged_by_their_own_name():
     """Not by the link to them, which a source distribution does not have, nor a wheel that is built from one."""
     wheel = SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel["force-include"] == {"conf": "lightning_pfo/conf"}
+    packed = {"conf": "lightning_pfo/conf", "examples/gpt": "lightning_pfo/examples/gpt"}  # the latter for the demo
+    assert wheel["force-include"] == packed
     assert (ROOT / "lightning_pfo" / "conf").is_symlink() <= ("lightning_pfo/conf" in wheel["exclude"])

@@ -31,16 +31,24 @@ MAY_KNOW = {
     "planner.pipeline": {"core", "planner.profile", "planner.network"},
     "planner.relaxation": {"core", "planner.network"},
     "planner.search": {"core", "planner.network", "planner.relaxation"},
-    "planner.policies": {"core", "planner.profile", "planner.network", "planner.pipeline"},
+    "planner.policies": {
+        *("core", "planner.profile", "planner.network", "planner.pipeline"),
+        "planner.relaxation",  # Perseus solves the same programme, on its own curves
+    },
     "planner.limits": {
         *("core", "planner.profile", "planner.network", "planner.pipeline"),
         *("planner.relaxation", "planner.search"),
     },
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
     "planner.settings": {"core", "planner.search.effort"},
+    "planner.policy_frontier": {
+        *("core", "planner.settings", "planner.profile", "planner.network", "planner.pipeline"),
+        *("planner.relaxation", "planner.policies", "planner.limits", "planner.frontier"),
+    },
     "planner.plan": {
         "core",
         "planner.settings",
+        "planner.policy_frontier",
         "planner.profile",
         "planner.network",
         "planner.pipeline",
@@ -49,6 +57,13 @@ MAY_KNOW = {
         "planner.policies",
         "planner.limits",
         "planner.frontier",
+    },
+    "planner.comparison": {
+        *("core", "planner.settings", "planner.plan", "planner.policy_frontier", "planner.profile", "planner.network"),
+        *("planner.pipeline", "planner.relaxation", "planner.policies", "planner.limits", "planner.frontier"),
+    },
+    "planner.cluster": {
+        *("core", "planner.plan", "planner.policies", "planner.profile", "planner.network", "planner.frontier"),
     },
     "device": {"core"},
     "device.gpu": {"core"},
@@ -104,13 +119,15 @@ MAY_KNOW = {
         "strategy.state",
         "strategy.watch",
     },
-    "listeners": {"core", "device", "planner.frontier", "planner.profile"},
+    # the optimizer alone plans, on the first rank: the others have rows of their own
+    "listeners": {"core", "device", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"},
     "listeners.agreement": {"core"},
     "listeners.device_follower": {"core"},
     "listeners.emulated": {"core", "device"},
     "listeners.plan_cursor": {"core"},
     "listeners.clock_requests": {"core", "device.time", "listeners.device_follower"},
-    "listeners.meters": {"core", "device", "listeners.device_follower"},
+    "listeners.online_envpipe": {"core", "device.time", "listeners.device_follower"},
+    "listeners.meters": {"core", "device", "listeners.device_follower", "listeners.profile_row"},
     "listeners.profile_row": set(),
     "listeners.drift": {"core", "listeners.profile_row"},
     "listeners.frequency_scan": {
@@ -129,9 +146,40 @@ MAY_KNOW = {
     "listeners.planned_run": {
         *("core", "device", "planner.frontier"),
         *("listeners.agreement", "listeners.gpu_session", "listeners.meters"),
-        *("listeners.plan_cursor", "listeners.clock_requests"),
+        *("listeners.plan_cursor", "listeners.clock_requests", "listeners.online_envpipe"),
     },
-    "callbacks": {"core", "device", "listeners"},
+    "listeners.windows": {"core", "listeners.meters"},
+    "listeners.optimizer.background": {"core", "listeners.agreement"},
+    "listeners.optimizer": {
+        *("core", "device", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
+        *("listeners.agreement", "listeners.gpu_session", "listeners.meters"),
+        *("listeners.planned_run", "listeners.profile_row", "listeners.windows"),
+    },
+    "listeners.optimizer.choosing": {
+        *("core", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
+        *("listeners.profile_row", "listeners.optimizer.memory"),
+    },
+    "listeners.optimizer.choosing.curves": {"planner.profile"},
+    "listeners.optimizer.choosing.choice": {
+        *("core", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
+        "listeners.optimizer.choosing.curves",
+    },
+    "listeners.optimizer.choosing.objectives": {"core", "planner.frontier"},
+    "listeners.optimizer.probe": {"core", "listeners.meters"},
+    "listeners.optimizer.replicas": {"core", "device.time", "planner.frontier"},
+    "listeners.optimizer.ledger": {"listeners.meters"},
+    "listeners.optimizer.memory": {"core", "listeners.profile_row"},
+    "listeners.optimizer.settings": {"core", "planner.settings", "listeners.optimizer.choosing.objectives"},
+    "callbacks": {"core", "device", "listeners", "pictures"},
+    "server": {"core", "planner"},
+    "server.settings": {"core", "planner"},
+    "server.jobs": {"core", "planner"},
+    "server.jobs.answers": {"core"},
+    "server.jobs.messages": {"core"},
+    "server.jobs.store": {"core"},
+    "server.build": {"core", "planner", "server.settings", "server.jobs"},
+    "server.web": {"core", "server.settings", "server.jobs", "server.build"},
+    "client": {"core", "device", "listeners"},
 }
 """Rooms whose imports are restricted, and the other rooms or modules that they may import.
 
@@ -147,6 +195,9 @@ MUST_NOT_IMPORT = {
     "loops": {"pynvml", "hydra", "highspy", "pandas"},
     "listeners": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy"},
     "callbacks": {"pynvml", "hydra", "highspy"},
+    "server": {"torch", "lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "matplotlib"},
+    "server.jobs": {"fastapi", "starlette", "uvicorn", "pydantic"},
+    "client": {"lightning", "lightning_utilities", "accelerate", "pynvml", "hydra", "highspy", "fastapi", "httpx"},
 }
 HYDRA_ALLOWED_IN = {"experiment.command_line"}
 LIGHTNING_ALLOWED_IN = {"strategy.trainer", "callbacks", "experiment"}

@@ -17,10 +17,14 @@ from lightning_pfo.core.wording import LONGEST_MESSAGE, cut, did_you_mean
 
 COMMANDS = {
     "plan": "lightning_pfo.cli.plan",
+    "compare": "lightning_pfo.cli.compare",
     "sample": "lightning_pfo.cli.sample",
+    "serve": "lightning_pfo.cli.serve",
     "gpu": "lightning_pfo.cli.gpu",
     "p2p-power": "lightning_pfo.cli.p2p_power",
     "restore-clocks": "lightning_pfo.cli.restore_clocks",
+    "report": "lightning_pfo.cli.report",
+    "demo": "lightning_pfo.cli.demo",
 }
 """Commands by name: the module that implements each."""
 
@@ -80,6 +84,9 @@ def _run(arguments: Sequence[str]) -> int:
     if any(flag in overrides for flag in _HELP_FLAGS):
         print(usage(name, command))
     else:
+        first = getattr(command, "FIRST", None)  # the setting that may be given without its name
+        if first is not None and overrides and "=" not in overrides[0] and not overrides[0].startswith("-"):
+            overrides = [f"{first}={overrides[0]}", *overrides[1:]]
         command.run(read_settings(command.Settings, without_dashes(overrides)))
     return 0
 

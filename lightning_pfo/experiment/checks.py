@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.core.errors import ConfigurationError
@@ -13,10 +14,12 @@ from lightning_pfo.core.wording import counted
 from lightning_pfo.device import open_gpu
 from lightning_pfo.experiment.accelerator import check_shared_gpus
 from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks
-from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
 from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
 from lightning_pfo.planner import check_selection, read_profile
+from lightning_pfo.planner.policies.envpipe import EnvPipe
+from lightning_pfo.planner.policies.registry import find_policy
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.split import check_split
@@ -83,7 +86,21 @@ def check_settings(config: ExperimentConfig) -> None:
     ScanSettings(**vars(config.profiler))
     if plan.select != TOP_CLOCKS:
         check_selection(plan.select)
+    if plan.auto and (config.profile or plan.select == TOP_CLOCKS):
+        given = f"profile={config.profile}" if config.profile else f"plan.select={TOP_CLOCKS}"
+        raise ConfigurationError(
+            f"A run that optimises itself (plan=auto) measures and plans while it trains; got {given}. Leave that out, "
+            "or use another plan, such as plan=no_slowdown."
+        )
     plan.check()
+    policy = find_policy(policy_of(plan))
+    if policy is not None:
+        policy.check_schedule(config.schedule.name)
+        if plan.select == "no_slowdown" and policy.name != "max_frequency":
+            raise ConfigurationError(
+                f"Plans of policy {policy.name} may all be slower than the top clocks, so plan.select=no_slowdown may "
+                "find none after all the profiling. Use plan.select=own, which is what the policy takes itself."
+            )
     check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
     if config.profile:
         check_profile(config.profile, schedule.num_stages)
@@ -102,6 +119,17 @@ def check_profile(path: str, num_stages: int) -> None:
             f"A profile is of the pipeline that is planned for; {path} has {counted(found, 'stage')}, this one "
             f"{num_stages}. Use trainer.devices={found}, or leave profile out to measure."
         )
+
+
+def policy_of(plan: PlanConfig) -> Any:
+    """The policy of the plans: by its name, or EnvPipe's by its words.
+
+    Raises:
+        ConfigurationError: If one of EnvPipe's words is not among its own.
+    """
+    if plan.policy != "envpipe":
+        return plan.policy
+    return EnvPipe(plan.type, plan.scheduling, plan.reconfig, plan.max_in_flight, plan.step_mhz)
 
 
 def schedule_of(config: ExperimentConfig) -> PipelineSchedule:

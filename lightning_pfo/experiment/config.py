@@ -89,6 +89,18 @@ class PlanConfig(PlanSettings):
 
     select: str = "no_slowdown"
     """A selection; see `lightning_pfo.planner.select_plan`."""
+    auto: bool = False
+    """Measure, plan, apply and verify in one training, instead of one after the other."""
+    type: str = "envelope"
+    """Of EnvPipe (plan.policy=envpipe), as are the following: baseline, uniform or envelope."""
+    scheduling: str = "1f1b"
+    """1f1b, or ours: EnvPipe's early forwards, for the training; the profile is measured under 1F1B, as in EnvPipe."""
+    reconfig: str = "balanced"
+    """default, greedy or balanced."""
+    max_in_flight: int | None = None
+    """Most microbatches whose activations fit into a stage's memory, for the early forwards; null for no limit."""
+    step_mhz: int = 30
+    """By how much a reconfiguration raises clocks, MHz; greedy takes three such steps at once."""
 
 
 @dataclass

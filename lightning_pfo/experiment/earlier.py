@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-_RESULTS = ("report.json", "profile.csv", "plans", "training", "config", "*.png", "*.log")
+_RESULTS = ("report.json", "profile.csv", "plans", "optimizer.json", "training", "config", "*.png", "*.html", "*.log")
 """What a run writes. The first three say that there was one."""
 
 

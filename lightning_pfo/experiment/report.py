@@ -13,9 +13,13 @@ from rich.table import Table
 
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.experiment.windows import FEWEST_PAIRS, Training, Windowed, change_percent, median_interval
+from lightning_pfo.experiment.windows import Training
+from lightning_pfo.listeners.windows import FEWEST_PAIRS, Windowed, change_percent, median_interval
 
 Interval = tuple[float, float]
+
+_OF_ONE_RUN = ("profiling_iterations", "profiling_cost_j", "profiling_cost_s", "net_saving_j", "notes", "steps")
+"""What `report.json` has of a run that optimised itself."""
 
 _NO_WIDTH = 1e-6
 """Percent: rounding, not noise."""
@@ -32,7 +36,9 @@ class Report:
         predicted_baseline: What the planner says of the top clocks.
         predicted_plan: What the planner says of the plan.
         settings: The configuration.
-        profiling_losses: Training losses while clocks were scanned; empty where the profile is an earlier one.
+        profiling_losses: Training losses while clocks were scanned, or without the optimizer; empty where the profile
+            is an earlier one.
+        one_run: What a run that optimised itself tells; None for one that did not. See `OptimizedRun.summary`.
     """
 
     device: str
@@ -42,6 +48,7 @@ class Report:
     predicted_plan: FrequencyPlan
     settings: dict[str, Any]
     profiling_losses: tuple[float, ...] = ()
+    one_run: dict[str, Any] | None = None
 
     @property
     def saving_percent(self) -> float:
@@ -122,6 +129,7 @@ class Report:
             },
             "clock_failures": self.training.clock_failures,
             "settings": self.settings,
+            **({} if self.one_run is None else {name: self.one_run[name] for name in _OF_ONE_RUN}),
         }
 
     def write(self, path: Path) -> None:
@@ -180,7 +188,13 @@ class Report:
             notes.append(f"Loss of the last step: {self.training.losses[-1]:.4f}.")
         else:
             same = "identical" if self.max_loss_difference == 0 else f"up to {self.max_loss_difference:.1g} apart"
-            notes.append(f"Losses of {self.num_compared_losses} steps and those while profiling: {same}.")
+            other = "those while profiling" if self.one_run is None else "those without the optimizer"
+            notes.append(f"Losses of {self.num_compared_losses} steps and {other}: {same}.")
+        if self.one_run is not None:
+            cost_j, cost_s = self.one_run["profiling_cost_j"], self.one_run["profiling_cost_s"]
+            steps = self.one_run["profiling_iterations"]
+            notes.append(f"Measuring and planning: {steps} steps, {cost_s:+.3g} s and {cost_j:+.4g} J")
+            notes.append("compared with the top clocks.")
         return notes
 
 

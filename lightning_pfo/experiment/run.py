@@ -7,6 +7,8 @@
     3 train      at the top clocks and under the plan in turn      training/metrics.csv
     report       on rank 0                                         report.json, pictures
 
+With `plan=auto` all of it is one training; see `one_run`.
+
 The processes that Lightning starts for the first training run what follows.
 """
 
@@ -31,20 +33,23 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import open_gpu
 from lightning_pfo.experiment.accelerator import few_gpus, gpu_for, is_emulated
-from lightning_pfo.experiment.checks import check_experiment, schedule_of
+from lightning_pfo.experiment.checks import check_experiment, policy_of, schedule_of
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.earlier import set_aside
+from lightning_pfo.experiment.one_run.training import optimize
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.processes import is_first_process
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.training import (
     MakeData,
     MakeModule,
+    planning_of,
     profile,
     quiet_lightning,
     train,
 )
 from lightning_pfo.experiment.windows import Training
+from lightning_pfo.pictures.report_page import write_page
 from lightning_pfo.planner import (
     Frontier,
     plan_frontier,
@@ -83,6 +88,14 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
     schedule, size = schedule_of(config), config.trainer
     if is_first_process():
         _prepare(output_dir, config.profile)
+    if config.plan.auto:
+        result = optimize(config, make_module, make_data, say)
+        on_rank_zero(
+            lambda: _report(
+                config, result.frontier, result.plan, result.training, result.compared_losses, say, result.summary
+            )
+        )
+        return
     scanned: tuple[float, ...] = ()
     if config.profile:
         say(f"1/3 Reusing the profile {config.profile}")
@@ -97,7 +110,9 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
         f"3/3 Training {2 * size.steps} steps, at the top clocks and under the plan ({config.plan.select}) in turn, "
         f"{size.window_steps} each"
     )
-    training = train(config, make_module, make_data, chosen)
+    # A policy may have an order of its own, as EnvPipe's early forwards.
+    order = dataclasses.replace(config.schedule, name=frontier.schedule.name)
+    training = train(dataclasses.replace(config, schedule=order), make_module, make_data, chosen)
 
     on_rank_zero(lambda: _report(config, frontier, chosen, training, scanned, say))
 
@@ -133,9 +148,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
-    settings = config.plan
-    if settings.switch_latency_s is None and config.gpu.lead_clocks:  # clocks are there when they are needed
-        settings = dataclasses.replace(settings, switch_latency_s=0.0)
+    settings = dataclasses.replace(planning_of(config), policy=policy_of(config.plan))
     frontier = plan_frontier(
         config.profile or output_dir / "profile.csv",
         settings,
@@ -156,6 +169,7 @@ def _report(
     training: Training,
     scanned: tuple[float, ...],
     say: _Narrator,
+    one_run: dict[str, Any] | None = None,
 ) -> None:
     gpu = open_gpu(config.gpu, 0)
     try:
@@ -163,7 +177,7 @@ def _report(
     finally:
         gpu.close()
     settings = dataclasses.asdict(config)
-    report = Report(name, is_emulated, training, frontier.baseline, chosen, settings, scanned)
+    report = Report(name, is_emulated, training, frontier.baseline, chosen, settings, scanned, one_run)
     if report.max_loss_difference:
         _log.warning(
             "The losses of this training and of that of the profile differ by up to %.2g, although clocks change no "
@@ -175,9 +189,12 @@ def _report(
     output_dir = Path(config.output_dir)
     report.write(output_dir / "report.json")
     draw_pictures(frontier, chosen, report, output_dir)
+    if one_run is not None:
+        write_page(output_dir)
+    page = "" if one_run is None else "report.html, "
     say.console.print()
     show_table(report.table(), say.console)
-    say.console.print(f"Written to {output_dir}: report.json, profile.csv, plans, pictures.")
+    say.console.print(f"Written to {output_dir}: {page}report.json, profile.csv, plans, pictures.")
     saved, slower = report.saving_percent, report.slowdown_percent
     _log.info("%s: the plan saved %.2f %% of energy and took %.2f %% longer", name, saved, slower)
 

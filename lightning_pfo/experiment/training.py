@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import warnings
@@ -23,8 +24,10 @@ from lightning_pfo.core.wording import did_you_mean
 from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, is_emulated
 from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.windows import Training, Window, Windowed, Windows
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
+from lightning_pfo.experiment.windows import Training
+from lightning_pfo.listeners.optimizer.verification import verified
+from lightning_pfo.listeners.windows import Windowed, Windows
+from lightning_pfo.planner.settings import PlanSettings
 from lightning_pfo.strategy import PfoPipelineStrategy
 
 MakeModule = Callable[[], pl.LightningModule]
@@ -75,7 +78,7 @@ def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeDa
     history = LossHistory()
     callbacks = [history, profiler]
     with progress_messages():
-        _fit(config, make_module, make_data, callbacks, max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
+        fit(config, make_module, make_data, callbacks, max_epochs=-1, limit_val_batches=0, enable_progress_bar=False)
     if profiler.error is not None:
         raise profiler.error
     return history.losses
@@ -99,7 +102,7 @@ def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData
         lambda step: plan if windows.place_of(step)[1] else None, gpu=config.gpu, cluster=config.cluster
     )
     further = make_callbacks(config.callbacks)
-    trainer = _fit(
+    trainer = fit(
         config,
         make_module,
         make_data,
@@ -126,6 +129,14 @@ def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData
     )
 
 
+def planning_of(config: ExperimentConfig) -> PlanSettings:
+    """How to plan: where clocks are asked for in time, they are there when they are needed."""
+    settings = config.plan
+    if settings.switch_latency_s is None and config.gpu.lead_clocks:
+        return dataclasses.replace(settings, switch_latency_s=0.0)
+    return settings
+
+
 def windows_of(config: ExperimentConfig) -> Windows:
     """How the training is divided."""
     settings = config.trainer
@@ -135,21 +146,13 @@ def windows_of(config: ExperimentConfig) -> Windows:
 def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windowed, Windowed]:
     """What was measured at the top clocks, and under the plan, in the pairs of which both were."""
     means_j = applied.mean_energies_j(windows.group_of)
-    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
-    for one in applied.measurements:
-        by_group.setdefault(windows.group_of(one.iteration), []).append(one)
-    pairs = [n for n in range(windows.num_pairs) if {(n, False, True), (n, True, True)} <= by_group.keys()]
-    if not pairs:
+    found = verified(windows, 0, applied.measurements, means_j)
+    if found is None:
         raise ConfigurationError(
             "Windows at the top clocks and under the plan are compared; the training ended before one of each was "
             f"measured, after {len(applied.measurements)} steps. Leave out the callbacks that end it, or train longer."
         )
-
-    def windowed(is_plan: bool) -> Windowed:
-        groups = [(pair, is_plan, True) for pair in pairs]
-        return Windowed(tuple(Window.of(by_group[group], means_j.get(group)) for group in groups))
-
-    return windowed(False), windowed(True)
+    return found.baseline, found.plan
 
 
 def quiet_lightning() -> None:
@@ -197,13 +200,14 @@ def check_trainer_options(options: Mapping[str, Any]) -> None:
             )
 
 
-def _fit(
+def fit(
     config: ExperimentConfig,
     make_module: MakeModule,
     make_data: MakeData,
     callbacks: Sequence[Callback],
     **options: Any,
 ) -> pl.Trainer:
+    """Train with new weights, the same each time; returns the Trainer."""
     pl.seed_everything(config.seed, verbose=False)
     trainer = make_trainer(config, callbacks, options)
     trainer.fit(make_module(), make_data())

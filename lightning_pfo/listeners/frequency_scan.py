@@ -32,42 +32,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, cycle, islice
 
+from lightning_pfo.core.energy_valley import EnergyValley
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, PfoError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
-from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, ENERGY_UNCERTAIN, WAITING_UNCERTAIN
 from lightning_pfo.device import ClockController
 from lightning_pfo.listeners.agreement import first_problem
 from lightning_pfo.listeners.drift import without_drift
-from lightning_pfo.listeners.meters.instructions import InstructionMeter, Kind, Measured
+from lightning_pfo.listeners.meters.instructions import InstructionMeter, Kind
+from lightning_pfo.listeners.meters.rows import measured_rows
 from lightning_pfo.listeners.meters.transfers import measured_transfers
 from lightning_pfo.listeners.profile_row import ProfileRow
 from lightning_pfo.planner.profile.switch_latency import summarised
 
 _CLOCK_TIMEOUT_S = 30.0  # drivers of busy nodes take seconds now and then
-_CLOCK_TOLERANCE = 0.01
 _VISIT_AFTER = 6
 """So many clocks the highest one is measured again."""
 
 _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
-
-
-class EnergyValley:
-    """Decides when an instruction has been scanned far enough."""
-
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
-        self._last_j = math.inf
-        self._num_rises = 0
-
-    @property
-    def passed(self) -> bool:
-        """Whether energy has risen `patience` times in a row."""
-        return self._num_rises >= self._patience
-
-    def add(self, energy_j: float) -> None:
-        """Take the energy at the next lower clock."""
-        self._num_rises = self._num_rises + 1 if energy_j > self._last_j else 0
-        self._last_j = energy_j
 
 
 class FrequencyScan(InstructionListener):
@@ -262,49 +243,11 @@ class FrequencyScan(InstructionListener):
         return True
 
     def _measure(self, transfers_s: Mapping[Kind, float]) -> list[ProfileRow]:
-        rows = []
-        clock_mhz = self.clock_mhz
-        dp_rank, tp_rank = self._source.place
-        blocked, waiting_error = self._meter.blocked_power(), self._meter.waiting_error()
-        for (stage, kind), measured in self._meter.measured().items():
-            valley = self._valleys.get((stage, kind.profile_name))
-            if valley is not None and valley.passed and not self._is_visit:
-                continue
-            rows.append(
-                ProfileRow(
-                    stage=stage,
-                    instruction=kind.profile_name,
-                    frequency=clock_mhz,
-                    time=measured.time_s,
-                    energy=measured.energy_j,
-                    time_stderr=measured.time_stderr_s,
-                    energy_stderr=measured.energy_stderr_j,
-                    samples=measured.samples,
-                    p2p_blocking_power_w=blocked.power_w,
-                    p2p_blocking_power_stderr=blocked.stderr_w,
-                    transfer_time=transfers_s.get((stage, kind)),
-                    flags=_flags(measured, clock_mhz, self._target_error, waiting_error),
-                    clock_seen_mhz=round(measured.seen.clock_mhz, 1),
-                    temperature_c=round(measured.seen.temperature_c, 2),
-                    power_seen_w=round(measured.seen.power_w, 1),
-                    gpu=self._gpu_name,
-                    dp_rank=dp_rank,
-                    tp_rank=tp_rank,
-                )
-            )
-        return rows
+        rows = measured_rows(
+            self._source, self._meter, self.clock_mhz, self._gpu_name, transfers_s, target_error=self._target_error
+        )
+        return [row for row in rows if self._is_visit or not self._is_past_valley(row)]
 
-
-def _flags(measured: Measured, clock_mhz: int, target_error: float, waiting_error: float = 0.0) -> str:
-    """What a reader should know; see `core.flags`."""
-    seen_mhz = measured.seen.clock_mhz
-    flags = set(measured.seen.limits)
-    if measured.energy_error > target_error:
-        flags.add(ENERGY_UNCERTAIN)
-    if waiting_error > target_error:
-        flags.add(WAITING_UNCERTAIN)
-    if abs(seen_mhz - clock_mhz) > _CLOCK_TOLERANCE * clock_mhz:
-        flags.add(CLOCK_NOT_REACHED)
-    if seen_mhz > (1 + _CLOCK_TOLERANCE) * clock_mhz:
-        flags.add(CLOCK_ABOVE)
-    return " ".join(sorted(flags))
+    def _is_past_valley(self, row: ProfileRow) -> bool:
+        valley = self._valleys.get((row.stage, row.instruction))
+        return valley is not None and valley.passed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -12,6 +13,7 @@ from typing import TypeVar
 from lightning_pfo.core.errors import PlanMismatchError
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.frequency_plan import FrequencyPlan, uniform_plan
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.device.time import HOST_TIME, time_of
@@ -25,6 +27,7 @@ from lightning_pfo.listeners.gpu_session import (
     ranks_on_this_node,
 )
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
+from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
 from lightning_pfo.listeners.plan_cursor import PlanCursor
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import load_frontier
@@ -119,7 +122,8 @@ class PlannedRun(InstructionListener):
         self._report = report
         self._user = self if user is None else user
         self._cursor: PlanCursor | None = None
-        self._checked: list[tuple[FrequencyPlan | None, FrequencyPlan]] = []  # as asked for, and as applied
+        # As asked for, for which order, and as applied; the latest only, the same on every rank.
+        self._checked: deque[tuple[FrequencyPlan | None, PipelineSchedule | None, FrequencyPlan]] = deque(maxlen=8)
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
         self.gpu_name = session.gpu.name
@@ -139,14 +143,19 @@ class PlannedRun(InstructionListener):
             raise
         source.add_listener(self._meter)
         source.add_listener(self)
+        self._online = plan if isinstance(plan, OnlineEnvPipe) else None
+        if self._online is not None:
+            supported_mhz = session.gpu.supported_clocks_mhz()
+            self._online.attach(source, session.follower, time_of(session.gpu), supported_mhz)
 
     def on_iteration_begin(self, iteration: int) -> None:
         """Ask for the first instruction's clock."""
         asked = self._plan_of(iteration)
-        plan = next((applied for known, applied in self._checked if known is asked), None)
+        schedule = self._source.schedule
+        plan = next((applied for known, of, applied in self._checked if known is asked and of is schedule), None)
         if plan is None:
             plan = self._checked_plan(asked)
-            self._checked.append((asked, plan))
+            self._checked.append((asked, schedule, plan))
         if self._cursor is None or plan is not self.plan:
             self.plan, self._cursor = plan, PlanCursor(plan, self._source.rank, self._requests)
         self._cursor.on_iteration_begin(iteration)
@@ -181,6 +190,8 @@ class PlannedRun(InstructionListener):
             _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
 
         check_together(source, check)
+        if self._online is not None and self._checked:
+            return plan  # of many, the first has been told
         self._report(
             f"{counted(len(schedule.instructions), 'instruction')} on {gpu.name}, clocks "
             f"{min(map(min, plan.clocks_mhz))} to {max(map(max, plan.clocks_mhz))} MHz."
@@ -255,6 +266,8 @@ class PlannedRun(InstructionListener):
         self.is_open = False
         self._source.remove_listener(self)
         self._source.remove_listener(self._meter)
+        if self._online is not None:
+            self._online.detach()
         self._meter.close()
         if self.clock_statistics.num_changes:
             self._report(f"{self.gpu_name}: {self.clock_statistics}.")

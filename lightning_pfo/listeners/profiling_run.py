@@ -6,13 +6,11 @@ import logging
 import math
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.events import InstructionSource
@@ -31,7 +29,7 @@ from lightning_pfo.listeners.gpu_session import (
     ranks_on_this_node,
 )
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
-from lightning_pfo.listeners.profile_row import ProfileRow
+from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
 from lightning_pfo.planner.profile.profile_csv import write_profile
 
 log = logging.getLogger(__name__)
@@ -236,8 +234,7 @@ class ProfilingRun:
 
     def _write(self, rows: list[ProfileRow]) -> None:
         if self._writes:
-            by_stage = sorted(rows, key=lambda row: (row.stage, row.instruction != "forward"))
-            write_profile(self.output, _with_needed_columns(_fill_blocked_power(by_stage)))
+            write_profile(self.output, profile_records(rows))
         if len(rows) == self._num_rows:  # a clock was visited again
             return
         self._num_rows = len(rows)
@@ -270,27 +267,3 @@ class ProfilingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _with_needed_columns(rows: list[ProfileRow]) -> list[dict[str, Any]]:
-    """Leave out the ranks of replicas, or of tensor parallelism, where there is one, and latencies that nobody saw."""
-    records = [asdict(row) for row in rows]
-    optional = ("dp_rank", "tp_rank", "switch_latency")
-    single = [column for column in optional if not any(record[column] for record in records)]
-    return [{key: value for key, value in record.items() if key not in single} for record in records]
-
-
-def _fill_blocked_power(rows: list[ProfileRow]) -> list[ProfileRow]:
-    """Where a stage never waited, take the mean of the others at that clock; where nobody waits, 0 W."""
-    known: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        if not math.isnan(row.p2p_blocking_power_w):
-            known[row.frequency].append(row.p2p_blocking_power_w)
-    means = {clock: math.fsum(powers) / len(powers) for clock, powers in known.items()}
-    overall = math.fsum(means.values()) / len(means) if means else 0.0  # in a pipeline of one stage nobody waits
-    return [
-        replace(row, p2p_blocking_power_w=means.get(row.frequency, overall))
-        if math.isnan(row.p2p_blocking_power_w)
-        else row
-        for row in rows
-    ]

@@ -6,6 +6,7 @@ import pytest
 from lightning_pfo.cli import main
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.planner import load_frontier, write_profile
+from tests.example_scripts import ROOT
 
 
 @pytest.fixture
@@ -220,3 +221,11 @@ def test_an_error_repeats_no_more_than_a_screenful(arguments, capsys, tmp_path, 
     error = capsys.readouterr().err
     assert "..." in error
     assert len(error) < 4000
+
+
+def test_the_demo_is_found_in_a_clone_and_packed_into_wheels():
+    from lightning_pfo.cli.demo import demo_script
+
+    assert demo_script().read_text().startswith('"""Train a byte-level language model')
+    included = (ROOT / "pyproject.toml").read_text().partition("[tool.hatch.build.targets.wheel.force-include]")[2]
+    assert '"examples/gpt" = "lightning_pfo/examples/gpt"' in included.partition("[tool.")[0]

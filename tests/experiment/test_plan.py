@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import GpuConfig
+from lightning_pfo.experiment.checks import check_settings
 from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig, ScheduleConfig
 from lightning_pfo.experiment.run import _plan
 from lightning_pfo.planner import write_profile
@@ -32,3 +34,50 @@ def test_plans_reckon_with_the_measured_latency_where_clocks_are_not_asked_for_a
     )
     frontier, _ = _plan(config, tmp_path)
     assert frontier.switch_latency_s == expected_s
+
+
+def rows_of(num_stages):
+    return [
+        {"stage": stage, "instruction": kind, "frequency": clock, "time": length * seconds, "energy": length * energy_j}
+        | {"p2p_blocking_power_w": 80.0}
+        for stage in range(num_stages)
+        for kind, length in (("forward", 1), ("backward", 2))
+        for clock, seconds, energy_j in ((1400, 0.03, 9.0), (1200, 0.033, 7.0), (1000, 0.038, 6.0))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "schedule"),
+    [
+        ({}, "envpipe_envelope_balanced", "1f1b"),
+        ({"type": "baseline", "scheduling": "ours"}, "envpipe_baseline", "1f1b"),
+        ({"type": "uniform", "reconfig": "greedy"}, "envpipe_uniform_greedy", "1f1b"),
+        # Backwards take 0.06 s at the top, forwards 0.038 s: 3.2, 1.6 and 0 times.
+        ({"scheduling": "ours"}, "envpipe_envelope_balanced_early_forwards", "envpipe:3,1,0"),
+        ({"scheduling": "ours", "max_in_flight": 4}, "envpipe_envelope_balanced_early_forwards", "envpipe:1,1,0"),
+    ],
+)
+def test_envpipes_words_make_its_plans(tmp_path, words, policy, schedule):
+    write_profile(tmp_path / "profile.csv", rows_of(3))
+    config = ExperimentConfig(
+        plan=PlanConfig(policy="envpipe", select="own", **words),
+        schedule=ScheduleConfig(num_microbatches=6),
+    )
+    frontier, chosen = _plan(config, tmp_path)
+    assert (frontier.policy, frontier.schedule.name) == (policy, schedule)
+    assert chosen is frontier.own_choice
+
+
+@pytest.mark.parametrize(
+    ("words", "schedule", "message"),
+    [
+        ({"reconfig": "balancd"}, "1f1b", "Did you mean balanced"),
+        ({"scheduling": "ours"}, "gpipe", "early forwards .* got schedule 'gpipe'"),
+        ({"policy": "zeus"}, "1f1b", "policy is one of ours, .*got 'zeus'"),
+        ({"policy": "perseus"}, "1f1b", "may all be slower than the top clocks.* Use plan.select=own"),
+    ],
+)
+def test_what_a_policy_cannot_do_is_said_before_anything_is_measured(words, schedule, message):
+    plan = PlanConfig(**{"policy": "envpipe", **words})
+    with pytest.raises(ConfigurationError, match=message):
+        check_settings(ExperimentConfig(plan=plan, schedule=ScheduleConfig(schedule)))

@@ -7,7 +7,8 @@ from rich.console import Console
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.report import Report
-from lightning_pfo.experiment.windows import Training, Window, Windowed
+from lightning_pfo.experiment.windows import Training
+from lightning_pfo.listeners.windows import Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
 CLOCKS = ((1410,) * 4,) * 2

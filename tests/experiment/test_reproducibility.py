@@ -27,6 +27,7 @@ SMALL = (
         "trainer.window_steps=3",
         "trainer.val_batches=0",
         "trainer.progress_bar=false",
+        "model.num_blocks=4",
     ),
     *("profiler=quick", "profiler.min_clock_mhz=1300", "profiler.max_iterations_per_clock=2"),
 )

@@ -61,7 +61,7 @@ def test_without_clock_control_the_main_job_ends_and_says_so(tmp_path, fake_driv
 
 
 def test_gpt_profiles_plans_trains_and_reports(tmp_path):
-    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "plan=slowdown_2_percent", fresh=True).stdout
+    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "model.num_blocks=5", "plan=slowdown_2_percent").stdout
     for text in ("1/3 Profiling 2 stages x 8 microbatches", "3/3 Training 8 steps", "EMULATED", "Losses of 8 steps"):
         assert output.count(text) == 1, output  # said once, by rank 0
 
@@ -184,3 +184,23 @@ def test_ranks_end_together(tmp_path, end, status, message):
     if status == 130:
         assert output.count(message) == 1
         assert "Traceback" not in output
+
+
+def test_one_run_measures_plans_verifies_and_reports(tmp_path):
+    overrides = ("gpu=emulated_a40", "plan=auto", "plan.select=1.02x", "profiler.min_clock_mhz=1000")
+    output = run_example("gpt", tmp_path, *overrides).stdout
+    for text in ("1/2 Training under '1.02x'", "Verify -> Hold", "EMULATED", "those without the optimizer: identical"):
+        assert output.count(text) == 1, output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["losses"]["identical"], report["losses"]
+    assert report["losses"]["compared"] == 8
+    assert 0 < report["saving_percent"] < report["lower_bound_saving_percent"] + 0.5
+    assert report["slowdown_percent"] < 2.5
+    assert report["saving_interval_percent"] is None  # of two pairs
+    assert {"profiling_cost_j", "profiling_cost_s", "net_saving_j", "notes"} <= set(report)
+    assert [step["state"] for step in report["steps"]][-1] in ("Verify", "Hold")
+    frontier = load_frontier(tmp_path / "plans")
+    assert min(mhz for row in frontier.least_energy.clocks_mhz for mhz in row) >= 1000
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"report.html", "optimizer.json", "profile.csv", "frontier.png", "windows.png"} <= names
+    assert "emulated" in (tmp_path / "report.html").read_text()

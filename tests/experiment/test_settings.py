@@ -1,5 +1,6 @@
 """What an experiment decides before it trains."""
 
+import dataclasses
 import math
 import re
 
@@ -10,7 +11,7 @@ from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.device import GpuConfig
 from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_ranks, few_gpus, gpu_for
 from lightning_pfo.experiment.checks import check_experiment, check_settings
-from lightning_pfo.experiment.config import ExperimentConfig, ScheduleConfig, TrainerConfig
+from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig, ScheduleConfig, TrainerConfig
 from lightning_pfo.experiment.training import check_trainer_options
 from lightning_pfo.listeners.profiling_run import ScanSettings
 from tests.example_scripts import load_example
@@ -184,6 +185,14 @@ def test_fewer_gpus_than_stages_are_said_in_one_line(settings, num_gpus, said, m
     line = few_gpus(config(**settings))
     assert re.search(said, line)
     assert "\n" not in line
+
+
+def test_a_run_that_optimises_itself_is_given_no_profile_and_no_top_clocks():
+    for changes in ({"profile": "p.csv"}, {"plan": PlanConfig(auto=True, select="top_clocks")}):
+        wrong = dataclasses.replace(config(), **{"plan": PlanConfig(auto=True), **changes})
+        with pytest.raises(ConfigurationError, match=r"\(plan=auto\) measures and plans while it trains; got"):
+            check_settings(wrong)
+    check_settings(dataclasses.replace(config(), plan=PlanConfig(auto=True, select="1.02x")))
 
 
 def test_an_earlier_profile_is_of_as_many_stages(tmp_path):

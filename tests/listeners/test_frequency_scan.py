@@ -2,9 +2,10 @@ import math
 
 import pytest
 
+from lightning_pfo.core.energy_valley import EnergyValley
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.emulated.time import VirtualTime
-from lightning_pfo.listeners.frequency_scan import EnergyValley, FrequencyScan
+from lightning_pfo.listeners.frequency_scan import FrequencyScan
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
 from tests.listeners.fakes import FakeClocks, FakeGpu, FakeSource
 
@@ -133,8 +134,8 @@ def test_uncertain_energies_are_measured_for_longer():
 
 def test_flags_say_what_to_doubt():
     from lightning_pfo.device.energy.sampler import StateWithin
-    from lightning_pfo.listeners.frequency_scan import _flags
     from lightning_pfo.listeners.meters.instructions import Measured
+    from lightning_pfo.listeners.meters.rows import _flags
 
     def measured(clock_mhz, stderr_j, limits=frozenset()):
         return Measured(0.02, 0.0, 5.0, stderr_j, 50, StateWithin(clock_mhz, limits, 60.0, 250.0))

@@ -227,15 +227,23 @@ class InstructionMeter(InstructionListener):
 
     def on_instruction_begin(self, event: InstructionEvent) -> None:
         """Waiting is over, computing begins."""
-        self._lap(self.blocked)
+        self._lap(self._samples_of_wait())
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
         """Computing is over, waiting begins."""
-        self._lap(self.instructions[event.instruction.stage, event.instruction.type])
+        self._lap(self._samples_of(event))
+
+    def _samples_of(self, event: InstructionEvent) -> Samples:
+        """Where an instruction belongs that ends."""
+        return self.instructions[event.instruction.stage, event.instruction.type]
+
+    def _samples_of_wait(self) -> Samples:
+        """Where a wait belongs that ends."""
+        return self.blocked
 
     def on_iteration_end(self, iteration: int) -> None:
         """Waiting for the other ranks is over."""
-        self._lap(self.blocked)
+        self._lap(self._samples_of_wait())
         if self._anchor is not None:
             self._source.synchronize()
             self._resolve_marks(*self._anchor)

@@ -1,0 +1,170 @@
+"""What the first rank decides beside the training: measure more, or train under a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from lightning_pfo.core.flags import POWER_CAP
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.listeners.optimizer.choosing.choice import Choice, Kind, choose
+from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective
+from lightning_pfo.listeners.optimizer.memory import Memory
+from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
+from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.profile.profile_csv import read_profile, write_profile
+from lightning_pfo.planner.profile.switch_latency import summarised
+from lightning_pfo.planner.settings import PlanSettings
+
+_NEGLIGIBLE = 0.001
+"""Of the energy: less is not worth measuring for, however long the training is."""
+
+_LONG = 1000
+"""Iterations, where nobody knows how many are to come."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do next.
+
+    Attributes:
+        frontier: The plans that are possible, from what is known.
+        plan: The one to train under.
+        next_mhz: Clocks to measure before, one for each rank in each; none: enough is known.
+        gain_j: What measuring more may save in an iteration, at most.
+    """
+
+    frontier: Frontier
+    plan: FrequencyPlan
+    next_mhz: tuple[tuple[int, ...], ...]
+    gain_j: float
+
+
+def decide(
+    memory: Memory,
+    schedule: PipelineSchedule,
+    clocks_mhz: Sequence[int],
+    profile_path: Path,
+    *,
+    objective: Objective,
+    moment: Moment,
+    planning: PlanSettings,
+    may_measure: bool,
+    stages: Sequence[int] | None = None,
+) -> Decision:
+    """Fit, plan, and see whether measuring more is worth it.
+
+    Args:
+        memory: What was measured.
+        schedule: What is executed.
+        clocks_mhz: Clocks that all GPUs have, the highest first.
+        profile_path: Where the profile is written.
+        objective: Which plan is wanted.
+        moment: How far the training has come.
+        planning: How to plan.
+        may_measure: Whether more may be measured at all.
+        stages: Measure these stages only, the others at the top clock; None: all.
+
+    Raises:
+        PfoError: If no plan can be made.
+    """
+    write_profile(profile_path, profile_records(with_latency(with_waiting_power(memory.rows), memory)))
+    choice = choose(
+        read_profile(profile_path),
+        schedule,
+        clocks_mhz,
+        select=lambda frontier: objective.plan_of(frontier, moment),
+        settings=planning,
+        held_mhz=held_clocks(memory.rows),
+    )
+    next_mhz = (
+        choice.next_mhz
+        if may_measure and is_worth_more(choice, moment.iterations_left, _iterations_each(memory))
+        else ()
+    )
+    if stages is not None:
+        next_mhz = tuple(only_ranks(schedule, stages, clocks, clocks_mhz[0]) for clocks in next_mhz)
+    return Decision(choice.frontier, choice.plan, next_mhz, choice.gain_j)
+
+
+def _iterations_each(memory: Memory) -> float:
+    """Iterations that a clock has taken so far: many where energy counters tick."""
+    clocks_of: dict[int, set[int]] = {}
+    for row in memory.rows:
+        clocks_of.setdefault(row.stage, set()).add(row.frequency)
+    count = max(map(len, clocks_of.values())) - 1  # the top clock is measured before
+    return max(1.0, memory.iterations / count) if count else 1.0
+
+
+def is_worth_more(choice: Choice, iterations_left: int | None, iterations_each: float = 1.0) -> bool:
+    """Whether measuring once more can save more than it costs: the saving of the plan while it is not applied.
+
+    Args:
+        choice: What is known.
+        iterations_left: How long the training is; None where nobody knows.
+        iterations_each: Iterations that a clock takes.
+    """
+    planned_j = choice.plan.iteration_energy_j
+    if choice.gain_j < _NEGLIGIBLE * planned_j:
+        return False
+    cost_j = (iterations_each * len(choice.next_mhz) + 1) * max(
+        choice.frontier.baseline.iteration_energy_j - planned_j, 0.0
+    )
+    return choice.gain_j * (_LONG if iterations_left is None else iterations_left) > cost_j
+
+
+def only_ranks(
+    schedule: PipelineSchedule, stages: Sequence[int], clocks_mhz: Sequence[int], top_mhz: int
+) -> tuple[int, ...]:
+    """The clocks for the ranks that have one of the stages, the top clock for the others."""
+    ranks = {schedule.rank_of(stage) for stage in stages}
+    return tuple(mhz if rank in ranks else top_mhz for rank, mhz in enumerate(clocks_mhz))
+
+
+def held_clocks(rows: Sequence[ProfileRow]) -> dict[Kind, float]:
+    """At which clock each kind of instruction ran at its top clock: that of a power cap where one held it."""
+    tops: dict[tuple[int, str], ProfileRow] = {}
+    for row in rows:
+        key = row.stage, row.instruction
+        if key not in tops or row.frequency > tops[key].frequency:
+            tops[key] = row
+    kinds = {kind.profile_name: kind for kind in InstructionType}
+    return {
+        (stage, kinds[name]): float(row.clock_seen_mhz if POWER_CAP in row.flags.split() else row.frequency)
+        for (stage, name), row in tops.items()
+        if not math.isnan(row.clock_seen_mhz)
+    }
+
+
+def with_waiting_power(rows: Sequence[ProfileRow]) -> list[ProfileRow]:
+    """The rows with a power of waiting where nobody waited: on a parabola through what others drew, by clock."""
+    known = [(row.frequency, row.p2p_blocking_power_w) for row in rows if not math.isnan(row.p2p_blocking_power_w)]
+    if not known:
+        return list(rows)
+    clocks, powers = np.array(known).T
+    top = clocks.max()
+    terms = np.polynomial.Polynomial.fit(clocks / top, powers, min(2, len(set(clocks)) - 1), domain=[0, 1])
+    least, most = float(powers.min()), float(powers.max())
+
+    def fitted_w(clock_mhz: int) -> float:
+        return float(min(max(terms(clock_mhz / top), least), most))
+
+    return [
+        replace(row, p2p_blocking_power_w=fitted_w(row.frequency)) if math.isnan(row.p2p_blocking_power_w) else row
+        for row in rows
+    ]
+
+
+def with_latency(rows: Sequence[ProfileRow], memory: Memory) -> list[ProfileRow]:
+    """The rows with what is known of how long clocks take to change."""
+    latency = summarised({(before, after): some for before, after, some in memory.latencies_s})
+    if latency is None:
+        return list(rows)
+    cells = latency.cells({row.frequency for row in rows})
+    return [replace(row, switch_latency=cells[row.frequency]) for row in rows]

@@ -1,0 +1,140 @@
+"""Runs that optimise themselves, in real processes on emulated GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo.planner import load_frontier, read_profile
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parent / "scripts" / "optimizer.py"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("optimizer")
+    (folder / "output.txt").write_text(run_script(SCRIPT, folder).stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_losses_are_those_of_a_run_without_it(ranks):
+    for seen in ranks:
+        for name, run in seen.items():
+            if name != "plain":
+                assert run["losses"] == seen["plain"][: len(run["losses"])], name
+
+
+def test_states_follow_each_other_alike_on_all_ranks(ranks):
+    whole = ranks[0]["whole"]
+    in_turn = [state for n, state in enumerate(whole["states"]) if n == 0 or whole["states"][n - 1] != state]
+    assert in_turn == ["WarmUp", "Measure", "Plan", "Measure", "Plan", "Verify", "Hold"]
+    for name in ("whole", "resumed", "drifting"):
+        for key in ("states", "times_s", "energies_j", "planned", "places", "clocks"):
+            assert ranks[0][name][key] == ranks[1][name][key], (name, key)
+    assert not any(run["open"] for seen in ranks for name, run in seen.items() if "open" in run)
+
+
+def test_what_is_measured_in_parts_of_iterations_is_what_the_gpu_takes(folder, ranks):
+    """A whole scan of other runs is not needed: the emulated GPU's own formulas say it."""
+    from lightning_pfo.device import load_gpu_config
+    from lightning_pfo.device.emulated.physics import GpuPhysics
+
+    physics = GpuPhysics(load_gpu_config("emulated_a100"))
+    by_kind = {}
+    for stage, instruction, clock_mhz, time_s, energy_j in ranks[0]["whole"]["measured"]:
+        assert energy_j / time_s == pytest.approx(physics.computing_power_w(clock_mhz), rel=1e-6)
+        by_kind.setdefault((stage, instruction), {})[clock_mhz] = time_s
+    for times_s in by_kind.values():
+        (low_mhz, low_s), top_s = min(times_s.items()), times_s[1410]
+        compute_s = (low_s - top_s) / (physics.time_s(low_mhz, 1.0, 0.0) - 1.0)
+        for clock_mhz, time_s in times_s.items():
+            assert time_s == pytest.approx(physics.time_s(clock_mhz, compute_s, top_s - compute_s), rel=1e-6)
+    assert {clock for *_, clock in ranks[0]["whole"]["places"]} <= {
+        clock
+        for profile in read_profile(folder / "whole" / "profile.csv").instructions.values()
+        for clock in profile.clocks_mhz
+    }
+
+
+def test_the_plan_saves_what_it_predicts(folder, ranks):
+    whole = ranks[0]["whole"]
+    frontier = load_frontier(folder / "whole" / "plans")
+    assert whole["clocks"] in [[list(row) for row in plan.clocks_mhz] for plan in frontier.plans]
+    summary = whole["summary"]
+    predicted = summary["predicted"]
+    expected = 100 * (1 - predicted["plan"]["iteration_energy_j"] / predicted["baseline"]["iteration_energy_j"])
+    assert summary["saving_percent"] == pytest.approx(expected, abs=0.5)
+    assert 5 < summary["saving_percent"] < summary["lower_bound_saving_percent"] + 0.1
+    assert abs(summary["slowdown_percent"]) < 0.1
+    top_j = whole["energies_j"][0]
+    assert summary["net_saving_j"] == pytest.approx(sum(top_j - one for one in whole["energies_j"][3:]), rel=0.01)
+    measuring = [n for n, state in enumerate(whole["states"]) if state in ("Measure", "Plan")]
+    assert summary["profiling_iterations"] == len(measuring)
+    assert summary["profiling_cost_j"] == pytest.approx(
+        sum(whole["energies_j"][n] - top_j for n in measuring), rel=1e-6
+    )
+    slower = sum(whole["times_s"][n] - whole["times_s"][0] for n in measuring) / whole["times_s"][0] / len(measuring)
+    assert slower < 0.06
+
+
+def test_a_run_that_was_cut_off_goes_on(ranks):
+    runs = ranks[0]
+    before, after, last = (runs[name] for name in ("cut_measuring", "cut_again", "resumed"))
+    assert before["states"][-1] == after["states"][-1] == "Measure"  # in the midst of it
+    for earlier, later in ((before, after), (after, last)):
+        kept = [row for row in earlier["measured"] if row in later["measured"]]
+        assert kept == earlier["measured"]  # none was lost, nor measured again
+        assert len({tuple(place) for place in later["places"]}) == len(later["places"])
+    assert last["states"][-1] == "Hold"
+    assert last["summary"]["saving_percent"] == pytest.approx(runs["whole"]["summary"]["saving_percent"], abs=0.5)
+
+
+def test_the_next_run_of_a_job_begins_with_its_plan(ranks):
+    cached = ranks[0]["drifting"]
+    assert cached["states"][:3] == ["Verify"] * 3
+    assert "are complete" in cached["notes"][0]
+
+
+def test_several_plans_take_what_they_promise(folder, ranks):
+    frontier = load_frontier(folder / "whole" / "plans")
+    before, rows = ranks[0]["sweep_cut"]["rows"], ranks[0]["sweep"]["rows"]
+    assert (len(before), len(rows)) == (2, 4)
+    assert all(row in rows for row in before)
+    assert len(ranks[0]["sweep"]["losses"]) == 1 + 2 * 3  # counting work, then two plans of three iterations
+    assert ranks[0]["sweep"] == ranks[1]["sweep"]
+    for row in rows:
+        plan = frontier.plans[len(frontier.plans) - 1 - row["plan"]]
+        assert row["predicted_energy_j"] == plan.iteration_energy_j
+        assert row["time_s"] == pytest.approx(plan.iteration_time_s, rel=0.003)
+        assert row["energy_j"] == pytest.approx(plan.iteration_energy_j, rel=0.008)
+    written = (folder / "sweep.csv").read_text().splitlines()
+    assert [int(line.split(",")[0]) for line in written[1:]] == sorted(row["plan"] for row in rows)
+
+
+def test_what_has_changed_is_measured_again_and_the_rest_is_kept(ranks):
+    run = ranks[0]["drifting"]
+    assert any("stage 1 at the top clock has changed" in note for note in run["notes"]), run["notes"]
+    changed = run["states"].index("Hold")
+    assert run["states"][changed:].count("Measure") > 0
+    assert run["states"][-1] in ("Verify", "Hold")
+    whole = {tuple(row[:3]): row[3] for row in ranks[0]["whole"]["measured"]}
+    for stage, instruction, clock_mhz, time_s, _ in run["measured"]:
+        before_s = whole.get((stage, instruction, clock_mhz))
+        if before_s is not None:
+            assert time_s == pytest.approx(before_s * (1.1 if stage == 1 else 1.0), rel=1e-6)
+    kept = {place for place in whole if place[0] == 0}
+    assert kept <= {tuple(row[:3]) for row in run["measured"]}
+
+
+def test_without_permission_training_goes_on(ranks):
+    for seen in ranks:
+        run = seen["no_permission"]
+        assert run["problem"] == "rank 0: This user may not set clocks."
+        assert set(run["states"]) == {"WarmUp", "Hold"}
+        assert not any(run["planned"])
