@@ -41,13 +41,20 @@ MAY_KNOW = {
     },
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
     "planner.settings": {"core", "planner.search.effort"},
+    "planner.found_plans": {"core", "planner.pipeline", "planner.search", "planner.limits"},
+    "planner.straggler_plans": {
+        *("core", "planner.settings", "planner.profile", "planner.network", "planner.pipeline"),
+        *("planner.relaxation", "planner.search", "planner.limits", "planner.frontier", "planner.found_plans"),
+    },
     "planner.policy_frontier": {
         *("core", "planner.settings", "planner.profile", "planner.network", "planner.pipeline"),
-        *("planner.relaxation", "planner.policies", "planner.limits", "planner.frontier"),
+        *("planner.relaxation", "planner.policies", "planner.limits", "planner.frontier", "planner.straggler_plans"),
     },
     "planner.plan": {
         "core",
         "planner.settings",
+        "planner.found_plans",
+        "planner.straggler_plans",
         "planner.policy_frontier",
         "planner.profile",
         "planner.network",
@@ -63,7 +70,8 @@ MAY_KNOW = {
         *("planner.pipeline", "planner.relaxation", "planner.policies", "planner.limits", "planner.frontier"),
     },
     "planner.cluster": {
-        *("core", "planner.plan", "planner.policies", "planner.profile", "planner.network", "planner.frontier"),
+        *("core", "planner.settings", "planner.plan", "planner.policies", "planner.profile", "planner.network"),
+        "planner.frontier",
     },
     "device": {"core"},
     "device.gpu": {"core"},

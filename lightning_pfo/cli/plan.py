@@ -29,6 +29,7 @@ from lightning_pfo.planner.plan import plan_frontier
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile_csv import read_profile
 from lightning_pfo.planner.settings import PlanSettings
+from lightning_pfo.planner.straggler_plans import settings_for
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 _WRITTEN = (
@@ -76,7 +77,7 @@ def run(settings: Settings) -> None:
     with Status("planning", console=plain_console(stderr=True)) as status:
         frontier = plan_frontier(
             profile,
-            settings,
+            settings_for(settings.select, settings),
             num_microbatches=settings.num_microbatches,
             schedule=settings.schedule,
             stages_per_rank=settings.stages_per_rank,
@@ -158,7 +159,7 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
     }.items():
         table.add_row(
             name,
-            str(frontier.number_of(plan)),
+            str(frontier.number_of(plan)) if plan in frontier.plans else "",
             f"{plan.iteration_time_s:.4f}",
             f"{100 * (plan.iteration_time_s / base.iteration_time_s - 1):+.2f} %",
             f"{plan.iteration_energy_j:.1f}",

@@ -56,6 +56,7 @@ from lightning_pfo.planner import (
     save_frontier,
     select_plan,
 )
+from lightning_pfo.planner.straggler_plans import settings_for
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -148,7 +149,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
-    settings = dataclasses.replace(planning_of(config), policy=policy_of(config.plan))
+    settings = settings_for(config.plan.select, dataclasses.replace(planning_of(config), policy=policy_of(config.plan)))
     frontier = plan_frontier(
         config.profile or output_dir / "profile.csv",
         settings,

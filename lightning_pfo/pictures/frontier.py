@@ -67,6 +67,12 @@ def draw_frontier(
         axes.fill_between(bound_times, bounds, floor, color=BOUND, alpha=0.15, linewidth=0, zorder=1)
     number = counted(len(times), "plan") + ("" if frontier.policy == OURS else f" of {drawable(frontier.policy, 40)}")
     axes.plot(times, energies, color=PLAN, marker="o", markersize=3.5, linewidth=1, zorder=3, label=number)
+    if chosen in frontier.straggler_plans:
+        beside = [frontier.least_energy, *frontier.straggler_plans]
+        axes.plot(
+            [plan.iteration_time_s for plan in beside], [plan.iteration_energy_j for plan in beside],
+            color=PLAN, linewidth=1, linestyle=":", zorder=2, label="plans beside a straggler",
+        )  # fmt: skip
     axes.plot(
         [top.iteration_time_s], [top.iteration_energy_j],
         color=TOP_CLOCKS, marker="X", markersize=10, linestyle="none", zorder=4, label="top clocks",

@@ -32,10 +32,9 @@ from lightning_pfo.core.schedules.registry import (
 )
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
+from lightning_pfo.planner.found_plans import plans_of
 from lightning_pfo.planner.frontier.data import Frontier
-from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
 from lightning_pfo.planner.limits.switching import check_effort, least_energy_j, limit_switching
-from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
@@ -56,6 +55,7 @@ from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
 from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
+from lightning_pfo.planner.straggler_plans import straggler_plans
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,6 +80,7 @@ class Solver(Protocol):
         times: Sequence[float],
         deadlines: Sequence[float],
         effort: str = "default",
+        begin: float = 0.0,
         bound: LowerBound | None = None,
         on_progress: Progress | None = None,
     ) -> list[TradeoffPoint]:
@@ -93,6 +94,7 @@ class Solver(Protocol):
             times: Times in seconds that must be kept to; brought into the range of the frontier.
             deadlines: Further ones, but one shorter than the fastest assignment is a `PlanError`.
             effort: How hard to search (`search.effort`).
+            begin: Where the frontier begins, if that is later than the fastest assignment, in seconds.
             bound: Where to collect what is proven, for these options and this rate; a new one if there is none.
             on_progress: Called with what is being done, how much of it is done, and how much there is.
         """
@@ -202,7 +204,7 @@ def own_frontier(
         bound=bound,
         on_progress=on_progress,
     )
-    plans = _plans(problem, points)
+    plans = plans_of(problem, points)
     if latency or settings.least_dwell_s or settings.change_cost_j:
         plans = limit_switching(
             plans,
@@ -216,6 +218,8 @@ def own_frontier(
             on_progress=on_progress,
         )
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
+    solve = solver_for(problem.schedule)
+    slower = straggler_plans(problem, settings, latency, bound.table, plans[-1], solve, on_progress)
     return Frontier(
         problem.schedule,
         problem.profile,
@@ -225,6 +229,7 @@ def own_frontier(
         latency.usual_s,
         settings.least_dwell_s,
         latency.pairs_s,
+        straggler_plans=slower,
     )
 
 
@@ -260,7 +265,7 @@ def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:
         times=(),
         deadlines=[deadline_s],
     )
-    within = [plan for plan in _plans(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
+    within = [plan for plan in plans_of(problem, points) if plan.iteration_time_s <= deadline_s * (1 + TOLERANCE)]
     return within[-1].clocks_mhz
 
 
@@ -282,29 +287,6 @@ def solver_for(schedule: PipelineSchedule) -> Solver:
             return partial(trace_long_tradeoff, periodic=middles)
     middles = steady_middles(schedule, margin=_MERGED_MARGIN) if size >= _MERGED_PIPELINE else []
     return partial(trace_tradeoff, periodic=middles)
-
-
-def _plans(problem: Problem, points: Sequence[TradeoffPoint]) -> list[FrequencyPlan]:
-    """Clocks for the assignments that were found; where waits may have clocks, for long waits too."""
-    # Where waits have clocks, equal instructions may leave unequal waits.
-    equal = {} if problem.has_wait_clocks else equal_clocks(problem.profile)
-    plans = []
-    for point in points:
-        clocks = [options.knobs[k] for options, k in zip(problem.options, point.assignment, strict=True)]
-        rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
-        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
-    return _with_wait_clocks(problem, plans) if problem.has_wait_clocks else plans
-
-
-def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan]) -> list[FrequencyPlan]:
-    """The plans with clocks for their long waits, and what their waits really cost; none dominated, fast to slow."""
-    simulator = Simulator(problem.profile, problem.schedule, problem.blocking)
-    kept: list[FrequencyPlan] = []
-    for plan in plans:
-        played = play_with_wait_clocks(simulator, plan.clocks_mhz)
-        if not kept or played.iteration_energy_j < kept[-1].iteration_energy_j:
-            kept.append(replace(plan, iteration_energy_j=played.iteration_energy_j, wait_clocks=played.wait_clocks))
-    return kept
 
 
 def _resolve_schedule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from lightning_pfo.planner.limits.switching import least_energy_j
 from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.network.options import pareto_front
 from lightning_pfo.planner.pipeline.problem import Problem
-from lightning_pfo.planner.policies.policy import ListedPolicy
+from lightning_pfo.planner.policies.policy import ListedPolicy, played
 from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.settings import PlanSettings
+from lightning_pfo.planner.straggler_plans import beyond, waiting_power_w
 
 _MOST_PROVEN = 12
 """At so many of the plans' times bounds are proven; elsewhere the tangents of these hold."""
@@ -46,18 +47,7 @@ def policy_frontier(
     _check(policy, settings)
     kept, own = policy_plans(problem, policy, settings.num_plans, latency)
     bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
-    some = kept[:: -(-len(kept) // _MOST_PROVEN)]
-    proven_s = [plan.iteration_time_s for plan in (baseline, own, *some)]
-    solve(
-        problem.network,
-        problem.options,
-        rate=problem.power_w,
-        num_points=2,
-        times=proven_s,
-        deadlines=(),
-        effort="fast",
-        bound=bound,
-    )
+    _prove(problem, bound, problem.power_w, [baseline, own, *_some(kept)], solve)
     baseline, *proven = (
         replace(plan, lower_bound_j=least_energy_j(bound, plan.iteration_time_s)) for plan in (baseline, *kept)
     )
@@ -71,7 +61,50 @@ def policy_frontier(
         switch_pairs_s=latency.pairs_s,
         policy=policy.name,
         own_choice=proven[kept.index(own)],
+        straggler_plans=_straggler_plans(problem, policy, settings, latency, proven[-1], solve),
     )
+
+
+def _straggler_plans(
+    problem: Problem,
+    policy: ListedPolicy,
+    settings: PlanSettings,
+    latency: SwitchLatency,
+    least_energy: FrequencyPlan,
+    solve: Callable[..., Any],
+) -> tuple[FrequencyPlan, ...]:
+    """Those that it has beyond its plan of least energy; none unless they are asked for."""
+    if not settings.num_straggler_plans:
+        return ()
+    plans = played(problem, policy.slower_rows(problem, settings.num_straggler_plans), latency)
+    plans.sort(key=lambda plan: (plan.iteration_time_s, plan.iteration_energy_j))
+    slower = beyond(least_energy, plans, waiting_power_w(problem))
+    bound = LowerBound(OptionTable(problem.network, problem.options))
+    _prove(problem, bound, 0.0, _some(slower), solve)
+    return tuple(
+        replace(plan, lower_bound_j=least_energy_j(bound, plan.iteration_time_s, problem.power_w)) for plan in slower
+    )
+
+
+def _some(plans: Sequence[FrequencyPlan]) -> Sequence[FrequencyPlan]:
+    return plans[:: -(-len(plans) // _MOST_PROVEN) or 1]
+
+
+def _prove(
+    problem: Problem, bound: LowerBound, rate_w: float, plans: Sequence[FrequencyPlan], solve: Callable[..., Any]
+) -> None:
+    """Collect what is proven at the times of some plans."""
+    if plans:
+        solve(
+            problem.network,
+            problem.options,
+            rate=rate_w,
+            num_points=2,
+            times=[plan.iteration_time_s for plan in plans],
+            deadlines=(),
+            effort="fast",
+            bound=bound,
+        )
 
 
 def policy_plans(

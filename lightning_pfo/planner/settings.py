@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.ranges import NUM_PLANS, is_number, items
+from lightning_pfo.core.ranges import NUM_PLANS, check_whole, is_number, items
 from lightning_pfo.core.wording import cut, did_you_mean, shortened
 from lightning_pfo.planner.search.effort import find_effort
 
@@ -26,7 +26,10 @@ class PlanSettings:
         num_plans: Number of iteration times to plan for, at least 2; dominated plans are dropped.
         effort: How hard to search: `fast`, `default` or `best`; bounds the work, never the time, so that the same
             problem gets the same plans.
-        deadlines_s: Further iteration times in seconds. Beyond the least-energy plan's time, that plan is the best.
+        deadlines_s: Further iteration times in seconds. Beyond the least-energy plan's time, that plan is the best, but
+            beside a straggler.
+        num_straggler_plans: Number of iteration times beyond the least-energy plan's to plan for besides: plans that
+            only pay beside a straggler, which is waited for anyway (`Frontier.straggler_plans`).
         p2p_blocking_power_w: Power of a GPU in watts while it waits for a neighbour: one number, one for each clock in
             MHz, a list with one of these per stage, or the path of a file that `lightning-pfo p2p-power` wrote; None
             takes the profile's own measurements. Where it depends on the clock, long waits get a low clock.
@@ -47,6 +50,10 @@ class PlanSettings:
     effort: str = field(default="default", metadata={"help": "how hard to search: fast, default or best"})
     deadlines_s: list[float] = field(
         default_factory=list, metadata={"help": "further iteration times to plan for, e.g. [2.84,2.87]"}
+    )
+    num_straggler_plans: int = field(
+        default=0,
+        metadata={"help": "iteration times beyond the least-energy plan's to plan for, which pay beside a straggler"},
     )
     p2p_blocking_power_w: Any = field(
         default=None,
@@ -85,6 +92,7 @@ class PlanSettings:
                 f"num_plans must be at least {NUM_PLANS.least} (fastest and least energy) and at most "
                 f"{NUM_PLANS.most:,}; got {shortened(self.num_plans)}."
             )
+        check_whole("num_straggler_plans", self.num_straggler_plans, 0, int(NUM_PLANS.most))
         find_effort(self.effort)
         limits = self.switch_latency_s or 0.0, self.least_dwell_s, self.change_cost_j
         if not all(is_number(limit) and 0 <= limit < math.inf for limit in limits):

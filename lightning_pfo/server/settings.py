@@ -40,6 +40,9 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 class ServerSettings(PlanSettings):
     """What `lightning-pfo serve` can be told: where plans come from, how to plan, and where to listen."""
 
+    num_straggler_plans: int = field(  # a scheduler may tell of stragglers at any time
+        default=50, metadata=PlanSettings.__dataclass_fields__["num_straggler_plans"].metadata
+    )
     frontier: str = field(default="", metadata={"help": "frontier.json to choose from, or its folder", "is_path": True})
     solution_path: str = field(
         default="", metadata={"help": "one plan file of Zeus or Perseus (freqs_pipeline_*.py)", "is_path": True}

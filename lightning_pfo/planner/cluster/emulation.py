@@ -5,7 +5,8 @@ All replicas wait for the slowest, so an iteration takes
     D = max over replicas of (factor x time of the plan that the policy takes without stragglers)
 
 A replica whose iteration would end before that runs a slower plan, if its policy has some and reacts (Perseus, and the
-planner's own): the plan of least energy, waiting included, among those that are ready by D. Every replica, whatever its
+planner's own): the plan of least energy, waiting included, among those that are ready by D, straggler plans among them
+(`Frontier.straggler_plans`; there are as many as others, if nothing else is said). Every replica, whatever its
 policy, costs what its plan costs and the blocking power of its GPUs for the rest of D::
 
     energy = energy of the plan + blocking power x (D - time of the plan)
@@ -36,6 +37,7 @@ from lightning_pfo.planner.plan import plan_frontier
 from lightning_pfo.planner.policies.policy import Policy
 from lightning_pfo.planner.policies.registry import find_policy
 from lightning_pfo.planner.profile.profile import Profile
+from lightning_pfo.planner.settings import PlanSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -148,7 +150,8 @@ def emulate(
     for one in wanted:
         find_policy(one)  # type: ignore[arg-type]
     factors = straggler_factors(stragglers, num_pipelines, num_moments, seed)
-    settings = {"num_microbatches": num_microbatches, "schedule": schedule, **changes}
+    planned = {"num_straggler_plans": changes.get("num_plans", PlanSettings.num_plans), **changes}
+    settings = {"num_microbatches": num_microbatches, "schedule": schedule, **planned}
     frontiers = [plan_frontier(profile, policy=one, **settings) for one in wanted]
     top = frontiers[0]
     blocking_w = sum(top.p2p_blocking_powers_w)
@@ -169,7 +172,7 @@ def emulate_frontier(frontier: Frontier, factors: Floats) -> EmulatedPolicy:
     """
     own, policy = select_plan(frontier, "own"), find_policy(frontier.policy)
     reacts = policy is None or policy.reacts
-    plans = [own, *frontier.plans] if reacts else [own]
+    plans = [own, *frontier.plans, *frontier.straggler_plans] if reacts else [own]
     return _play(frontier.policy, own, plans, sum(frontier.p2p_blocking_powers_w), factors)
 
 

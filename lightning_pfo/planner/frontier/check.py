@@ -23,7 +23,7 @@ def check_predictions(frontier: Frontier) -> None:
         PlanError: If one does not.
         ProfileError: If a plan uses a clock that was not measured.
     """
-    plans = (frontier.baseline, *frontier.plans)
+    plans = (frontier.baseline, *frontier.plans, *frontier.straggler_plans)
     if frontier.switch_latency:
         simulator = Simulator(frontier.profile, frontier.schedule, frontier.blocking, frontier.switch_latency)
         timelines = [simulator.play(plan.clocks_mhz, plan.wait_clocks) for plan in plans]
@@ -35,7 +35,7 @@ def check_predictions(frontier: Frontier) -> None:
     most_w = sum(max(power.powers_w) for power in frontier.blocking)
     rounding = 4 * len(frontier.schedule.instructions) * sys.float_info.epsilon
     for number, (plan, time_s, energy_j) in enumerate(zip(plans, times_s, energies_j, strict=True)):
-        name = f"plan {len(frontier.plans) - number}" if number else "the baseline"
+        name = _name_of(frontier, number)
         off_s = (_EQUAL_TIMES + rounding) * time_s
         off_j = most_w * off_s + rounding * (energy_j + most_w * time_s)
         if abs(plan.iteration_time_s - time_s) > off_s:
@@ -48,3 +48,10 @@ def check_predictions(frontier: Frontier) -> None:
                 f"Iteration energies follow from the profile: {energy_j!r} J for {name}, not "
                 f"{plan.iteration_energy_j!r} J."
             )
+
+
+def _name_of(frontier: Frontier, number: int) -> str:
+    """What a message calls the baseline (0), a plan, or a straggler plan, numbered in the order of the check."""
+    if number > len(frontier.plans):
+        return f"straggler plan {number - len(frontier.plans) - 1}"
+    return f"plan {len(frontier.plans) - number}" if number else "the baseline"

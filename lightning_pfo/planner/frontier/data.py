@@ -1,4 +1,4 @@
-"""The result of planning: plans from the fastest to the one of least energy."""
+"""The result of planning: plans from the fastest to the one of least energy, and those that pay beside a straggler."""
 
 from __future__ import annotations
 
@@ -37,6 +37,10 @@ class Frontier:
             `SwitchLatency`.
         policy: Whose plans they are; `ours` is the planner's own.
         own_choice: The one of `plans` that another policy takes when nobody says anything; None for the planner's own.
+        straggler_plans: Slower ones that need more energy, but less than all faster ones where a replica waits for a
+            slower one anyway: it draws the blocking power until then, whatever its plan. Fast to slow; there if asked
+            for (`num_straggler_plans`). The lower bound of such a plan is that of all plans which are no slower, with
+            waiting until its time.
     """
 
     schedule: PipelineSchedule
@@ -49,6 +53,7 @@ class Frontier:
     switch_pairs_s: tuple[tuple[int, int, float], ...] = ()
     policy: str = OURS
     own_choice: FrequencyPlan | None = None
+    straggler_plans: tuple[FrequencyPlan, ...] = ()
 
     @property
     def switch_latency(self) -> SwitchLatency:
@@ -69,6 +74,10 @@ class Frontier:
     def p2p_blocking_power_w(self) -> float:
         """Mean blocking power over the ranks in watts."""
         return sum(self.p2p_blocking_powers_w) / len(self.p2p_blocking_powers_w)
+
+    def beside_straggler_j(self, plan: FrequencyPlan, straggler_s: float) -> float:
+        """Energy of a plan and of waiting until a slower replica ends its iteration, after so many seconds."""
+        return plan.iteration_energy_j + sum(self.p2p_blocking_powers_w) * (straggler_s - plan.iteration_time_s)
 
     @property
     def fastest(self) -> FrequencyPlan:

@@ -5,7 +5,8 @@ of every plan. Instructions are written as text (`2F0`), sequences on one line. 
 blocking power per rank, and no clocks of waits, latency or dwell. Version 3 has times of transfers, which no release
 must leave out because it does not know them; version 4 switch latencies of pairs of clocks. Files are of the lowest
 version that has what they need. `policy` and `own_choice` are there where the plans are not the planner's own;
-releases that do not know them read the plans all the same.
+releases that do not know them read the plans all the same. So are `straggler_plans`, fast to slow, where they were
+planned.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def frontier_text(frontier: Frontier) -> str:
         ],
         "baseline": _plan_record(frontier.baseline),
         "plans": [{"plan": number, **_plan_record(plan)} for number, plan in enumerate(reversed(frontier.plans))],
+        **({"straggler_plans": list(map(_plan_record, frontier.straggler_plans))} if frontier.straggler_plans else {}),
     }
     try:
         return _laid_out(data) + "\n"
@@ -141,7 +143,8 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
         raise PlanError("Its plans must be listed from the slowest to the fastest.")
     if any(a.iteration_energy_j <= b.iteration_energy_j for a, b in pairwise(plans)):
         raise PlanError("None of its plans may be slower than another without needing less energy.")
-    if any(plan.lower_bound_j > plan.iteration_energy_j for plan in plans):
+    slower = tuple(_plan_from(record, schedule) for record in data.get("straggler_plans", ()))
+    if any(plan.lower_bound_j > plan.iteration_energy_j for plan in (*plans, *slower)):
         raise PlanError("No plan can need less energy than its lower bound.")
     baseline = _plan_from(data["baseline"], schedule)
     latency_s, dwell_s = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
@@ -150,7 +153,17 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
     if not isinstance(policy, str):
         raise PlanError(f"Expected the name of a policy, got {shortened(policy)}.")
     own_choice = None if number is None else plans[_place(number, len(plans))]
-    return Frontier(schedule, profile, blocking, baseline, plans, latency_s, dwell_s, pairs_s, policy, own_choice)
+    frontier = Frontier(
+        schedule, profile, blocking, baseline, plans, latency_s, dwell_s, pairs_s, policy, own_choice, slower
+    )
+    for fast, slow in pairwise((frontier.least_energy, *slower)):
+        until_s = slow.iteration_time_s
+        if fast.iteration_time_s > until_s or frontier.beside_straggler_j(fast, until_s) <= slow.iteration_energy_j:
+            raise PlanError(
+                "Its straggler plans must be listed from the fastest to the slowest, each cheaper than the one before "
+                "where its time is waited for anyway."
+            )
+    return frontier
 
 
 def _blocking_from(data: Mapping[str, Any]) -> tuple[BlockingPower, ...]:

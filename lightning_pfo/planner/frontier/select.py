@@ -14,14 +14,16 @@
 ===============  =========================================================================
 
 All replicas of a data-parallel job wait for the slowest. Beside a straggler with iteration time T' the cheapest plan is
-therefore the one of least energy that is not slower than T'; `T'=1.1x` is meant relative to the top clocks, and
-`straggler=2.9s` is the same as `T'=2.9s` where a quote is awkward to type.
+therefore the slowest that is not slower than T', up to the one of least energy; and beyond, as waiting until T' is paid
+for anyway, the slowest of `Frontier.straggler_plans`, if such were planned. `T'=1.1x` is meant relative to the top
+clocks, and `straggler=2.9s` is the same as `T'=2.9s` where a quote is awkward to type.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -70,6 +72,7 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
     """
     check_selection(expression)
     text = _without_straggler(expression)
+    plans = (*frontier.plans, *frontier.straggler_plans) if asks_for_straggler(expression) else frontier.plans
     if text == "fastest":
         return frontier.fastest
     if text == "least_energy":
@@ -87,7 +90,12 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
     amount = float(match[1])
     if match[2] == "W":
         return _within_power(frontier, amount)
-    return _within(frontier, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+    return _within(frontier, plans, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+
+
+def asks_for_straggler(expression: str | int) -> bool:
+    """Whether a selection is `T'=...` or `straggler=...`, so that straggler plans are of use."""
+    return isinstance(expression, str) and _STRAGGLER.match(expression.strip()) is not None
 
 
 def _without_straggler(expression: str | int) -> str:
@@ -105,9 +113,9 @@ def _by_number(frontier: Frontier, number: int) -> FrequencyPlan:
     return frontier.plans[len(frontier.plans) - 1 - number]
 
 
-def _within(frontier: Frontier, deadline_s: float, text: str) -> FrequencyPlan:
-    """The cheapest plan of at most `deadline_s`: the slowest, as none is dominated."""
-    fitting = [plan for plan in frontier.plans if plan.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)]
+def _within(frontier: Frontier, plans: Sequence[FrequencyPlan], deadline_s: float, text: str) -> FrequencyPlan:
+    """The cheapest of these plans of at most `deadline_s`: the slowest, as none is dominated."""
+    fitting = [plan for plan in plans if plan.iteration_time_s <= deadline_s * (1 + _EQUAL_TIMES)]
     if not fitting and frontier.fastest.iteration_time_s <= deadline_s * (1 + _FASTEST_TIMES):
         return frontier.fastest
     if not fitting:

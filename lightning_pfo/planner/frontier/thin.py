@@ -19,7 +19,8 @@ def thin_frontier(
 ) -> Frontier:
     """Keep some of the plans; they are numbered anew.
 
-    The fastest plan and the one of least energy always stay, and what another policy takes itself.
+    The fastest plan and the one of least energy always stay, and what another policy takes itself; straggler plans are
+    left as they are.
 
     Args:
         frontier: What to thin.

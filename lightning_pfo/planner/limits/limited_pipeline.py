@@ -32,12 +32,14 @@ class LimitedPipeline:
         programmes: What each rank runs.
         least_dwell_s: Least time between two requests of a rank within the iteration.
         change_cost_j: What it is worth to save a change of clocks.
+        paid_w: Power that is drawn until a straggler ends, however soon an iteration does: not a plan's fault.
     """
 
     simulator: Simulator
     programmes: tuple[RankProgramme, ...]
     least_dwell_s: float
     change_cost_j: float
+    paid_w: float = 0.0
 
     @property
     def schedule(self) -> PipelineSchedule:
@@ -70,10 +72,14 @@ class LimitedPipeline:
         """What a change of clocks counts for in joules: a little in any case, to prefer few changes among equals."""
         return max(self.change_cost_j, _EQUAL_ENERGIES * timeline.iteration_energy_j)
 
+    def own_energy(self, timeline: Timeline) -> float:
+        """Energy in joules, less what is paid for anyway."""
+        return timeline.iteration_energy_j - self.paid_w * timeline.iteration_time_s
+
     def score(self, timeline: Timeline) -> float:
-        """Energy and changes of clocks in joules; less is better."""
+        """That energy and changes of clocks in joules; less is better."""
         changes = sum(len(requests) - 1 for requests in timeline.requests)
-        return timeline.iteration_energy_j + self.change_cost(timeline) * changes
+        return self.own_energy(timeline) + self.change_cost(timeline) * changes
 
 
 def make_limited_pipeline(
@@ -82,6 +88,7 @@ def make_limited_pipeline(
     switch_latency: SwitchLatency,
     least_dwell_s: float,
     change_cost_j: float,
+    paid_w: float = 0.0,
 ) -> LimitedPipeline:
     """Put together what is planned for; the options say which clocks of an instruction are worth looking at."""
     profile, schedule, blocking, options = problem.profile, problem.schedule, problem.blocking, problem.options
@@ -110,4 +117,4 @@ def make_limited_pipeline(
             )
         )
     simulator = Simulator(profile, schedule, blocking, switch_latency)
-    return LimitedPipeline(simulator, tuple(programmes), least_dwell_s, change_cost_j)
+    return LimitedPipeline(simulator, tuple(programmes), least_dwell_s, change_cost_j, paid_w)

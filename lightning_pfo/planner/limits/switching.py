@@ -51,6 +51,7 @@ def limit_switching(
     switch_latency: SwitchLatency = _AT_ONCE,
     least_dwell_s: float = 0.0,
     change_cost_j: float = 0.0,
+    paid_w: float = 0.0,
     on_progress: Progress | None = None,
 ) -> list[FrequencyPlan]:
     """Find plans within the limits, none dominated, fast to slow; each says what the limits cost it.
@@ -66,13 +67,18 @@ def limit_switching(
         least_dwell_s: Least time between two requests of a rank within the iteration.
         change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies reported. At 0
             fewer changes only decide between plans that are equal otherwise.
+        paid_w: Power that is drawn until a straggler ends, however soon an iteration does; 0 where there is none.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         PlanError: If no plan keeps the dwell, as the instructions of a rank have no clock in common.
     """
     pipeline = make_limited_pipeline(
-        problem, switch_latency=switch_latency, least_dwell_s=least_dwell_s, change_cost_j=change_cost_j
+        problem,
+        switch_latency=switch_latency,
+        least_dwell_s=least_dwell_s,
+        change_cost_j=change_cost_j,
+        paid_w=paid_w,
     )
     report = on_progress or _unreported
     groups = independent_ranks(pipeline.schedule)
@@ -83,7 +89,8 @@ def limit_switching(
             begun = start_from(pipeline, plan.clocks_mhz, plan.iteration_time_s)
             if begun is not None:
                 deadline_s = max(begun.iteration_time_s, plan.iteration_time_s)
-                found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
+                rate_w = _rate_w(plans, plan.iteration_time_s, paid_w)
+                found.append(_improve(pipeline, groups, begun, deadline_s, rate_w))
             report("limiting clock changes", done, len(sources))
     else:
         found = _searched(pipeline, groups, bound, plans, starts, deadlines_s)
@@ -95,7 +102,8 @@ def limit_switching(
             "clocks, or ask for a shorter dwell."
         )
     found += _for_deadlines(pipeline, groups, found, plans, deadlines_s)
-    return _thinned(_frontier(pipeline, found, plans, bound), len(plans) + len(starts) + len(deadlines_s), deadlines_s)
+    kept = _frontier(pipeline, found, plans, bound, problem.power_w if paid_w else 0.0)
+    return _thinned(kept, len(plans) + len(starts) + len(deadlines_s), deadlines_s)
 
 
 def _unreported(activity: str, done: int, total: int) -> None:
@@ -128,14 +136,15 @@ def _searched(
         if within:
             begun_from[deadline_s] = within[-1]
     limit_s = plans[0].iteration_time_s + 2 * search.late_s
-    fast = [plan for plan in plans if plan.iteration_time_s <= limit_s]
-    for number in np.unique(np.linspace(0, len(fast) - 1, _FAST_PLANS).astype(np.int64)):
+    fast = [plan for plan in plans if plan.iteration_time_s <= limit_s and not pipeline.paid_w]
+    for number in [] if not fast else np.unique(np.linspace(0, len(fast) - 1, _FAST_PLANS).astype(np.int64)):
         begun_from.setdefault(fast[number].iteration_time_s, fast[number])
     for deadline_s, plan in begun_from.items():
         begun = start_from(pipeline, plan.clocks_mhz, deadline_s)
         if begun is not None:
             deadline_s = max(begun.iteration_time_s, deadline_s)
-            found.append(_improve(pipeline, groups, begun, deadline_s, _rate_w(plans, plan.iteration_time_s)))
+            rate_w = _rate_w(plans, plan.iteration_time_s, pipeline.paid_w)
+            found.append(_improve(pipeline, groups, begun, deadline_s, rate_w))
     return found
 
 
@@ -151,8 +160,8 @@ def _for_deadlines(
     for deadline_s in deadlines_s:
         within = [one for one in found if one.iteration_time_s <= deadline_s * (1 + EQUAL_TIMES)]
         if within:
-            best = min(within, key=lambda one: one.iteration_energy_j)
-            improved.append(_improve(pipeline, groups, best, deadline_s, _rate_w(plans, deadline_s)))
+            best = min(within, key=pipeline.own_energy)
+            improved.append(_improve(pipeline, groups, best, deadline_s, _rate_w(plans, deadline_s, pipeline.paid_w)))
     return improved
 
 
@@ -233,16 +242,23 @@ def _thinned(plans: Sequence[FrequencyPlan], number: int, deadlines_s: Sequence[
     return [plans[k] for k in kept]
 
 
-def least_energy_j(bound: LowerBound, time_s: float) -> float:
-    """What is proven about the energy of all plans that take at most so many seconds, in joules."""
-    return max(float(bound.at(time_s)), 0.0)  # neither energies nor powers are negative
+def least_energy_j(bound: LowerBound, time_s: float, paid_w: float = 0.0) -> float:
+    """What is proven about the energy of all plans that take at most so many seconds, in joules.
+
+    Args:
+        bound: The proofs.
+        time_s: The time.
+        paid_w: Power that is drawn until then, however soon a plan ends; see `LowerBound.at`.
+    """
+    return max(float(bound.at(time_s, paid_w)), 0.0)  # neither energies nor powers are negative
 
 
-def _rate_w(plans: Sequence[FrequencyPlan], time_s: float) -> float:
-    """Price of a second near a time, in J/s: the slope of the unlimited frontier."""
+def _rate_w(plans: Sequence[FrequencyPlan], time_s: float, paid_w: float) -> float:
+    """Price of a second near a time, in J/s: the slope of the unlimited frontier, and what is paid for anyway."""
     for fast, slow in pairwise(plans):
         if time_s <= slow.iteration_time_s and fast.iteration_time_s < slow.iteration_time_s:
-            return (fast.iteration_energy_j - slow.iteration_energy_j) / (slow.iteration_time_s - fast.iteration_time_s)
+            less_j = fast.iteration_energy_j - slow.iteration_energy_j
+            return max(less_j / (slow.iteration_time_s - fast.iteration_time_s) + paid_w, 0.0)
     return 0.0
 
 
@@ -251,14 +267,18 @@ def _frontier(
     found: Sequence[Timeline],
     plans: Sequence[FrequencyPlan],
     bound: LowerBound,
+    paid_w: float,
 ) -> list[FrequencyPlan]:
     """Those that no other dominates, with their bounds, and costs from the unlimited plans."""
     times_s = [one.iteration_time_s for one in plans]
     kept: list[FrequencyPlan] = []
+    least_j = np.inf
     for timeline in sorted(found, key=lambda one: (one.iteration_time_s, pipeline.score(one))):
         time_s, energy_j = timeline.iteration_time_s, timeline.iteration_energy_j
-        if kept and (energy_j >= kept[-1].iteration_energy_j or time_s == kept[-1].iteration_time_s):
+        own_j = pipeline.own_energy(timeline)
+        if kept and (own_j >= least_j or time_s == kept[-1].iteration_time_s):
             continue  # of equal times the one of the best score stays, though one with more changes may need less
+        least_j = own_j
         unlimited_j = float(np.interp(time_s, times_s, [one.iteration_energy_j for one in plans]))
         kept.append(
             FrequencyPlan(
@@ -266,7 +286,7 @@ def _frontier(
                 timeline.clocks_by_rank,
                 time_s,
                 energy_j,
-                lower_bound_j=least_energy_j(bound, time_s),
+                lower_bound_j=least_energy_j(bound, time_s, paid_w),
                 wait_clocks=timeline.wait_clocks,
                 switching_cost_j=energy_j - unlimited_j,
             )

@@ -73,12 +73,17 @@ class Perseus(ListedPolicy):
     def rows(self, problem: Problem, num_plans: int) -> Sequence[Rows]:
         """Plans at about equal distances of iteration time, from the fastest to the slowest that saves energy."""
         curves = self._curves(problem)
-        return [
-            problem.schedule.by_rank(
-                [curve.clock_of(units) for curve, units in zip(curves, durations.tolist(), strict=True)]
-            )
-            for durations in _trace(problem, curves, num_plans)
-        ]
+        around, slowest_s = _least_energy(problem, curves)
+        fastest_s = problem.network.longest_path([curve.fastest * curve.unit_s for curve in curves])
+        return _trace(problem, curves, around, (fastest_s, slowest_s), num_plans)
+
+    def slower_rows(self, problem: Problem, num_plans: int) -> Sequence[Rows]:
+        """The same from there to the slowest durations, where lowtime begins."""
+        curves = self._curves(problem)
+        _, begin_s = _least_energy(problem, curves)
+        around = np.array([curve.slowest for curve in curves])
+        slowest_s = problem.network.longest_path((around * curves[0].unit_s).tolist())
+        return _trace(problem, curves, around, (begin_s, slowest_s), num_plans)
 
     def _curves(self, problem: Problem) -> list[_UnitCurve]:
         """The curve of each instruction; equal kinds share one."""
@@ -136,18 +141,23 @@ class _UnitCurve:
         return abs(duration - around) < _FINE or duration in (self.fastest, self.slowest)
 
 
-def _trace(problem: Problem, curves: Sequence[_UnitCurve], num_plans: int) -> list[Integers]:
-    """Durations in whole units at about so many iteration times, from the slowest worth having to the fastest."""
-    unit_s = curves[0].unit_s
-    fastest_s = problem.network.longest_path([curve.fastest * unit_s for curve in curves])
+def _least_energy(problem: Problem, curves: Sequence[_UnitCurve]) -> tuple[Integers, float]:
+    """The durations of least energy, where every second costs the blocking power, and their iteration time (s)."""
     around = np.array([(curve.fastest + curve.slowest) // 2 for curve in curves])
-    # At the time of least energy every second costs the blocking power.
-    around, slowest_s = _optimum(problem, curves, around, None)
+    return _optimum(problem, curves, around, None)
+
+
+def _trace(
+    problem: Problem, curves: Sequence[_UnitCurve], around: Integers, ends_s: tuple[float, float], num_plans: int
+) -> list[Rows]:
+    """The clocks at about so many iteration times, from the slowest, near which the durations `around` are."""
+    (fastest_s, slowest_s), unit_s = ends_s, curves[0].unit_s
     most_units = max(int((slowest_s - fastest_s) / unit_s), 0)
     found = []
     for extra in np.unique(np.linspace(0, most_units, num_plans).round().astype(np.int64))[::-1].tolist():
         around, _ = _optimum(problem, curves, around, fastest_s + extra * unit_s)
-        found.append(around)
+        pairs = zip(curves, around.tolist(), strict=True)
+        found.append(problem.schedule.by_rank([curve.clock_of(units) for curve, units in pairs]))
     return found
 
 

@@ -53,6 +53,15 @@ class ListedPolicy(ABC):
             num_plans: About so many, where it could make any number.
         """
 
+    def slower_rows(self, problem: Problem, num_plans: int) -> Sequence[Rows]:
+        """The clocks of plans that only pay beside a straggler, if it has some: slower than that of least energy.
+
+        Args:
+            problem: The pipeline.
+            num_plans: About so many.
+        """
+        return ()
+
     def check_schedule(self, name: str) -> None:  # noqa: B027 (most policies suit all)
         """Check that the policy can be had under a schedule of this name.
 
@@ -76,12 +85,7 @@ class ListedPolicy(ABC):
             num_plans: About so many, where it could make any number.
             latency: What clock changes take: the policy does not reckon with it, but suffers it.
         """
-        simulator = Simulator(problem.profile, problem.schedule, problem.blocking, latency)
-        timelines = {rows: simulator.play(rows) for rows in dict.fromkeys(self.rows(problem, num_plans))}
-        return [
-            FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
-            for rows, timeline in timelines.items()
-        ]
+        return played(problem, self.rows(problem, num_plans), latency)
 
     def __call__(self, problem: Problem, deadline_s: float | None = None) -> Rows:
         """Choose the clocks; see `Policy`."""
@@ -92,3 +96,19 @@ class ListedPolicy(ABC):
         if not within:
             return min(plans, key=lambda plan: plan.iteration_time_s).clocks_mhz
         return min(within, key=lambda plan: plan.iteration_energy_j).clocks_mhz
+
+
+def played(problem: Problem, every: Sequence[Rows], latency: float | SwitchLatency = 0.0) -> list[FrequencyPlan]:
+    """Plans of these clocks, each once, with the times and energies that the profile predicts.
+
+    Args:
+        problem: The pipeline.
+        every: The clocks of each plan.
+        latency: What clock changes take.
+    """
+    simulator = Simulator(problem.profile, problem.schedule, problem.blocking, latency)
+    timelines = {rows: simulator.play(rows) for rows in dict.fromkeys(every)}
+    return [
+        FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
+        for rows, timeline in timelines.items()
+    ]

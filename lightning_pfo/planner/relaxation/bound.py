@@ -152,10 +152,18 @@ class LowerBound:
             self._losses[k] = self._diamonds.least_loss(through, along * (1 - self._eps))
             self._is_sharp.add(k)
 
-    def at(self, times: Floats | float) -> Floats:
-        """No assignment that takes at most `times` seconds costs less, in joules; the rate is included."""
+    def at(self, times: Floats | float, paid: float = 0.0) -> Floats:
+        """No assignment that takes at most `times` seconds costs less, in joules; the rate is included.
+
+        Args:
+            times: In seconds.
+            paid: What every second until then costs besides, however soon an assignment ends, in J/s.
+        """
         self._prove_pending()
-        return np.asarray(self._lines_at(times, _lowered(self._at_zero + self._losses)).max(axis=-1))
+        bounds = np.asarray(self._lines_at(times, _lowered(self._at_zero + self._losses)).max(axis=-1))
+        if not paid:
+            return bounds
+        return _lowered(_lowered(bounds) + _lowered(paid * (1 - self._eps) * np.asarray(times)))
 
     def gaps(self, times: Floats, costs: Floats) -> Floats:
         """How far costs are above the bound, relative to it."""

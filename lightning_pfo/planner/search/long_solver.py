@@ -40,6 +40,7 @@ def trace_long_tradeoff(
     times: Sequence[float] = (),
     deadlines: Sequence[float] = (),
     effort: str | Effort = "default",
+    begin: float = 0.0,
     bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
@@ -56,7 +57,8 @@ def trace_long_tradeoff(
         times: Further times in seconds; brought into the range of the frontier.
         deadlines: The same, but one shorter than the fastest assignment is an error.
         effort: How hard to search: `fast`, `default` or `best`.
-        bound: Where proofs are collected, as in `trace_tradeoff`.
+        begin: Where the frontier begins, as in `trace_tradeoff`.
+        bound: Where proofs are collected, likewise.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
@@ -64,7 +66,7 @@ def trace_long_tradeoff(
         ConfigurationError: If the effort is unknown.
     """
     effort = find_effort(effort)
-    fastest = fastest_time(dag, options, deadlines)
+    fastest = max(fastest_time(dag, options, deadlines), begin)
     bound = bound or LowerBound(OptionTable(dag, options), rate)
     table, programme = bound.table, MergedTradeoff(dag, options, periodic)
     moves = EventMoves(table)

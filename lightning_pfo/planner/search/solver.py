@@ -108,6 +108,7 @@ def trace_tradeoff(
     deadlines: Sequence[float] = (),
     periodic: Sequence[PeriodicPath] = (),
     effort: str | Effort = "default",
+    begin: float = 0.0,
     bound: LowerBound | None = None,
     on_progress: Progress | None = None,
 ) -> list[TradeoffPoint]:
@@ -122,6 +123,7 @@ def trace_tradeoff(
         deadlines: Further ones, but one shorter than the fastest assignment is an error.
         periodic: Where the network repeats itself; aggregated in the relaxation, see `steady_middles`.
         effort: How hard to search: `fast`, `default` or `best`.
+        begin: Where the frontier begins, if that is later than the fastest assignment, in seconds.
         bound: Where proofs are collected; one of your own, for the same options and rate, tells of other times too.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
 
@@ -132,7 +134,7 @@ def trace_tradeoff(
     effort = find_effort(effort, dag.num_nodes)
     if dag.num_nodes * num_points <= _TINY_PROBLEM:
         effort = EFFORTS["best"]
-    fastest = fastest_time(dag, options, deadlines)
+    fastest = max(fastest_time(dag, options, deadlines), begin)
     bound = bound or LowerBound(OptionTable(dag, options), rate)
     search = _Search(dag, options, rate, fastest, periodic, effort, bound, on_progress)
     kept, extra = (
@@ -253,7 +255,8 @@ class _Search:
         pool, targets = self._pool, self._targets
         wanted = pool.best(targets)[0].tolist()
         wanted += [pool.cheapest_within(limit)[0] for limit in (*pool.times[wanted].tolist(), *deadlines, math.inf)]
-        wanted += np.flatnonzero(pool.times <= self.fastest)[:1].tolist()
+        if self.fastest <= pool.times.min() * (1 + TOLERANCE):  # and not where the frontier begins later
+            wanted += np.flatnonzero(pool.times <= self.fastest)[:1].tolist()
         chosen = [wanted[number] for number in pareto_front(pool.times[wanted], pool.costs[wanted]).tolist()]
         chosen = pool.fill_up(chosen, num_points)
         return [

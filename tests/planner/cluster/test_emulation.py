@@ -19,7 +19,7 @@ def one_by_one(frontier, factors, reacts):
         times.append(end_s)
         energies.append(0.0)
         for factor in moment:
-            plans = [own, *(frontier.plans if reacts else ())]
+            plans = [own, *((*frontier.plans, *frontier.straggler_plans) if reacts else ())]
             ready = [plan for plan in plans if factor * plan.iteration_time_s <= end_s * (1 + 1e-9)]
             energies[-1] += min(
                 plan.iteration_energy_j + blocking_w * (end_s - plan.iteration_time_s) for plan in ready
@@ -33,7 +33,7 @@ def test_figures_are_those_of_each_replica_by_itself(make_profile):
     done = emulate(profile, num_pipelines=3, stragglers=factors, policy=POLICIES, **SETTINGS)
     assert [*done.policies] == POLICIES
     for name, policy in done.policies.items():
-        frontier = plan_frontier(profile, policy=name, **SETTINGS)
+        frontier = plan_frontier(profile, policy=name, num_straggler_plans=8, **SETTINGS)
         times, energies = one_by_one(frontier, factors, reacts=name in ("ours", "perseus"))
         assert policy.times_s.tolist() == pytest.approx(times)
         assert policy.energies_j.tolist() == pytest.approx(energies)

@@ -110,7 +110,8 @@ def choose(
     frontier = plan_frontier(profile, settings, schedule=schedule)
     plan = select(frontier)
 
-    quick = replace(settings, num_plans=_HOPEFUL_PLANS, switch_latency_s=0.0, least_dwell_s=0.0, change_cost_j=0.0)
+    at_once = replace(settings, switch_latency_s=0.0, least_dwell_s=0.0, change_cost_j=0.0)
+    quick = replace(at_once, num_plans=_HOPEFUL_PLANS, num_straggler_plans=0)
     deadlines_s = [frontier.baseline.iteration_time_s, plan.iteration_time_s]
     likely, hopeful = (
         select_plan(

@@ -1,0 +1,118 @@
+"""Plans that only pay beside a straggler: slower than the plan of least energy.
+
+Replicas wait for the slowest one. A replica that waits draws the blocking power P on all its ranks until the straggler
+ends its iteration, at T', whatever its own plan; so what its plan is to blame for is
+
+    energy - P x iteration time = sum of effective energies
+
+Without the price of a second, the tradeoff goes on beyond the plan of least energy, to the slowest clocks that still
+need less effective energy. It is the same programme with the rate 0, and the same proof: no plan that takes at most T'
+has less effective energy than its bound there, so none needs less than that and P T' together (`LowerBound.at`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.progress import Progress
+from lightning_pfo.planner.found_plans import cheaper_one_by_one, plans_of
+from lightning_pfo.planner.frontier.select import asks_for_straggler
+from lightning_pfo.planner.limits.switching import limit_switching
+from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.pipeline.problem import Problem
+from lightning_pfo.planner.profile.switch_latency import SwitchLatency
+from lightning_pfo.planner.relaxation.bound import LowerBound
+from lightning_pfo.planner.search.solver import TradeoffPoint
+from lightning_pfo.planner.settings import PlanSettings
+
+
+def straggler_plans(
+    problem: Problem,
+    settings: PlanSettings,
+    latency: SwitchLatency,
+    table: OptionTable,
+    least_energy: FrequencyPlan,
+    solve: Callable[..., list[TradeoffPoint]],
+    on_progress: Progress | None = None,
+) -> tuple[FrequencyPlan, ...]:
+    """The planner's own, fast to slow; none unless they are asked for.
+
+    Args:
+        problem: What is to be planned.
+        settings: How, and how many of them.
+        latency: What clock changes take.
+        table: The options.
+        least_energy: Where they begin.
+        solve: The planner's solver (`plan.Solver`).
+        on_progress: Called with what is being done, how much of it is done, and how much there is.
+    """
+    if not settings.num_straggler_plans:
+        return ()
+    bound, begin_s = LowerBound(table), least_energy.iteration_time_s
+    deadlines_s = [time_s for time_s in settings.deadlines_s if time_s > begin_s]
+    points = solve(
+        problem.network,
+        problem.options,
+        rate=0.0,
+        num_points=settings.num_straggler_plans,
+        times=(),
+        deadlines=deadlines_s,
+        effort=settings.effort,
+        begin=begin_s,
+        bound=bound,
+        on_progress=on_progress,
+    )
+    paid_w = waiting_power_w(problem)
+    plans = plans_of(problem, [_with_rate(point, problem.power_w, bound) for point in points], paid_w)
+    if latency or settings.least_dwell_s or settings.change_cost_j:
+        plans = limit_switching(
+            plans,
+            problem,
+            bound,
+            starts=[least_energy],
+            deadlines_s=deadlines_s,
+            switch_latency=latency,
+            least_dwell_s=settings.least_dwell_s,
+            change_cost_j=settings.change_cost_j,
+            paid_w=paid_w,
+            on_progress=on_progress,
+        )
+    return beyond(least_energy, plans, paid_w)
+
+
+def settings_for(select: str | int, settings: PlanSettings) -> PlanSettings:
+    """The settings with straggler plans, if a plan is to be selected beside a straggler and none are asked for.
+
+    Args:
+        select: A selection, such as `no_slowdown` or `T'=1.1x`.
+        settings: How to plan.
+    """
+    if settings.num_straggler_plans or not asks_for_straggler(select):
+        return settings
+    return replace(settings, num_straggler_plans=settings.num_plans)
+
+
+def beyond(least_energy: FrequencyPlan, plans: list[FrequencyPlan], paid_w: float) -> tuple[FrequencyPlan, ...]:
+    """Of plans from fast to slow those that are slower than the one of least energy and pay beside a straggler.
+
+    Args:
+        least_energy: Where they begin.
+        plans: What there is.
+        paid_w: Power that is drawn until a straggler ends.
+    """
+    slower = [plan for plan in plans if plan.iteration_time_s > least_energy.iteration_time_s]
+    return tuple(cheaper_one_by_one([least_energy, *slower], paid_w)[1:])
+
+
+def waiting_power_w(problem: Problem) -> float:
+    """What all ranks of a replica draw together while they wait for another one; where it varies, the most."""
+    return sum(power.powers_w[0] for power in problem.blocking)
+
+
+def _with_rate(point: TradeoffPoint, rate_w: float, bound: LowerBound) -> TradeoffPoint:
+    """A point of effective energies as one of energies, with what is proven about waiting until its time."""
+    proven = float(bound.at(point.time, rate_w)) if math.isfinite(point.bound) else point.bound
+    return replace(point, cost=point.cost + rate_w * point.time, bound=proven)
