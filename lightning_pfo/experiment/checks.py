@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.ranges import check_between
+from lightning_pfo.core.ranges import check_above, check_between
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.core.wording import counted
@@ -18,6 +18,7 @@ from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig
 from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
 from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
 from lightning_pfo.planner import check_selection, read_profile
+from lightning_pfo.planner.frontier.data import OURS
 from lightning_pfo.planner.policies.envpipe import EnvPipe
 from lightning_pfo.planner.policies.registry import find_policy
 from lightning_pfo.planner.profile.blocking_power import check_blocking_power
@@ -101,9 +102,44 @@ def check_settings(config: ExperimentConfig) -> None:
                 f"Plans of policy {policy.name} may all be slower than the top clocks, so plan.select=no_slowdown may "
                 "find none after all the profiling. Use plan.select=own, which is what the policy takes itself."
             )
+    _check_compared(plan)
     check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
     if config.profile:
         check_profile(config.profile, schedule.num_stages)
+
+
+def _check_compared(plan: PlanConfig) -> None:
+    """Check the policies that are compared in one training, and whether EnvPipe can reconfigure during one."""
+    given = {"plan.compare": plan.compare, "plan.online": plan.online}
+    for name in given if plan.auto else ():
+        if given[name]:
+            raise ConfigurationError(
+                f"A run that optimises itself (plan=auto) trains under one plan of its own; got {name}={given[name]}. "
+                "Leave that out, or use another plan, such as plan=no_slowdown."
+            )
+    own = find_policy(policy_of(plan))
+    taken = [OURS if own is None else own.name]
+    for name in plan.compare:
+        policy = find_policy(name)
+        called = OURS if policy is None else policy.name
+        if called in taken or called == "max_frequency":
+            raise ConfigurationError(
+                "plan.compare names each policy once, without that of the plan and without the top clocks, which have "
+                f"their windows anyway; got {name} beside {', '.join(taken)}."
+            )
+        if isinstance(policy, EnvPipe) and policy.runs_early:
+            raise ConfigurationError(
+                f"A training has one order of instructions, and {called} has its own. Train under that by "
+                "plan=envpipe_envelope, and compare others under it: plan.compare=[ours]."
+            )
+        taken.append(called)
+    if plan.online and not (plan.policy == "envpipe" and plan.type != "baseline" and plan.reconfig != "default"):
+        raise ConfigurationError(
+            "plan.online=true is EnvPipe's reconfiguration during a training, greedy or balanced, of uniform clocks or "
+            f"the envelope; got plan.policy={plan.policy}, plan.type={plan.type} and plan.reconfig={plan.reconfig}. "
+            "Use plan=envpipe_envelope plan.online=true."
+        )
+    check_above("plan.threshold_scale", plan.threshold_scale, 0)
 
 
 def check_profile(path: str, num_stages: int) -> None:
@@ -122,14 +158,15 @@ def check_profile(path: str, num_stages: int) -> None:
 
 
 def policy_of(plan: PlanConfig) -> Any:
-    """The policy of the plans: by its name, or EnvPipe's by its words.
+    """The policy of the plans: by its name, or EnvPipe's by its words; what an online reconfiguration begins with.
 
     Raises:
         ConfigurationError: If one of EnvPipe's words is not among its own.
     """
     if plan.policy != "envpipe":
         return plan.policy
-    return EnvPipe(plan.type, plan.scheduling, plan.reconfig, plan.max_in_flight, plan.step_mhz)
+    reconfig = "default" if plan.online else plan.reconfig
+    return EnvPipe(plan.type, plan.scheduling, reconfig, plan.max_in_flight, plan.step_mhz)
 
 
 def schedule_of(config: ExperimentConfig) -> PipelineSchedule:

@@ -89,6 +89,9 @@ class PlanConfig(PlanSettings):
 
     select: str = "no_slowdown"
     """A selection; see `lightning_pfo.planner.select_plan`."""
+    compare: list[str] = field(default_factory=list)
+    """Other policies to train under in the same training, in windows in turn with those of the plan and of the top
+    clocks: such as [perseus, zeus_global, envpipe]; each takes its own choice."""
     auto: bool = False
     """Measure, plan, apply and verify in one training, instead of one after the other."""
     type: str = "envelope"
@@ -101,6 +104,10 @@ class PlanConfig(PlanSettings):
     """Most microbatches whose activations fit into a stage's memory, for the early forwards; null for no limit."""
     step_mhz: int = 30
     """By how much a reconfiguration raises clocks, MHz; greedy takes three such steps at once."""
+    online: bool = False
+    """Reconfigure as EnvPipe was published: in a training, from the waits that are measured; see `OnlineEnvPipe`."""
+    threshold_scale: float = 4.0
+    """With online: waits of more than so many times the shortest one on the last stage are for a neighbour."""
 
 
 @dataclass

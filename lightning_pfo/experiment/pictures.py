@@ -10,10 +10,10 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.report import Report
-from lightning_pfo.listeners.windows import Windowed
+from lightning_pfo.listeners.windows import Windowed, Windows
 from lightning_pfo.pictures.frontier import draw_frontier
 from lightning_pfo.pictures.profile import draw_energy_valleys
-from lightning_pfo.pictures.style import CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
+from lightning_pfo.pictures.style import BOUND, CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
 from lightning_pfo.pictures.timeline import draw_timelines
 from lightning_pfo.planner import Frontier
 
@@ -21,13 +21,15 @@ from lightning_pfo.planner import Frontier
 def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, output_dir: Path) -> None:
     """Draw `frontier.png`, `timelines.png`, `energy_valleys.png`, `losses.png` and `windows.png`.
 
+    Where there were windows of further plans, `policies.png` too.
+
     Args:
         frontier: The frontier that was planned.
         chosen: The plan that was trained with.
         report: What was measured.
         output_dir: Folder to write to.
     """
-    measured = [(result.iteration_time_s, result.iteration_energy_j) for result in _of(report).values()]
+    measured = [(result.iteration_time_s, result.iteration_energy_j) for result in _all_of(report).values()]
     draw_frontier(frontier, output_dir / "frontier.png", chosen=chosen, measured=measured)
     note = ", emulated" if report.is_emulated else ""
     plans = {f"Top clocks{note}": frontier.baseline, f"Plan{note}": chosen}
@@ -36,13 +38,24 @@ def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, out
     draw_energy_valleys(frontier.profile, output_dir / "energy_valleys.png", title=report.device)
     draw_losses(report, output_dir / "losses.png")
     draw_windows(report, output_dir / "windows.png")
+    if report.policies:
+        draw_policies(report, output_dir / "policies.png")
 
 
 def _of(report: Report) -> dict[str, Windowed]:
     return {"top clocks": report.training.baseline, "plan": report.training.plan}
 
 
+def _all_of(report: Report) -> dict[str, Windowed]:
+    return {**_of(report), **{name: one.plan for name, one in report.training.others.items()}}
+
+
 _STYLES = {"top clocks": (TOP_CLOCKS, "-", "o"), "plan": (CHOSEN, "--", "s")}
+
+
+def _style_of(name: str, number: int) -> tuple[str, str, str]:
+    """Colour, line and marker; of further plans by their number."""
+    return _STYLES.get(name, (f"C{number}", ":", "^vDPX<>"[number % 7]))
 
 
 _LEAST_SPAN = 0.01
@@ -70,10 +83,11 @@ def draw_windows(report: Report, path: Path) -> None:
     """Draw what an iteration takes in each window, in the order in which they were trained."""
     figure = new_figure(8.8, 3.8)
     times, energies = figure.subplots(1, 2)
-    for is_plan, (name, result) in enumerate(_of(report).items()):
-        colour, style, marker = _STYLES[name]
-        # every other pair begins with the plan
-        places = [2 * pair + 1 + (is_plan != pair % 2) for pair in range(len(result.windows))]
+    results = _all_of(report)
+    windows = Windows(0, 0, 0, len(results) - 1)
+    for number, (name, result) in enumerate(results.items()):
+        colour, style, marker = _style_of(name, number)
+        places = [1 + windows.turn_of(pair, number) for pair in range(len(result.windows))]
         for axes, values in (
             (times, [window.time_s for window in result.windows]),
             (energies, [window.energy_j for window in result.windows]),
@@ -87,6 +101,32 @@ def draw_windows(report: Report, path: Path) -> None:
     times.set_ylabel("time of an iteration (s)", color=INK)
     energies.set_ylabel("energy of an iteration (J)", color=INK)
     _finish(figure, dict.fromkeys((times, energies), "window"), report.device, path)
+
+
+def draw_policies(report: Report, path: Path) -> None:
+    """Draw saving over slowdown of each policy, with 95 % intervals where there are, and what is at most possible."""
+    figure = new_figure(6.4, 4.4)
+    axes = figure.add_subplot()
+    for number, (name, one) in enumerate(report.policies.items()):
+        colour, _, marker = _style_of("plan" if one.beside_plan is None else name, number + 1)
+        found = one.measured
+        slower, saved = found.slowdown_percent, found.saving_percent
+        axes.plot([slower], [saved], marker, color=colour, markersize=8, label=name, linestyle="none")
+        axes.errorbar(
+            [slower], [saved], xerr=_arms(slower, found.slowdown_interval_percent),
+            yerr=_arms(saved, found.saving_interval_percent), color=colour, linewidth=1, capsize=3, fmt="none",
+        )  # fmt: skip
+        label = "no plan as fast saves more" if number == 0 else None
+        axes.plot([slower], [one.bound_saving_percent], "_", color=BOUND, markersize=14, label=label)
+    axes.plot([0], [0], "X", color=TOP_CLOCKS, markersize=9, linestyle="none", label="top clocks")
+    axes.set_ylabel("energy saved (%)", color=INK)
+    note = "EMULATED" if report.is_emulated else report.device
+    _finish(figure, {axes: "slowdown (%)"}, f"Measured in windows of one training ({note})", path)
+
+
+def _arms(value: float, interval: tuple[float, float] | None) -> list[list[float]] | None:
+    """Lengths of an error bar below and above."""
+    return None if interval is None else [[value - interval[0]], [interval[1] - value]]
 
 
 def _finish(figure: Figure, labels: dict[Axes, str], title: str, path: Path) -> None:

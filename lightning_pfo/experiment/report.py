@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from rich.table import Table
 
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.experiment.compared import ComparedPlan, compared_plans, prediction_error_percent
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.windows import FEWEST_PAIRS, Windowed, change_percent, median_interval
-
-Interval = tuple[float, float]
+from lightning_pfo.listeners.optimizer.verification import Interval
+from lightning_pfo.listeners.windows import FEWEST_PAIRS, change_percent
+from lightning_pfo.planner.frontier.data import OURS
 
 _OF_ONE_RUN = ("profiling_iterations", "profiling_cost_j", "profiling_cost_s", "net_saving_j", "notes", "steps")
 """What `report.json` has of a run that optimised itself."""
@@ -39,6 +39,8 @@ class Report:
         profiling_losses: Training losses while clocks were scanned, or without the optimizer; empty where the profile
             is an earlier one.
         one_run: What a run that optimised itself tells; None for one that did not. See `OptimizedRun.summary`.
+        policy: Whose plan it is.
+        predicted_others: What the planner says of further plans of the training, by who planned.
     """
 
     device: str
@@ -49,39 +51,38 @@ class Report:
     settings: dict[str, Any]
     profiling_losses: tuple[float, ...] = ()
     one_run: dict[str, Any] | None = None
+    policy: str = OURS
+    predicted_others: dict[str, FrequencyPlan] = field(default_factory=dict)
 
     @property
     def saving_percent(self) -> float:
         """Measured energy that the plan saves: the median over pairs of windows."""
-        return statistics.median(self._savings_percent)
+        return self.training.compared.saving_percent
 
     @property
     def slowdown_percent(self) -> float:
         """Measured time that the plan costs: the median over pairs of windows."""
-        return statistics.median(self._slowdowns_percent)
+        return self.training.compared.slowdown_percent
 
     @property
     def saving_interval_percent(self) -> Interval | None:
         """95 % confidence interval of the saving; None for fewer than `FEWEST_PAIRS` pairs of windows."""
-        return median_interval(self._savings_percent)
+        return self.training.compared.saving_interval_percent
 
     @property
     def slowdown_interval_percent(self) -> Interval | None:
         """That of the slowdown."""
-        return median_interval(self._slowdowns_percent)
+        return self.training.compared.slowdown_interval_percent
 
     @property
-    def _savings_percent(self) -> list[float]:
-        return [-change for change in self._changes_percent("energy_j")]
-
-    @property
-    def _slowdowns_percent(self) -> list[float]:
-        return self._changes_percent("time_s")
-
-    def _changes_percent(self, name: str) -> list[float]:
-        """How much more a window under the plan takes than the one at the top clocks of the same pair."""
-        pairs = zip(self.training.plan.windows, self.training.baseline.windows, strict=True)
-        return [change_percent(getattr(plan, name), getattr(top, name)) for plan, top in pairs]
+    def policies(self) -> dict[str, ComparedPlan]:
+        """All plans that had windows, by who planned, if there are several."""
+        measured = self.training.others
+        return compared_plans(
+            (self.policy, self.training.compared, self.predicted_plan),
+            {name: (measured[name], predicted) for name, predicted in self.predicted_others.items()},
+            self.predicted_baseline,
+        )
 
     @property
     def lower_bound_saving_percent(self) -> float:
@@ -127,6 +128,7 @@ class Report:
                 "identical": None if self.max_loss_difference is None else self.max_loss_difference == 0,
                 "max_difference": self.max_loss_difference,
             },
+            **({"policies": {name: one.as_dict() for name, one in self.policies.items()}} if self.policies else {}),
             "clock_failures": self.training.clock_failures,
             "settings": self.settings,
             **({} if self.one_run is None else {name: self.one_run[name] for name in _OF_ONE_RUN}),
@@ -216,14 +218,6 @@ def _add_row(table: Table, name: str, values: Sequence[float]) -> None:
 
 def _percent(value: float) -> str:
     return f"{round(value, 2) + 0.0:+.2f} %"  # adding 0 makes -0.0 positive
-
-
-def prediction_error_percent(measured: Windowed, predicted: FrequencyPlan) -> dict[str, float]:
-    """How much more was measured than predicted, in percent."""
-    return {
-        "iteration_time": change_percent(measured.iteration_time_s, predicted.iteration_time_s),
-        "iteration_energy": change_percent(measured.iteration_energy_j, predicted.iteration_energy_j),
-    }
 
 
 def _times_and_energy(result: FrequencyPlan) -> dict[str, Any]:

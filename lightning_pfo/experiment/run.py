@@ -18,14 +18,14 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.files import write_text_atomically
@@ -33,30 +33,27 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.device import open_gpu
 from lightning_pfo.experiment.accelerator import few_gpus, gpu_for, is_emulated
-from lightning_pfo.experiment.checks import check_experiment, policy_of, schedule_of
+from lightning_pfo.experiment.checks import check_experiment, schedule_of
+from lightning_pfo.experiment.compared import comparison_table
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.earlier import set_aside
 from lightning_pfo.experiment.one_run.training import optimize
 from lightning_pfo.experiment.pictures import draw_pictures
+from lightning_pfo.experiment.planning import plan_experiment, plan_others, reconfigured
 from lightning_pfo.experiment.processes import is_first_process
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.training import (
     MakeData,
     MakeModule,
-    planning_of,
     profile,
     quiet_lightning,
+    reconfigure,
     train,
+    windows_of,
 )
 from lightning_pfo.experiment.windows import Training
 from lightning_pfo.pictures.report_page import write_page
-from lightning_pfo.planner import (
-    Frontier,
-    plan_frontier,
-    save_frontier,
-    select_plan,
-)
-from lightning_pfo.planner.straggler_plans import settings_for
+from lightning_pfo.planner import Frontier, save_frontier
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -105,17 +102,41 @@ def run_experiment(config: ExperimentConfig, make_module: MakeModule, make_data:
         scanned = profile(config, make_module, make_data, output_dir / "profile.csv")
 
     say("2/3 Planning")
-    frontier, chosen = on_rank_zero(lambda: _plan(config, output_dir))
-
-    say(
-        f"3/3 Training {2 * size.steps} steps, at the top clocks and under the plan ({config.plan.select}) in turn, "
-        f"{size.window_steps} each"
-    )
+    frontier, chosen = on_rank_zero(lambda: plan_experiment(config, output_dir))
     # A policy may have an order of its own, as EnvPipe's early forwards.
-    order = dataclasses.replace(config.schedule, name=frontier.schedule.name)
-    training = train(dataclasses.replace(config, schedule=order), make_module, make_data, chosen)
+    ordered = dataclasses.replace(config, schedule=dataclasses.replace(config.schedule, name=frontier.schedule.name))
+    if config.plan.online:
+        say("2/3 Training while the plan is reconfigured from measured waits")
+        frontier, chosen = _reconfigure(ordered, make_module, make_data, frontier, chosen, say)
+    others = on_rank_zero(lambda: plan_others(config, output_dir, frontier))
 
-    on_rank_zero(lambda: _report(config, frontier, chosen, training, scanned, say))
+    windows = windows_of(config)
+    say(
+        f"3/3 Training {windows.num_steps} steps, at the top clocks and under the plan ({config.plan.select}) in turn, "
+        f"{size.window_steps} each{'; beside ' if others else ''}{', '.join(others)}"
+    )
+    training = train(ordered, make_module, make_data, chosen, others)
+
+    on_rank_zero(lambda: _report(config, frontier, chosen, training, scanned, say, others=others))
+
+
+def _reconfigure(
+    config: ExperimentConfig,
+    make_module: MakeModule,
+    make_data: MakeData,
+    frontier: Frontier,
+    begin: FrequencyPlan,
+    say: _Narrator,
+) -> tuple[Frontier, FrequencyPlan]:
+    """The plan that EnvPipe's reconfiguration in a training ends with, in place of the one it began with."""
+    online = reconfigure(config, make_module, make_data, begin, frontier.profile)
+    how = "stays" if online.finished else "was still changing and is taken as it is"
+    say(f"    after {online.num_changes} changes of clocks the plan {how}")
+    name = f"envpipe_{config.plan.type}_{config.plan.reconfig}_online"
+    frontier, plan = reconfigured(frontier, online.plan, name)
+    if is_first_process():
+        save_frontier(frontier, Path(config.output_dir) / "plans")
+    return frontier, plan
 
 
 def _prepare(output_dir: Path, profile: str) -> None:
@@ -148,21 +169,6 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result
 
 
-def _plan(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
-    settings = settings_for(config.plan.select, dataclasses.replace(planning_of(config), policy=policy_of(config.plan)))
-    frontier = plan_frontier(
-        config.profile or output_dir / "profile.csv",
-        settings,
-        num_microbatches=config.schedule.num_microbatches,
-        schedule=config.schedule.name,
-    )
-    select = config.plan.select
-    chosen = frontier.baseline if select == TOP_CLOCKS else select_plan(frontier, select)
-    if is_first_process():
-        save_frontier(frontier, output_dir / "plans")
-    return frontier, chosen
-
-
 def _report(
     config: ExperimentConfig,
     frontier: Frontier,
@@ -171,6 +177,7 @@ def _report(
     scanned: tuple[float, ...],
     say: _Narrator,
     one_run: dict[str, Any] | None = None,
+    others: Mapping[str, FrequencyPlan] = MappingProxyType({}),
 ) -> None:
     gpu = open_gpu(config.gpu, 0)
     try:
@@ -178,7 +185,18 @@ def _report(
     finally:
         gpu.close()
     settings = dataclasses.asdict(config)
-    report = Report(name, is_emulated, training, frontier.baseline, chosen, settings, scanned, one_run)
+    report = Report(
+        name,
+        is_emulated,
+        training,
+        frontier.baseline,
+        chosen,
+        settings,
+        scanned,
+        one_run,
+        frontier.policy,
+        dict(others),
+    )
     if report.max_loss_difference:
         _log.warning(
             "The losses of this training and of that of the profile differ by up to %.2g, although clocks change no "
@@ -195,6 +213,9 @@ def _report(
     page = "" if one_run is None else "report.html, "
     say.console.print()
     show_table(report.table(), say.console)
+    if report.policies:
+        say.console.print()
+        show_table(comparison_table(report.policies, f"One iteration on {name}"), say.console)
     say.console.print(f"Written to {output_dir}: {page}report.json, profile.csv, plans, pictures.")
     saved, slower = report.saving_percent, report.slowdown_percent
     _log.info("%s: the plan saved %.2f %% of energy and took %.2f %% longer", name, saved, slower)

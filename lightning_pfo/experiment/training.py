@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,13 +26,18 @@ from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_rank
 from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.optimizer.verification import verified
-from lightning_pfo.listeners.windows import Windowed, Windows
+from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
+from lightning_pfo.listeners.optimizer.verification import Verified, verified
+from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.settings import PlanSettings
 from lightning_pfo.strategy import PfoPipelineStrategy
 
 MakeModule = Callable[[], pl.LightningModule]
 MakeData = Callable[[], pl.LightningDataModule]
+
+_MOST_RECONFIGURING_STEPS = 1000
+"""Each change raises a clock, and eleven steps without one end it; but noise may keep changing the path."""
 
 _SET_ELSEWHERE = {
     "accelerator": "trainer.accelerator",
@@ -66,6 +72,23 @@ class LossHistory(Callback):
         self._losses.append(outputs["loss"].detach().clone())
 
 
+class StopWhen(Callback):
+    """Ends the training when something is so, on all ranks alike.
+
+    Args:
+        is_done: Whether it is.
+    """
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self._is_done = is_done
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End it."""
+        trainer.should_stop = trainer.should_stop or self._is_done()
+
+
 def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, path: Path) -> tuple[float, ...]:
     """Train while scanning the clocks, until the profile at `path` is complete; returns the losses.
 
@@ -84,7 +107,13 @@ def profile(config: ExperimentConfig, make_module: MakeModule, make_data: MakeDa
     return history.losses
 
 
-def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, plan: FrequencyPlan) -> Training:
+def train(
+    config: ExperimentConfig,
+    make_module: MakeModule,
+    make_data: MakeData,
+    plan: FrequencyPlan,
+    others: Mapping[str, FrequencyPlan] = MappingProxyType({}),
+) -> Training:
     """Train in windows at the top clocks and under the plan in turn, and measure.
 
     Args:
@@ -92,14 +121,15 @@ def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData
         make_module: Makes the module, with new weights.
         make_data: Makes the data.
         plan: What the top clocks are compared with.
+        others: Further plans, which have their windows in the same training.
 
     Raises:
         ConfigurationError: If a callback has ended the training before any pair of windows was measured.
     """
-    windows, num_steps = windows_of(config), windows_of(config).num_steps
-    history = LossHistory()
+    windows, plans = windows_of(config), (None, plan, *others.values())
+    num_steps, history = windows.num_steps, LossHistory()
     applied = FrequencyPlanCallback(
-        lambda step: plan if windows.place_of(step)[1] else None, gpu=config.gpu, cluster=config.cluster
+        lambda step: plans[windows.place_of(step)[1]], gpu=config.gpu, cluster=config.cluster
     )
     further = make_callbacks(config.callbacks)
     trainer = fit(
@@ -119,14 +149,44 @@ def train(config: ExperimentConfig, make_module: MakeModule, make_data: MakeData
         enable_progress_bar=config.trainer.progress_bar,
     )
     val_loss = trainer.callback_metrics.get("val_loss")
-    baseline, planned = _in_windows(windows, applied)
+    own, *further_plans = _in_windows(windows, applied)
     return Training(
-        baseline,
-        planned,
+        own.baseline,
+        own.plan,
         history.losses,
         None if val_loss is None else float(val_loss),
         {rank: clocks.as_dict() for rank, clocks in applied.clock_statistics_of_ranks().items()},
+        dict(zip(others, further_plans, strict=True)),
     )
+
+
+def reconfigure(
+    config: ExperimentConfig, make_module: MakeModule, make_data: MakeData, begin: FrequencyPlan, profile: Profile
+) -> OnlineEnvPipe:
+    """Train while EnvPipe reconfigures its plan from measured waits, until it stays, or for long enough.
+
+    Args:
+        config: The experiment.
+        make_module: Makes the module, with new weights.
+        make_data: Makes the data.
+        begin: The plan to begin with.
+        profile: Says which clocks are measured: only these are taken, up to the top one.
+    """
+    settings = config.plan
+    measured_mhz = set.intersection(*(set(one.clocks_mhz) for one in profile.instructions.values()))
+    online = OnlineEnvPipe(
+        begin,
+        top_mhz=max(profile.top_clock_mhz(stage) for stage in range(profile.num_stages)),
+        reconfig=settings.reconfig,
+        step_mhz=settings.step_mhz,
+        threshold_scale=settings.threshold_scale,
+        clocks_mhz=measured_mhz,
+    )
+    applied = FrequencyPlanCallback(online, gpu=config.gpu, cluster=config.cluster)
+    callbacks = [applied, StopWhen(lambda: online.finished)]
+    options = {"max_steps": _MOST_RECONFIGURING_STEPS, "max_epochs": -1, "limit_val_batches": 0}
+    fit(config, make_module, make_data, callbacks, enable_progress_bar=False, **options)
+    return online
 
 
 def planning_of(config: ExperimentConfig) -> PlanSettings:
@@ -140,19 +200,22 @@ def planning_of(config: ExperimentConfig) -> PlanSettings:
 def windows_of(config: ExperimentConfig) -> Windows:
     """How the training is divided."""
     settings = config.trainer
-    return Windows(settings.steps // settings.window_steps, settings.window_steps, settings.warmup_steps)
+    num_plans = 1 + len(config.plan.compare)
+    return Windows(settings.steps // settings.window_steps, settings.window_steps, settings.warmup_steps, num_plans)
 
 
-def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windowed, Windowed]:
-    """What was measured at the top clocks, and under the plan, in the pairs of which both were."""
+def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> list[Verified]:
+    """What was measured under each plan, and at the top clocks, in the pairs of which both were."""
     means_j = applied.mean_energies_j(windows.group_of)
-    found = verified(windows, 0, applied.measurements, means_j)
-    if found is None:
+    numbers = range(1, 1 + windows.num_plans)
+    found = [verified(windows, 0, applied.measurements, means_j, number) for number in numbers]
+    measured = [one for one in found if one is not None]
+    if len(measured) < len(found):
         raise ConfigurationError(
-            "Windows at the top clocks and under the plan are compared; the training ended before one of each was "
+            "Windows at the top clocks and under each plan are compared; the training ended before one of each was "
             f"measured, after {len(applied.measurements)} steps. Leave out the callbacks that end it, or train longer."
         )
-    return found.baseline, found.plan
+    return measured
 
 
 def quiet_lightning() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_pfo.listeners.optimizer.verification import Verified
 from lightning_pfo.listeners.windows import Windowed
 
 
@@ -18,6 +19,7 @@ class Training:
         losses: Training loss of every step.
         val_loss: Validation loss after the last step; None without validation.
         clocks_of_ranks: What became of every rank's clock changes, by its name; see `ClockStatistics.as_dict`.
+        others: What was measured under further plans, by who planned; in windows beside those of `baseline`.
     """
 
     baseline: Windowed
@@ -25,6 +27,12 @@ class Training:
     losses: tuple[float, ...]
     val_loss: float | None = None
     clocks_of_ranks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    others: dict[str, Verified] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> Verified:
+        """The plan beside the top clocks."""
+        return Verified(self.baseline, self.plan)
 
     @property
     def clock_failures(self) -> dict[str, str]:

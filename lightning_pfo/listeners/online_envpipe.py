@@ -12,7 +12,7 @@ a tenth of the shortest instruction at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,6 +38,8 @@ class OnlineEnvPipe(InstructionListener):
         reconfig: `greedy` or `balanced`.
         step_mhz: By how much clocks rise; to the next clock that the GPU supports.
         threshold_scale: On the shortest wait of the last stage; more where transfers vary.
+        clocks_mhz: Of the clocks that the GPU supports those that may be taken, such as all that were measured; None:
+            all.
 
     Attributes:
         plan: The plan of the next iteration.
@@ -59,6 +61,7 @@ class OnlineEnvPipe(InstructionListener):
         reconfig: str = "balanced",
         step_mhz: int = 30,
         threshold_scale: float = 4.0,
+        clocks_mhz: Collection[int] | None = None,
     ) -> None:
         if reconfig not in RECONFIGURATIONS[1:]:
             raise ConfigurationError(
@@ -70,6 +73,7 @@ class OnlineEnvPipe(InstructionListener):
         self.plan, self.num_changes, self.finished = plan, 0, False
         self._top_mhz = max(map(max, plan.clocks_mhz)) if top_mhz is None else top_mhz
         self._how, self._step_mhz, self._scale = reconfig, step_mhz, threshold_scale
+        self._allowed_mhz = clocks_mhz
         self._threshold_s: float | None = None
         self._num_quiet, self._since = 0, 0
         schedule = plan.schedule
@@ -89,7 +93,8 @@ class OnlineEnvPipe(InstructionListener):
             supported_mhz: Clocks that this rank's GPU supports.
         """
         self._source, self._follower, self._time = source, follower, time
-        self._supported_mhz = supported_mhz
+        allowed = self._allowed_mhz
+        self._supported_mhz = [mhz for mhz in supported_mhz if allowed is None or mhz in allowed]
         self._ladders: list[list[int]] = []
         source.add_listener(self)
 

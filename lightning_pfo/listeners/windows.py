@@ -7,7 +7,11 @@
 
 What changes slowly (temperature, other users of the machine, the data) meets both windows of a pair, and as every other
 pair begins with the plan, a steady drift favours neither. The first steps of each window, in which clocks, power and
-counters settle, are not measured.
+counters settle, are not measured. More than one plan may be compared: then there is a window of each where there is one
+of the plan here, and every other round of them goes backwards::
+
+    round             0              1              2
+    clocks      top  A   B  C   C  B   A  top  top  A ...
 """
 
 from __future__ import annotations
@@ -20,6 +24,9 @@ from typing import Any
 
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 
+Group = tuple[int, int, bool]
+"""A pair, which of its windows, and whether steps are measured."""
+
 _CONFIDENCE = 0.95
 FEWEST_PAIRS = 6
 """Fewer have no interval: the true median is above or below all of five values in 6 % of cases."""
@@ -30,30 +37,36 @@ class Windows:
     """The division of a training.
 
     Attributes:
-        num_pairs: Windows at the top clocks, and as many under the plan.
+        num_pairs: Windows at the top clocks, and as many under each plan.
         steps: Steps of a window.
         warmup_steps: The first of them, which are not measured.
+        num_plans: How many plans are compared with the top clocks.
     """
 
     num_pairs: int
     steps: int
     warmup_steps: int
+    num_plans: int = 1
 
     @property
     def num_steps(self) -> int:
         """Steps of the whole training."""
-        return 2 * self.num_pairs * self.steps
+        return (1 + self.num_plans) * self.num_pairs * self.steps
 
-    def place_of(self, step: int) -> tuple[int, bool]:
-        """Pair of a step, and whether it runs under the plan."""
-        pair, is_second = divmod(step // self.steps, 2)
-        return pair, is_second == 1 - pair % 2
+    def place_of(self, step: int) -> tuple[int, int]:
+        """Pair of a step, and the number of the plan that it runs under, counted from 1; 0 is the top clocks."""
+        pair, turn = divmod(step // self.steps, 1 + self.num_plans)
+        return pair, self.num_plans - turn if pair % 2 else turn
+
+    def turn_of(self, pair: int, number: int) -> int:
+        """The how-manieth window of the training that of a plan is, the first being 0; see `place_of`."""
+        return pair * (1 + self.num_plans) + (self.num_plans - number if pair % 2 else number)
 
     def is_measured(self, step: int) -> bool:
         """Whether a step is not one of a window's first."""
         return step % self.steps >= self.warmup_steps
 
-    def group_of(self, step: int) -> tuple[int, bool, bool]:
+    def group_of(self, step: int) -> Group:
         """Steps of equal groups are alike: those of a window that are measured, and those that are not."""
         return (*self.place_of(step), self.is_measured(step))
 

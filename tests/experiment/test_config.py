@@ -220,7 +220,9 @@ def test_selections_reach_the_configuration(run):
 
 def test_help_lists_groups_options_and_common_overrides(run):
     text = run("--help").stdout
-    assert "plan: auto, envpipe_baseline, envpipe_envelope, envpipe_uniform, least_energy, no_slowdown, " in text
+    assert (
+        "plan: auto, compare, envpipe_baseline, envpipe_envelope, envpipe_uniform, least_energy, no_slowdown, " in text
+    )
     assert "gpu: auto, emulated_a100" in text
     assert "trainer.devices=2" in text
     assert "$" not in text.replace("${", "")
@@ -237,11 +239,14 @@ def test_help_lists_groups_options_and_common_overrides(run):
             "+extra=1",
             "There is no key 'extra' at the top level of the configuration. Known: callbacks, cluster, data, gpu,",
         ),
-        ("plan=least_enrgy", "There is no plan=least_enrgy. Did you mean least_energy? Known: auto, envpipe_ba"),
+        (
+            "plan=least_enrgy",
+            "There is no plan=least_enrgy. Did you mean least_energy? Known: auto, compare, envpipe_ba",
+        ),
         (
             "plan=cheap",
-            "There is no plan=cheap. Known: auto, envpipe_baseline, envpipe_envelope, envpipe_uniform, least_energy, "
-            "no_slowdown, perseus, slowdown_2_percent, top_clocks, zeus_global, zeus_per_stage. "
+            "There is no plan=cheap. Known: auto, compare, envpipe_baseline, envpipe_envelope, envpipe_uniform, "
+            "least_energy, no_slowdown, perseus, slowdown_2_percent, top_clocks, zeus_global, zeus_per_stage. "
             "Or select one by 3, 1.02x, 2.84s, 350W, T'=2.9s,",
         ),
         ("gpu=40", "There is no gpu=40. Known: auto, emulated_a100,"),

@@ -8,7 +8,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import GpuConfig
 from lightning_pfo.experiment.checks import check_settings
 from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig, ScheduleConfig
-from lightning_pfo.experiment.run import _plan
+from lightning_pfo.experiment.planning import plan_experiment, plan_others
 from lightning_pfo.planner import write_profile
 
 
@@ -32,7 +32,7 @@ def test_plans_reckon_with_the_measured_latency_where_clocks_are_not_asked_for_a
         plan=PlanConfig(num_plans=3, switch_latency_s=given_s),
         schedule=replace(ScheduleConfig(), num_microbatches=2),
     )
-    frontier, _ = _plan(config, tmp_path)
+    frontier, _ = plan_experiment(config, tmp_path)
     assert frontier.switch_latency_s == expected_s
 
 
@@ -63,14 +63,49 @@ def test_envpipes_words_make_its_plans(tmp_path, words, policy, schedule):
         plan=PlanConfig(policy="envpipe", select="own", **words),
         schedule=ScheduleConfig(num_microbatches=6),
     )
-    frontier, chosen = _plan(config, tmp_path)
+    frontier, chosen = plan_experiment(config, tmp_path)
     assert (frontier.policy, frontier.schedule.name) == (policy, schedule)
     assert chosen is frontier.own_choice
+
+
+def test_other_policies_plan_under_the_order_of_the_training(tmp_path):
+    write_profile(tmp_path / "profile.csv", rows_of(3))
+    plan = PlanConfig(policy="envpipe", scheduling="ours", select="own", compare=["perseus", "ours"], num_plans=4)
+    config = ExperimentConfig(plan=plan, schedule=ScheduleConfig(num_microbatches=6))
+    frontier, chosen = plan_experiment(config, tmp_path)
+    others = plan_others(config, tmp_path, frontier)
+    assert [*others] == ["perseus", "ours"]
+    assert {one.schedule for one in others.values()} == {chosen.schedule}
+    assert others["ours"].iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
+    assert others["ours"].iteration_energy_j <= chosen.iteration_energy_j
+
+
+def test_beside_a_straggler_slower_plans_are_planned_for(tmp_path):
+    write_profile(tmp_path / "profile.csv", rows_of(2))
+    config = ExperimentConfig(plan=PlanConfig(select="T'=9x", num_plans=4), schedule=ScheduleConfig(num_microbatches=4))
+    frontier, chosen = plan_experiment(config, tmp_path)
+    assert chosen is [*frontier.plans, *frontier.straggler_plans][-1]
 
 
 @pytest.mark.parametrize(
     ("words", "schedule", "message"),
     [
+        ({"policy": "ours", "compare": ["perseuss"]}, "1f1b", "Did you mean perseus"),
+        ({"policy": "ours", "compare": ["perseus", "perseus"]}, "1f1b", "names each policy once.* got perseus beside"),
+        ({"policy": "ours", "compare": ["top_clocks"]}, "1f1b", "without the top clocks"),
+        ({"select": "own", "compare": ["envpipe_envelope_balanced"]}, "1f1b", "names each policy once"),
+        (
+            {"policy": "ours", "compare": ["envpipe_envelope_balanced_early_forwards"]},
+            *("1f1b", r"A training has one order.* plan.compare=\[ours\]"),
+        ),
+        ({"policy": "ours", "auto": True, "compare": ["perseus"]}, "1f1b", "got plan.compare=.* Leave that out"),
+        ({"policy": "ours", "online": True}, "1f1b", "Use plan=envpipe_envelope plan.online=true"),
+        (
+            {"select": "own", "reconfig": "default", "online": True},
+            "1f1b",
+            "got plan.policy=envpipe, .*reconfig=default",
+        ),
+        ({"select": "own", "online": True, "threshold_scale": 0.0}, "1f1b", "plan.threshold_scale is above 0; got 0"),
         ({"reconfig": "balancd"}, "1f1b", "Did you mean balanced"),
         ({"scheduling": "ours"}, "gpipe", "early forwards .* got schedule 'gpipe'"),
         ({"policy": "zeus"}, "1f1b", "policy is one of ours, .*got 'zeus'"),

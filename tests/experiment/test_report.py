@@ -6,8 +6,10 @@ from rich.console import Console
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.experiment.compared import comparison_table
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
+from lightning_pfo.listeners.optimizer.verification import Verified
 from lightning_pfo.listeners.windows import Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
@@ -65,6 +67,36 @@ def test_intervals_are_those_of_the_median():
     assert "no width" not in text
     alike = training(baseline=windowed([1.0] * 6, [100.0] * 6), plan=windowed([1.0] * 6, [80.0] * 6))
     assert "Its interval has no width: without noise the pairs are alike." in shown(make_report(training=alike))
+
+
+def test_other_plans_of_the_training_are_compared_with_the_top_clocks_and_with_the_plan():
+    top, own = windowed([1.0] * 6, [100.0] * 6), windowed([1.0] * 6, [80.0] * 6)
+    others = {
+        "better": Verified(top, windowed([1.0] * 6, [79.0, 78.0, 77.0, 76.0, 75.0, 74.0])),
+        "doubtful": Verified(top, windowed([1.0] * 6, [70.0, 70.0, 70.0, 70.0, 70.0, 81.0])),
+        "slower": Verified(top, windowed([1.1] * 6, [60.0] * 6)),
+    }
+    predicted = FrequencyPlan(SCHEDULE, CLOCKS, 1.0, 240.0, lower_bound_j=160.0)
+    changes = {"training": training(baseline=top, plan=own, others=others), "policy": "ours"}
+    report = make_report(predicted_others=dict.fromkeys(others, predicted), **changes)
+    record = report.as_dict()["policies"]
+    assert [*record] == ["ours", *others]
+    assert [one["beats_plan"] for one in record.values()] == [False, True, False, False]
+    assert record["ours"]["saving_percent"] == pytest.approx(20)
+    better = record["better"]
+    assert better["saving_percent"] == pytest.approx(23.5)
+    assert better["saving_interval_percent"] == pytest.approx((21, 26))
+    assert better["saving_beside_plan_percent"] == pytest.approx(100 * (1 - 76.5 / 80))
+    assert better["lower_bound_saving_percent"] == pytest.approx(50)
+    assert better["predicted"] == {"iteration_time_s": 1.0, "iteration_energy_j": 240.0}
+    assert record["slower"]["slowdown_percent"] == pytest.approx(10)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(comparison_table(report.policies, "title"))
+    text = console.export_text()
+    assert "│ better * " in text
+    assert "* better needs 4.38 % less energy than ours and is not slower." in text
+    assert "slower *" not in text
+    assert "policies" not in make_report().as_dict()
 
 
 def test_json_has_what_is_promised(tmp_path):

@@ -102,12 +102,16 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
 
 
 def test_an_earlier_profile_and_earlier_results(tmp_path):
-    """In six pairs of windows, with a logger and callbacks of one's own; the profile lies among the earlier results."""
+    """In six rounds of windows, of three policies and the top clocks, with a logger and callbacks of one's own.
+
+    The profile lies among the earlier results.
+    """
     (tmp_path / "profile.csv").write_text(PROFILE)
     (tmp_path / "report.json").write_text("{}")
     ours = ("trainer.steps=12", "gpu.noise=0.02", "gpu.counter_tick_s=0.02", f"profile={tmp_path / 'profile.csv'}")
     users = ("callbacks=model_checkpoint", "+callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor")
-    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "model.num_blocks=2", *ours, *users).stdout
+    small = ("model.num_blocks=1", "data.batch_size=4", "schedule.num_microbatches=2", "gpu=emulated_a40")
+    output = run_example("gpt", tmp_path, *small, "plan.compare=[perseus,zeus_global]", *ours, *users).stdout
     assert f"The results of an earlier run were moved to {tmp_path / 'earlier' / '1'}." in output
     assert (tmp_path / "earlier" / "1" / "report.json").read_text() == "{}"
     assert (tmp_path / "profile.csv").read_text() == PROFILE
@@ -117,6 +121,15 @@ def test_an_earlier_profile_and_earlier_results(tmp_path):
     low, high = report["slowdown_interval_percent"]
     assert low < report["slowdown_percent"] < high
     assert len(report["plan"]["window_energies_j"]) == 6
+    assert len(report["losses"]["training"]) == 4 * 12
+    assert [*report["policies"]] == ["ours", "perseus", "zeus_global"]
+    for name, policy in report["policies"].items():
+        low, high = policy["saving_interval_percent"]
+        assert low < policy["saving_percent"] < high, name
+        assert len(policy["windows"]["window_energies_j"]) == 6
+        assert output.count(f"│ {name}") == 1
+    assert report["policies"]["ours"]["saving_percent"] == report["saving_percent"]
+    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
     assert report["plan"]["iteration_energy_j"] == statistics.fmean(report["plan"]["window_energies_j"])
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert "lr-AdamW" in (tmp_path / "training" / "metrics.csv").read_text()
@@ -124,9 +137,16 @@ def test_an_earlier_profile_and_earlier_results(tmp_path):
 
 def test_a_model_of_transformers_that_a_config_names(tmp_path):
     size = ("model.options.num_hidden_layers=3", "model.options.hidden_size=16", "data.batch_size=8")
-    run_example("gpt", tmp_path, "model=llama_tiny", "schedule.num_microbatches=2", "plan=top_clocks", *size)
+    online = ("plan=envpipe_envelope", "plan.online=true", "plan.scheduling=1f1b", "plan.threshold_scale=2")
+    output = run_example("gpt", tmp_path, "model=llama_tiny", "schedule.num_microbatches=2", *online, *size).stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["losses"]["identical"]
+    # EnvPipe reconfigures in a training of its own, and ends with clocks of the profile.
+    assert "changes of clocks the plan stays" in output
+    assert load_frontier(tmp_path / "plans").policy == "envpipe_envelope_balanced_online"
+    assert "policies" not in report
+    for error in report["prediction_error_percent"]["plan"].values():
+        assert abs(error) < 0.1
     assert report["losses"]["compared"] == 8  # the profile took no more
     assert report["settings"]["model"]["family"] == "llama"
 

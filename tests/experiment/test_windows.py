@@ -13,19 +13,28 @@ def test_windows_take_turns_and_every_other_pair_begins_with_the_plan():
     windows = Windows(num_pairs=3, steps=2, warmup_steps=1)
     assert windows.num_steps == 12
     places = [windows.place_of(step) for step in range(12)]
-    clocks = ["plan" if is_plan else "top" for _, is_plan in places[::2]]
+    clocks = ["plan" if number else "top" for _, number in places[::2]]
     assert clocks == ["top", "plan", "plan", "top", "top", "plan"]
     assert [pair for pair, _ in places] == [0] * 4 + [1] * 4 + [2] * 4
     assert [step for step in range(12) if windows.is_measured(step)] == [1, 3, 5, 7, 9, 11]
     assert len({windows.group_of(step) for step in range(12)}) == 12
 
 
-def test_a_steady_drift_favours_neither():
-    windows = Windows(num_pairs=8, steps=2, warmup_steps=1)
+def test_windows_of_several_plans_go_backwards_in_every_other_round():
+    windows = Windows(num_pairs=2, steps=1, warmup_steps=0, num_plans=3)
+    assert windows.num_steps == 8
+    assert [windows.place_of(step) for step in range(8)] == [(0, n) for n in range(4)] + [(1, 3 - n) for n in range(4)]
+    assert [windows.turn_of(*windows.place_of(step)) for step in range(8)] == [*range(8)]
+
+
+@pytest.mark.parametrize("num_plans", [1, 3])
+def test_a_steady_drift_favours_none(num_plans):
+    windows = Windows(num_pairs=8, steps=2, warmup_steps=1, num_plans=num_plans)
     energies_j = [100 + step - 10 * windows.place_of(step)[1] for step in range(windows.num_steps)]
     measured = [step for step in range(windows.num_steps) if windows.is_measured(step)]
     of = {windows.place_of(step): energies_j[step] for step in measured}
-    assert median(of[pair, True] - of[pair, False] for pair in range(8)) == -10
+    for number in range(1, 1 + num_plans):
+        assert median(of[pair, number] - of[pair, 0] for pair in range(8)) == -10 * number
 
 
 @pytest.mark.parametrize("count", [6, 8, 9, 12, 20])

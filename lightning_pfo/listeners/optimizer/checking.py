@@ -13,7 +13,7 @@ from lightning_pfo.listeners.optimizer.probe import Probe, ProbeMeter
 from lightning_pfo.listeners.optimizer.verification import Verified, verified
 from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.listeners.profile_row import ProfileRow
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.listeners.windows import Group, Windows
 
 _CHANGED = 0.03
 """Time or energy of an instruction at the top clock that differs by more has changed."""
@@ -55,7 +55,7 @@ class Checking:
     def is_under_plan(self, iteration: int) -> bool:
         """Which of both an iteration is for."""
         step = iteration - self._first
-        return not 0 <= step < self._windows.num_steps or self._windows.place_of(step)[1]
+        return not 0 <= step < self._windows.num_steps or self._windows.place_of(step)[1] > 0
 
     def is_over(self, measured: int) -> bool:
         """Whether all iterations up to this one, which was measured last, are enough."""
@@ -100,7 +100,7 @@ class Checking:
         known = {group: energy_j for group, energy_j in means_j.items() if group is not None}
         return verified(self._windows, self._first, run.measurements, known)
 
-    def _group_of(self, iteration: int) -> tuple[int, bool, bool] | None:
+    def _group_of(self, iteration: int) -> Group | None:
         step = iteration - self._first
         return self._windows.group_of(step) if 0 <= step < self._windows.num_steps else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.windows import Window, Windowed, Windows, change_percent, median_interval
+from lightning_pfo.listeners.windows import Group, Window, Windowed, Windows, change_percent, median_interval
 from lightning_pfo.planner.frontier.data import Frontier
 
 Interval = tuple[float, float]
@@ -84,7 +84,8 @@ def verified(
     windows: Windows,
     first: int,
     measurements: Sequence[IterationMeasurement],
-    means_j: Mapping[tuple[int, bool, bool], float],
+    means_j: Mapping[Group, float],
+    number: int = 1,
 ) -> Verified | None:
     """What was measured in the pairs of which both windows were; None if there is none.
 
@@ -93,20 +94,21 @@ def verified(
         first: Number of the first iteration.
         measurements: What iterations took.
         means_j: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies_j`.
+        number: Of the plan, where there are several.
     """
-    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
+    by_group: dict[Group, list[IterationMeasurement]] = {}
     for one in measurements:
         if first <= one.iteration < first + windows.num_steps:
             by_group.setdefault(windows.group_of(one.iteration - first), []).append(one)
-    pairs = [n for n in range(windows.num_pairs) if {(n, False, True), (n, True, True)} <= by_group.keys()]
+    pairs = [n for n in range(windows.num_pairs) if {(n, 0, True), (n, number, True)} <= by_group.keys()]
     if not pairs:
         return None
 
-    def windowed(is_plan: bool) -> Windowed:
-        groups = [(pair, is_plan, True) for pair in pairs]
+    def windowed(number: int) -> Windowed:
+        groups = [(pair, number, True) for pair in pairs]
         return Windowed(tuple(Window.of(by_group[group], means_j.get(group)) for group in groups))
 
-    return Verified(windowed(False), windowed(True))
+    return Verified(windowed(0), windowed(number))
 
 
 def faster_plan(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> FrequencyPlan | None:
