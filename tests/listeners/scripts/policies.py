@@ -90,9 +90,10 @@ def three_ranks():
     check_online(model, batch)
     envpipe = [EnvPipe(kind, "1f1b", reconfig) for kind in TYPES[1:] for reconfig in RECONFIGURATIONS]
     check(model, ["envpipe_baseline", *envpipe, "zeus_global", "zeus_per_stage_power_limit", "perseus"])
-    early = [replace(policy, scheduling="ours") for policy in envpipe if policy.type == "envelope"]
-    order = on_rank_zero(plan_frontier, PROFILE, num_microbatches=5, policy=early[0]).schedule
-    check(make_model(order.name), early)
+    for kind in TYPES[1:]:  # the order depends on the valleys, and so on the type
+        early = [replace(policy, scheduling="ours") for policy in envpipe if policy.type == kind]
+        order = on_rank_zero(plan_frontier, PROFILE, num_microbatches=5, policy=early[0], num_plans=4).schedule
+        check(make_model(order.name), early)
 
 
 run_ranks(three_ranks, 3)
