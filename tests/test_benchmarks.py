@@ -145,6 +145,7 @@ def test_published_tables_stand_beside_what_is_computed(
     monkeypatch.setattr(perseus_tables, "MEASURED_DIR", tmp_path)
     made = perseus_tables.Published("made.csv", power_w, {4: 10.0}, {4: 11.0}, (20.0, 10.0))
     monkeypatch.setattr(perseus_tables, "NUM_PIPELINES", (16,))
+    monkeypatch.setattr(perseus_tables, "NUM_PERSEUS_PLANS", 10)
     monkeypatch.setattr(perseus_tables, "PUBLISHED", {"made": made, "absent": replace(made, file="absent.csv")})
     assert perseus_tables.main(["microbatches=4", "json=true"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -152,12 +153,17 @@ def test_published_tables_stand_beside_what_is_computed(
     assert (row["EnvPipe published"], row["Perseus published"]) == (10.0, 11.0)
     assert 0 < row["EnvPipe"] <= row["ours"] <= row["bound"]
     assert row["Perseus"] <= row["ours at Perseus's time"] + 1e-9
+    assert [*result["zeus"]["made"]["4"]] == ["global", "per stage"]
     for savings in result["stragglers"]["made"].values():
+        beside = zip(savings[perseus_tables.THEN], savings["Perseus"], strict=True)
+        assert all(ours >= perseus - 1e-6 for ours, perseus in beside)
         assert savings["ours"][0] == pytest.approx(row["ours"])
         assert savings["ours"][4] > savings["ours"][0]  # beside a straggler slower plans save more
         assert savings["EnvPipe"][10] < savings["EnvPipe"][0]  # while a fixed plan waits
     assert perseus_tables.main([f"output_dir={tmp_path / 'out'}", "microbatches=4"]) == 0
-    assert "| 4 | 10.0 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| 4 | 10.0 |" in printed
+    assert "| WRN101-8 | 15.3 (+7.6) | 17.9 (+14.3) |" in printed  # as published
     assert (tmp_path / "out" / "stragglers.png").exists()
     assert perseus_tables.main(["output=x"]) == 2
 
