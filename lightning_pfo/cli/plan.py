@@ -173,4 +173,11 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
         percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
     console.print(f"{changes}.")
+    if chosen in frontier.straggler_plans:
+        usual_j = frontier.beside_straggler_j(frontier.least_energy, chosen.iteration_time_s)
+        percent = 100 * (1 - chosen.iteration_energy_j / usual_j)
+        console.print(
+            f"It has no number: it pays beside a straggler only, and needs {percent:.2f} % less than least_energy and "
+            "waiting until then."
+        )
     console.print(f"written to {settings.output_dir}")

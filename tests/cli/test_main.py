@@ -57,6 +57,21 @@ def test_plan_reckons_with_the_times_of_transfers_in_a_profile(profile_csv, tmp_
     assert times_s[1] >= times_s[0] + 0.02 - 1e-9
 
 
+def test_beside_a_straggler_slower_plans_are_made_and_shown(tmp_path, capsys):
+    rows = [
+        {"stage": stage, "instruction": kind, "frequency": mhz, "time": time_s, "energy": time_s * power_w}
+        for stage in range(2)
+        for kind, work in (("forward", 0.02), ("backward", 0.04))
+        for mhz in (1400, 1000, 800)
+        for time_s, power_w in [(work * 1400 / mhz, 100 + 200 * (mhz / 1400) ** 3)]
+    ]
+    write_profile(tmp_path / "profile.csv", rows)
+    options = ["num_microbatches=3", "p2p_blocking_power_w=90", "num_plans=5", f"output_dir={tmp_path / 'out'}"]
+    assert main(["plan", f"profile={tmp_path / 'profile.csv'}", *options, "select=T'=2x"]) == 0
+    assert "It has no number: it pays beside a straggler only, and needs " in capsys.readouterr().out
+    assert load_frontier(tmp_path / "out").straggler_plans
+
+
 def test_help_of_the_program_and_of_a_command(capsys):
     assert main(["--help"]) == 0
     assert "plan" in capsys.readouterr().out
