@@ -96,21 +96,19 @@ def compared_plans(
 
 
 def comparison_table(plans: Mapping[str, ComparedPlan], title: str) -> Table:
-    """The plans in rows."""
+    """The plans in rows, with 95 % intervals below the values that have one."""
     table = Table(title=title, caption="\n".join(_notes(plans)))
     table.add_column("policy")
-    for heading in ("time (s)", "slowdown", "energy (J)", "saving", "95 % interval", "predicted", "at most"):
+    for heading in ("time (s)", "slowdown", "energy (J)", "saving", "predicted", "at most"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in plans.items():
         found, baseline_j = one.measured, one.predicted_baseline.iteration_energy_j
-        interval = found.saving_interval_percent
         table.add_row(
             f"{name} *" if one.beats_plan else name,
             f"{found.plan.iteration_time_s:#.5g}",
-            f"{signed(found.slowdown_percent)} %",
+            _with_interval(f"{signed(found.slowdown_percent)} %", found.slowdown_interval_percent),
             f"{found.plan.iteration_energy_j:#.5g}",
-            f"{found.saving_percent:.2f} %",
-            "" if interval is None else _between(interval),
+            _with_interval(f"{found.saving_percent:.2f} %", found.saving_interval_percent),
             f"{saving_percent(one.predicted.iteration_energy_j, baseline_j):.2f} %",
             f"{one.bound_saving_percent:.2f} %",
         )
@@ -130,8 +128,8 @@ def _notes(plans: Mapping[str, ComparedPlan]) -> list[str]:
     return notes
 
 
-def _between(interval: Interval) -> str:
-    return f"{interval[0]:.2f} to {interval[1]:.2f} %"
+def _with_interval(value: str, interval: Interval | None) -> str:
+    return value if interval is None else f"{value}\n{interval[0] + 0.0:.2f} to {interval[1] + 0.0:.2f}"
 
 
 def signed(value: float) -> str:
