@@ -28,6 +28,7 @@ PROFILE = "\n".join(
     ]
 )
 """Of other GPUs; what it predicts is not what is measured."""
+SMALL = ("gpu=emulated_a40", "model.num_blocks=3", "data.batch_size=8")
 QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 
 
@@ -61,7 +62,7 @@ def test_without_clock_control_the_main_job_ends_and_says_so(tmp_path, fake_driv
 
 
 def test_gpt_profiles_plans_trains_and_reports(tmp_path):
-    output = run_example("gpt", tmp_path, "gpu=emulated_a40", "model.num_blocks=5", "plan=slowdown_2_percent").stdout
+    output = run_example("gpt", tmp_path, *SMALL, "plan=slowdown_2_percent").stdout
     for text in ("1/3 Profiling 2 stages x 8 microbatches", "3/3 Training 8 steps", "EMULATED", "Losses of 8 steps"):
         assert output.count(text) == 1, output  # said once, by rank 0
 

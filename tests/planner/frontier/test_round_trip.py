@@ -48,6 +48,8 @@ def check(frontier):
         save_frontier(frontier, Path(folder))
         loaded = load_frontier(folder)
     assert loaded == frontier
+    for plan in frontier.straggler_plans:
+        assert select_plan(loaded, f"T'={plan.iteration_time_s!r}s") == plan
     for selection in every_form(frontier):
         assert frontier.number_of(select_plan(frontier, selection)) == loaded.number_of(select_plan(loaded, selection))
     for plan in frontier.plans:
@@ -69,7 +71,12 @@ def test_frontiers_come_back_from_their_files(make_profile, shape, seed, noise, 
     profile = noisy(make_profile(np.random.default_rng(seed).uniform(0.01, 0.05, num_stages), CLOCKS_MHZ), seed, noise)
     check(
         plan_frontier(
-            profile, schedule=schedule, num_microbatches=num_microbatches, p2p_blocking_power_w=power, num_plans=12
+            profile,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            p2p_blocking_power_w=power,
+            num_plans=10,
+            num_straggler_plans=3,
         )
     )
 
