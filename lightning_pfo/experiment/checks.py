@@ -118,7 +118,7 @@ def _check_compared(plan: PlanConfig) -> None:
                 "Leave that out, or use another plan, such as plan=no_slowdown."
             )
     own = find_policy(policy_of(plan))
-    taken = [OURS if own is None else own.name]
+    taken = ["max_frequency" if plan.select == TOP_CLOCKS else OURS if own is None else own.name]
     for name in plan.compare:
         policy = find_policy(name)
         called = OURS if policy is None else policy.name

@@ -90,9 +90,14 @@ def compared_plans(
     name, measured, predicted = own
     plans = {name: ComparedPlan(measured, predicted, baseline)}
     for other, (windows, plan) in others.items():
-        beside = Verified(measured.plan, windows.plan)
-        plans[other] = ComparedPlan(windows, plan, baseline, beside)
+        plans[other] = ComparedPlan(windows, plan, baseline, _beside(measured.plan, windows.plan))
     return plans
+
+
+def _beside(plan: Windowed, other: Windowed) -> Verified:
+    """Windows of the same rounds; a training that was ended early has one more of either."""
+    count = min(len(plan.windows), len(other.windows))
+    return Verified(*(Windowed(one.windows[:count]) for one in (plan, other)))
 
 
 def comparison_table(plans: Mapping[str, ComparedPlan], title: str) -> Table:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.core.files import write_text_atomically
@@ -194,7 +195,7 @@ def _report(
         settings,
         scanned,
         one_run,
-        frontier.policy,
+        "max_frequency" if config.plan.select == TOP_CLOCKS else frontier.policy,
         dict(others),
     )
     if report.max_loss_difference:

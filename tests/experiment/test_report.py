@@ -75,13 +75,14 @@ def test_other_plans_of_the_training_are_compared_with_the_top_clocks_and_with_t
         "better": Verified(top, windowed([1.0] * 6, [79.0, 78.0, 77.0, 76.0, 75.0, 74.0])),
         "doubtful": Verified(top, windowed([1.0] * 6, [70.0, 70.0, 70.0, 70.0, 70.0, 81.0])),
         "slower": Verified(top, windowed([1.1] * 6, [60.0] * 6)),
+        "ended early": Verified(windowed([1.0], [100.0]), windowed([1.0], [79.0])),
     }
     predicted = FrequencyPlan(SCHEDULE, CLOCKS, 1.0, 240.0, lower_bound_j=160.0)
     changes = {"training": training(baseline=top, plan=own, others=others), "policy": "ours"}
     report = make_report(predicted_others=dict.fromkeys(others, predicted), **changes)
     record = report.as_dict()["policies"]
     assert [*record] == ["ours", *others]
-    assert [one["beats_plan"] for one in record.values()] == [False, True, False, False]
+    assert [one["beats_plan"] for one in record.values()] == [False, True, False, False, True]
     assert record["ours"]["saving_percent"] == pytest.approx(20)
     better = record["better"]
     assert better["saving_percent"] == pytest.approx(23.5)

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_pfo.callbacks import PipelineFrequencyOptimizerCallback
 from lightning_pfo.core.errors import DeviceError
@@ -25,6 +24,7 @@ from lightning_pfo.experiment.training import (
     LossHistory,
     MakeData,
     MakeModule,
+    StopWhen,
     fit,
     planning_of,
     progress_messages,
@@ -62,19 +62,6 @@ class OneRun:
     summary: dict[str, Any]
 
 
-class _StopWhenVerified(Callback):
-    def __init__(self, optimizer: PipelineFrequencyOptimizerCallback) -> None:
-        self._optimizer = optimizer
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """The same on all ranks."""
-        run = self._optimizer.run
-        if run is not None and run.state is State.HOLD:
-            trainer.should_stop = True
-
-
 def optimize(
     config: ExperimentConfig,
     make_module: MakeModule,
@@ -100,6 +87,10 @@ def optimize(
     optimizer = PipelineFrequencyOptimizerCallback(
         gpu=config.gpu, cluster=config.cluster, output_dir=config.output_dir, settings=settings
     )
+
+    def is_verified() -> bool:
+        return optimizer.run is not None and optimizer.run.state is State.HOLD
+
     history = LossHistory()
     further = make_callbacks(config.callbacks)
     most = _MOST_MEASURING_STEPS + windows.num_steps
@@ -109,7 +100,7 @@ def optimize(
             config,
             make_module,
             make_data,
-            [history, optimizer, _StopWhenVerified(optimizer), *further],
+            [history, optimizer, StopWhen(is_verified), *further],
             max_steps=most,
             max_epochs=most,
             limit_val_batches=config.trainer.val_batches,
