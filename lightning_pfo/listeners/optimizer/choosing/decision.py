@@ -47,9 +47,10 @@ class Decision:
 
     def __str__(self) -> str:
         base_j, plan_j = self.frontier.baseline.iteration_energy_j, self.plan.iteration_energy_j
+        saving, gain = 100 * (1 - plan_j / base_j), 100 * self.gain_j / plan_j
         return (
-            f"{self.plan.iteration_time_s:.4g} s and {plan_j:.5g} J predicted, "
-            f"{100 * (1 - plan_j / base_j):.1f} % less than the {base_j:.5g} J of the top clocks; more measuring could gain {100 * self.gain_j / plan_j:.2f} %"
+            f"{self.plan.iteration_time_s:.4g} s and {plan_j:.5g} J predicted, {saving:.1f} % less than the "
+            f"{base_j:.5g} J of the top clocks; more measuring could gain {gain:.2f} %"
         )
 
 
