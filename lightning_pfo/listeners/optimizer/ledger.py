@@ -46,6 +46,27 @@ class Step:
         return {**asdict(self), "state": self.state.value}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Some iterations, and what they took beyond as many at the top clocks: time in s, energy in J."""
+
+    iterations: int = 0
+    time_s: float = 0.0
+    energy_j: float = 0.0
+
+
+@dataclass
+class _Sum:
+    count: int = 0
+    time_s: float = 0.0
+    energy_j: float = 0.0
+
+    def add(self, measured: IterationMeasurement) -> None:
+        self.count += 1
+        self.time_s += measured.time_s
+        self.energy_j += measured.energy_j
+
+
 class Ledger:
     """Keeps what iterations took.
 
@@ -59,7 +80,7 @@ class Ledger:
         self.steps: deque[Step] = deque(maxlen=_KEPT)
         self.top_s = self.top_j = math.nan
         self._saved_j = 0.0  # with pipelines of before
-        self._num, self._used_j = 0, 0.0  # of this one
+        self._all, self._measuring = _Sum(), _Sum()  # with this one
         self._begun: dict[int, tuple[State, bool]] = {}
 
     @property
@@ -70,7 +91,15 @@ class Ledger:
     @property
     def saved_j(self) -> float:
         """Energy of all iterations, less than as many at the top clocks; 0 until it is known what these take."""
-        return self._saved_j + (self._num * self.top_j - self._used_j if self.knows_top else 0.0)
+        return self._saved_j + (self._all.count * self.top_j - self._all.energy_j if self.knows_top else 0.0)
+
+    @property
+    def measuring(self) -> Cost:
+        """What measuring and planning have taken of this pipeline beyond as many iterations at the top clocks."""
+        spent = self._measuring
+        if not self.knows_top:
+            return Cost()
+        return Cost(spent.count, spent.time_s - spent.count * self.top_s, spent.energy_j - spent.count * self.top_j)
 
     def begin(self, iteration: int, state: State, *, is_planned: bool) -> None:
         """Note what an iteration is for; on CUDA it is measured when the next one is under way."""
@@ -83,8 +112,9 @@ class Ledger:
             del self._begun[earlier]  # was not measured
         step = Step(measured.iteration, state, is_planned, measured.time_s, measured.energy_j)
         self.steps.append(step)
-        self._num += 1
-        self._used_j += measured.energy_j
+        self._all.add(measured)
+        if state in (State.MEASURE, State.PLAN):
+            self._measuring.add(measured)
         return step
 
     def take_for_top(self, time_s: float, energy_j: float) -> None:
@@ -94,5 +124,5 @@ class Ledger:
     def forget_top(self) -> None:
         """Another pipeline begins, which takes something else."""
         self._saved_j = self.saved_j
-        self._num, self._used_j = 0, 0.0
+        self._all, self._measuring = _Sum(), _Sum()
         self.top_s = self.top_j = math.nan

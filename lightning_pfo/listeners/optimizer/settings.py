@@ -29,7 +29,7 @@ class OptimizerSettings:
         most_repetitions: So many iterations at a clock at most.
         most_rounds: So often at most it is decided to measure more.
         pairs: Pairs of windows that verify a plan, at least; six give 95 % intervals.
-        window_steps: Iterations of each window.
+        window_steps: Iterations of each window, at least: where energy counters tick, more.
         warmup_steps: The first of them, which are not measured.
         check_every: After so many iterations under the plan two more pairs of windows are measured; 0: never.
         look_every: Iterations under a plan after which the ranks compare what they have met: stragglers, objectives,

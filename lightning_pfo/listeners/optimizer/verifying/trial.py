@@ -19,6 +19,21 @@ from lightning_pfo.listeners.windows import Windows
 from lightning_pfo.planner.frontier.data import Frontier
 
 _MOST_FALLBACKS = 3
+_FEWEST_TICKS = 50
+"""Of an energy counter in a window: with fewer, what is missed between ticks is more than what is to be seen."""
+_MOST_STEPS = 40
+
+
+def window_steps(settings: OptimizerSettings, tick_s: float, iteration_s: float) -> int:
+    """Iterations of a window: longer where energy counters tick.
+
+    Args:
+        settings: How long it is at least.
+        tick_s: How often energy counters advance; 0: all the time.
+        iteration_s: What an iteration takes.
+    """
+    wanted = settings.warmup_steps + math.ceil(_FEWEST_TICKS * tick_s / iteration_s)
+    return max(settings.window_steps, min(wanted, _MOST_STEPS))
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,8 @@ class Trial:
             and (row.dp_rank, row.tp_rank) == self._source.place
         }
         self._plan = plan
-        windows = Windows(pairs, self._settings.window_steps, self._settings.warmup_steps)
+        steps = window_steps(self._settings, self._run.tick_s(), plan.iteration_time_s)
+        windows = Windows(pairs, steps, self._settings.warmup_steps)
         self._checking = Checking(self._source, self._session, schedule, windows, first, tops)
 
     def is_under_plan(self, iteration: int) -> bool:
