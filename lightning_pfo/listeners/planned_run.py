@@ -255,7 +255,8 @@ class PlannedRun(InstructionListener):
 
     def tick_s(self) -> float:
         """How often the energy counter of a GPU advances, the slowest; 0: all the time. A collective call."""
-        return max(self._source.all_gather(self._meter.tick_s, everywhere=True))
+        ticks_s: list[float] = self._source.all_gather(self._meter.tick_s, everywhere=True)
+        return max(ticks_s)
 
     def request_top_clock(self) -> None:
         """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""

@@ -9,8 +9,8 @@ Between ticks the counter is continued on a line. What that misses is met twice,
 many iterations follow each other in between: of a second with a counter of 100 ms it is 1 to 3 %, of ten a tenth of it.
 
 Least squares over ticks, which tell instructions apart (`device.energy.attribution`), do not do here: they take power
-to be the same all through an iteration, and a rank that waits at its begin or end has its energy moved to others, by 7 %
-where iterations of half a second take turns with others (`tests/listeners/meters/test_ticks.py`).
+to be the same all through an iteration. Of a rank that waits at its begin and end they moved energy to the iterations
+beside it: emulated, with single iterations of 0.6 s measured in turn, savings were 7 points too low.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
 
 _MISSED = 0.2
-"""Of what power scatters by from tick to tick: standard error of the energy at a moment in a tick, per time of a tick."""
+"""Of what power scatters by from tick to tick: standard error of the energy at a moment within one, by its time."""
 
 _SAME_MOMENT_S = 1e-6
 
