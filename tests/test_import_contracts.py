@@ -185,7 +185,12 @@ MAY_KNOW = {
     },
     "listeners.optimizer.ledger": {"listeners.meters"},
     "listeners.optimizer.memory": {"core", "listeners.profile_row"},
-    "listeners.optimizer.settings": {"core", "planner.settings", "listeners.optimizer.choosing.objectives"},
+    "listeners.optimizer.settings": {
+        "core",
+        "planner.settings",
+        "planner.frontier",
+        "listeners.optimizer.choosing.objectives",
+    },
     "callbacks": {"core", "device", "listeners", "pictures"},
     "server": {"core", "planner"},
     "server.settings": {"core", "planner"},

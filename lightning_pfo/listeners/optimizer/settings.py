@@ -9,6 +9,7 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.listeners.optimizer.choosing.objectives import Objective, objective_of
+from lightning_pfo.planner.frontier.data import OURS
 from lightning_pfo.planner.settings import PlanSettings
 
 
@@ -56,6 +57,11 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         objective_of(self.select)
         self.planning.check()
+        if self.planning.policy != OURS:
+            raise ConfigurationError(
+                "A run that optimises itself measures where the planner's own plans are most uncertain, so its policy "
+                f"is {OURS}; got policy={self.planning.policy!r}. Profile and plan in steps for another one."
+            )
         for name, value, least in (
             ("min_clock_mhz", self.min_clock_mhz, 1),
             ("most_repetitions", self.most_repetitions, 1),

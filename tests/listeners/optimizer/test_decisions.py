@@ -18,6 +18,7 @@ from lightning_pfo.listeners.optimizer.verifying.trial import window_steps
 from lightning_pfo.listeners.optimizer.verifying.verification import faster_by, lateness_s, verified
 from lightning_pfo.listeners.profile_row import ProfileRow
 from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.settings import PlanSettings
 from tests.planner.conftest import frontier, profile  # noqa: F401
 
 
@@ -52,6 +53,8 @@ def test_an_expression_is_checked_before_anything_runs():
         OptimizerSettings(select="fast")
     with pytest.raises(ConfigurationError, match="tolerance is a share above 0"):
         OptimizerSettings(tolerance=0)
+    with pytest.raises(ConfigurationError, match="its policy is ours; got policy='perseus'"):
+        OptimizerSettings(planning=PlanSettings(policy="perseus"))
 
 
 # ---- stragglers ----
@@ -102,8 +105,8 @@ def test_a_late_plan_falls_back_by_as_much_as_it_is_late(frontier):  # noqa: F81
     plan = frontier.least_energy
     top_s = frontier.baseline.iteration_time_s
     promised = plan.iteration_time_s / top_s
-    assert lateness_s(frontier, plan, windows_of(promised + 0.004), 0.005) == 0
-    late_s = lateness_s(frontier, plan, windows_of(promised + 0.02), 0.005)
+    assert lateness_s(frontier, plan.iteration_time_s, windows_of(promised + 0.004), 0.005) == 0
+    late_s = lateness_s(frontier, plan.iteration_time_s, windows_of(promised + 0.02), 0.005)
     assert late_s == pytest.approx(0.02 * top_s)
     faster = faster_by(frontier, plan, late_s)
     assert faster.iteration_time_s <= plan.iteration_time_s - 0.02 * top_s

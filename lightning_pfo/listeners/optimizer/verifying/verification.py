@@ -119,18 +119,18 @@ def verified(
     return Verified(windowed(False), windowed(True))
 
 
-def lateness_s(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> float:
-    """How much longer than promised a plan takes, s; 0 where that is within the tolerance.
+def lateness_s(frontier: Frontier, wanted_s: float, found: Verified, tolerance: float) -> float:
+    """How much longer than wanted a plan takes, s; 0 where that is within the tolerance.
 
     Args:
         frontier: Where it is from.
-        plan: The one that was measured.
+        wanted_s: What it may take, s: the time of the plan that was asked for.
         found: What was measured.
         tolerance: How much later it may be, as a share of the top clocks' time.
     """
     top_s = frontier.baseline.iteration_time_s
-    late = found.slowdown_percent / 100 - (plan.iteration_time_s / top_s - 1)
-    return late * top_s if late > tolerance else 0.0
+    late_s = (1 + found.slowdown_percent / 100) * top_s - wanted_s
+    return late_s if late_s > tolerance * top_s else 0.0
 
 
 def faster_by(frontier: Frontier, plan: FrequencyPlan, by_s: float) -> FrequencyPlan:
