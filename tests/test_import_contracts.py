@@ -183,7 +183,7 @@ MAY_KNOW = {
     "listeners.optimizer.verifying.verification": {
         *("core", "planner.frontier", "listeners.meters", "listeners.windows"),
     },
-    "listeners.optimizer.ledger": {"listeners.meters"},
+    "listeners.optimizer.ledger": {"core", "listeners.meters"},
     "listeners.optimizer.memory": {"core", "listeners.profile_row"},
     "listeners.optimizer.settings": {
         "core",

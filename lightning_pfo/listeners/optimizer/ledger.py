@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import asdict, dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any
 
+from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 
 _KEPT = 20_000
@@ -31,6 +34,7 @@ class Step:
         iteration: Its number.
         state: In which state it was.
         is_planned: Whether it ran under the plan.
+        clock_mhz: Mean of the clocks that were asked for, over instructions.
         time_s: What it took.
         energy_j: Of all GPUs.
     """
@@ -38,6 +42,7 @@ class Step:
     iteration: int
     state: State
     is_planned: bool
+    clock_mhz: float
     time_s: float
     energy_j: float
 
@@ -81,7 +86,8 @@ class Ledger:
         self.top_s = self.top_j = math.nan
         self._saved_j = 0.0  # with pipelines of before
         self._all, self._measuring = _Sum(), _Sum()  # with this one
-        self._begun: dict[int, tuple[State, bool]] = {}
+        self._begun: dict[int, tuple[State, bool, float]] = {}
+        self._mean: tuple[FrequencyPlan | None, float] = None, math.nan  # of the clocks of the latest plan
 
     @property
     def knows_top(self) -> bool:
@@ -101,16 +107,26 @@ class Ledger:
             return Cost()
         return Cost(spent.count, spent.time_s - spent.count * self.top_s, spent.energy_j - spent.count * self.top_j)
 
-    def begin(self, iteration: int, state: State, *, is_planned: bool) -> None:
-        """Note what an iteration is for; on CUDA it is measured when the next one is under way."""
-        self._begun[iteration] = state, is_planned
+    def begin(self, iteration: int, state: State, plan: FrequencyPlan | None, top_mhz: int) -> None:
+        """Note what an iteration is for; on CUDA it is measured when the next one is under way.
+
+        Args:
+            iteration: Its number.
+            state: In which state it is.
+            plan: Its clocks; None for the top clock.
+            top_mhz: The top clock.
+        """
+        if plan is not None and plan is not self._mean[0]:
+            self._mean = plan, statistics.fmean(chain.from_iterable(plan.clocks_mhz))
+        is_planned = plan is not None and state is not State.MEASURE
+        self._begun[iteration] = state, is_planned, top_mhz if plan is None else self._mean[1]
 
     def add(self, measured: IterationMeasurement) -> Step:
         """Note what an iteration took."""
-        state, is_planned = self._begun.pop(measured.iteration)
+        state, is_planned, clock_mhz = self._begun.pop(measured.iteration)
         for earlier in [number for number in self._begun if number < measured.iteration]:
             del self._begun[earlier]  # was not measured
-        step = Step(measured.iteration, state, is_planned, measured.time_s, measured.energy_j)
+        step = Step(measured.iteration, state, is_planned, clock_mhz, measured.time_s, measured.energy_j)
         self.steps.append(step)
         self._all.add(measured)
         if state in (State.MEASURE, State.PLAN):

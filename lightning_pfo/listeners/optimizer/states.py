@@ -135,7 +135,7 @@ class States:
             asked = self._measurer.plan
         elif self.state in (State.VERIFY, State.HOLD) and self.trial.is_under_plan(iteration):
             asked = self.following.applied
-        self.ledger.begin(iteration, self.state, is_planned=asked is not None and self.state is not State.MEASURE)
+        self.ledger.begin(iteration, self.state, asked, self._clocks_mhz[0] if self._clocks_mhz else 0)
         return asked
 
     def close(self) -> None:

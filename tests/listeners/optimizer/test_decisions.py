@@ -133,7 +133,7 @@ def test_windows_are_longer_where_counters_tick():
 def test_what_was_spent_is_settled_when_the_top_clocks_are_known_better():
     ledger = Ledger()
     for iteration, (state, energy_j) in enumerate([(State.WARM_UP, 96.0), (State.MEASURE, 90.0), (State.PLAN, 99.0)]):
-        ledger.begin(iteration, state, is_planned=False)
+        ledger.begin(iteration, state, None, 1410)
         ledger.add(IterationMeasurement(iteration, 1.1, energy_j))
         if state is State.WARM_UP:
             assert ledger.saved_j == 0
