@@ -87,12 +87,8 @@ def check_settings(config: ExperimentConfig) -> None:
     ScanSettings(**vars(config.profiler))
     if plan.select != TOP_CLOCKS:
         check_selection(plan.select)
-    if plan.auto and (config.profile or plan.select == TOP_CLOCKS):
-        given = f"profile={config.profile}" if config.profile else f"plan.select={TOP_CLOCKS}"
-        raise ConfigurationError(
-            f"A run that optimises itself (plan=auto) measures and plans while it trains; got {given}. Leave that out, "
-            "or use another plan, such as plan=no_slowdown."
-        )
+    if plan.auto:
+        _check_one_run(config)
     plan.check()
     policy = find_policy(policy_of(plan))
     if policy is not None:
@@ -110,13 +106,6 @@ def check_settings(config: ExperimentConfig) -> None:
 
 def _check_compared(plan: PlanConfig) -> None:
     """Check the policies that are compared in one training, and whether EnvPipe can reconfigure during one."""
-    given = {"plan.compare": plan.compare, "plan.online": plan.online}
-    for name in given if plan.auto else ():
-        if given[name]:
-            raise ConfigurationError(
-                f"A run that optimises itself (plan=auto) trains under one plan of its own; got {name}={given[name]}. "
-                "Leave that out, or use another plan, such as plan=no_slowdown."
-            )
     own = find_policy(policy_of(plan))
     taken = ["max_frequency" if plan.select == TOP_CLOCKS else OURS if own is None else own.name]
     for name in plan.compare:
@@ -140,6 +129,23 @@ def _check_compared(plan: PlanConfig) -> None:
             "Use plan=envpipe_envelope plan.online=true."
         )
     check_above("plan.threshold_scale", plan.threshold_scale, 0)
+
+
+def _check_one_run(config: ExperimentConfig) -> None:
+    plan = config.plan
+    given = [
+        *([f"profile={config.profile}"] if config.profile else []),
+        *([f"plan.select={TOP_CLOCKS}"] if plan.select == TOP_CLOCKS else []),
+        *([f"plan.policy={plan.policy}"] if find_policy(policy_of(plan)) is not None else []),
+        *([f"plan.compare={plan.compare}"] if plan.compare else []),
+        *(["plan.online=true"] if plan.online else []),
+    ]
+    if given:
+        raise ConfigurationError(
+            "A run that optimises itself (plan=auto) measures and plans while it trains, where the planner's own plans "
+            f"are most uncertain; got {' and '.join(given)}. Leave that out, or use another plan, such as "
+            "plan=no_slowdown."
+        )
 
 
 def check_profile(path: str, num_stages: int) -> None:

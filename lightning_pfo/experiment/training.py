@@ -27,7 +27,7 @@ from lightning_pfo.experiment.command_line.instances import make_callbacks, make
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.windows import Training
 from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
-from lightning_pfo.listeners.optimizer.verification import Verified, verified
+from lightning_pfo.listeners.optimizer.verifying.verification import Verified, verified
 from lightning_pfo.listeners.windows import Windows
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.settings import PlanSettings
@@ -206,9 +206,9 @@ def windows_of(config: ExperimentConfig) -> Windows:
 
 def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> list[Verified]:
     """What was measured under each plan, and at the top clocks, in the pairs of which both were."""
-    means_j = applied.mean_energies_j(windows.group_of)
+    means = applied.mean_energies(windows.group_of)
     numbers = range(1, 1 + windows.num_plans)
-    found = [verified(windows, 0, applied.measurements, means_j, number) for number in numbers]
+    found = [verified(windows, 0, applied.measurements, means, number) for number in numbers]
     measured = [one for one in found if one is not None]
     if len(measured) < len(found):
         raise ConfigurationError(

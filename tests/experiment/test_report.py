@@ -9,7 +9,8 @@ from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.compared import comparison_table
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.optimizer.verification import Verified
+from lightning_pfo.listeners.meters.ticks import MeanEnergy
+from lightning_pfo.listeners.optimizer.verifying.verification import Verified
 from lightning_pfo.listeners.windows import Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
@@ -122,7 +123,7 @@ def test_json_has_what_is_promised(tmp_path):
 
 
 def test_where_counters_tick_means_count():
-    one = Windowed((Window((1.0,), (90.0,), 100.0), Window((1.0,), (190.0,), 200.0)))
+    one = Windowed(tuple(Window((1.0,), (one_j - 10,), MeanEnergy(one_j, 1.0)) for one_j in (100.0, 200.0)))
     assert (one.iteration_energy_j, one.windows[1].energy_j) == (150.0, 200.0)
 
 
