@@ -103,8 +103,12 @@ class Rendezvous:
                 for rank in (transfer.source, transfer.destination)
             )
 
+        limit = sys.getrecursionlimit()
         sys.setrecursionlimit(100_000)  # as deep as the iteration is long
-        return max(*map(end, self._durations_s), *map(done, self._postings))
+        try:
+            return max(*map(end, self._durations_s), *map(done, self._postings))
+        finally:
+            sys.setrecursionlimit(limit)
 
 
 def losses(name: str, num_ranks: int, num_microbatches: int, stretches: Sequence[float]) -> Iterator[dict[str, Any]]:

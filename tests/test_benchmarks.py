@@ -169,7 +169,9 @@ def test_published_tables_stand_beside_what_is_computed(
 
 
 def test_queues_by_direction_cost_no_time_and_one_queue_for_all_does() -> None:
+    limit = sys.getrecursionlimit()
     (lost,) = rendezvous.losses("interleaved_1f1b", 4, 8, [1.1])
+    assert sys.getrecursionlimit() == limit  # others would run into the end of the stack
     assert lost["rank"] > 3
     assert lost["direction"] == 0
 

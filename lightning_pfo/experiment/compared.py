@@ -125,6 +125,8 @@ def _notes(plans: Mapping[str, ComparedPlan]) -> list[str]:
     notes = [
         f"Each in windows of one training, against the top clocks; median of {len(plans[first].measured.plan.windows)}."
     ]
+    if any(one.measured.saving_interval_percent for one in plans.values()):
+        notes.append("Below a value its 95 % interval.")
     notes += [
         f"* {name} needs {one.beside_plan.saving_percent:.2f} % less energy than {first} and is not slower."
         for name, one in plans.items()
