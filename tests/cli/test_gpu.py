@@ -54,7 +54,7 @@ def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
 
 def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
     (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true", "probe=true"))
-    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"] < 0.25
+    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"]
     capped = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json", "--probe")  # no request is reached
     assert json.loads(capped)[0]["clock_latency_s"] is None
 
@@ -162,3 +162,19 @@ def test_a_name_is_written_to_where_it_is_found_from_then_on(
     path = tmp_path / "conf" / "gpu" / "two.yaml"
     assert cli.main([*arguments, f"write={path}"]) == 0
     assert capsys.readouterr().out.endswith(f"use it with --config-dir {tmp_path / 'conf'} gpu=two\n")
+
+
+def test_a_counter_is_calibrated_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without a driver has nowhere to keep it; a continuous one has nothing to be found."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (config := tmp_path / "lightning-pfo" / "conf" / "gpu" / "ticking.yaml").parent.mkdir(parents=True)
+    config.write_text("defaults: [emulated_a40]\ncounter_tick_s: 0.1\ncounter_window_s: 0.1\n")
+    assert cli.main(["gpu", "gpu=ticking", "watch_s=0.02", "calibrate=true", "json=true"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["name"] == "NVIDIA A40 (emulated, virtual time)"
+    assert " shows the mean of 100 ms, " in err
+    assert "(not kept: there is no driver)." in err
+    assert cli.main(["gpu", "gpu=emulated_a40", "watch_s=0.02", "calibrate=true"]) == 2
+    assert "is continuous. Nothing to do." in capsys.readouterr().err
