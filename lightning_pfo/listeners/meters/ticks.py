@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_pfo.device.energy.attribution import EnergyTrace
+from lightning_pfo.device.energy.trace import EnergyTrace
 
 Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
