@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from lightning_pfo.device.energy.attribution import EnergyTrace
+from lightning_pfo.device.energy.trace import EnergyTrace
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.meters.ticks import mean_energies
 from lightning_pfo.listeners.optimizer.verifying.verification import verified
