@@ -43,7 +43,7 @@ class Server:
 
 @pytest.fixture
 def follow(monkeypatch):
-    monkeypatch.setattr(plan_follower, "_EVERY_S", 0.001)
+    monkeypatch.setattr(plan_follower, "_SHORTEST_PAUSE_S", 0.001)
     monkeypatch.setattr(plan_follower, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(plan_follower, "_IDLE_S", 0.01)
     started = []

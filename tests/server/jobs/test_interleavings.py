@@ -49,7 +49,7 @@ class Model:
 
     def __init__(self, pp, dp):
         self.pp, self.dp, self.world = pp, dp, pp * dp
-        self.registered, self.reported, self.number = set(), set(), None
+        self.registered, self.reported, self.numbers = set(), set(), []
         self.promised, self.asked, self.heard, self.seen = {}, set(), set(), {}
         self.is_over, self.last_report, self.heard_s = False, {}, 0.0
 
@@ -59,12 +59,16 @@ class Model:
     def info(self, rank, clocks=(1410, 1005)):
         return RankInfo(rank, rank // self.pp, self.pp_rank(rank), 0, clocks and ())
 
-    def all_reported(self):
-        if self.reported != set(range(self.world)):
-            return
-        self.reported = set()
-        if self.number < NUM_SCANS and self.asked <= self.heard:
-            self.number += 1
+    @property
+    def number(self):
+        return self.numbers[-1] if self.numbers else None
+
+    def go_on(self):
+        """What follows when all have reported, and nobody's promises are forgotten."""
+        if self.reported == set(range(self.world)) and self.asked <= self.heard:
+            self.reported = set()
+            if self.number < NUM_SCANS:
+                self.numbers.append(self.number + 1)
 
 
 class Server(RuleBasedStateMachine):
@@ -84,7 +88,7 @@ class Server(RuleBasedStateMachine):
         for job_id, model in self.models.items():
             if model.is_over:
                 continue
-            for _ in range(2 * model.world + 2):
+            for _ in range(3 * model.world + 2):
                 waiting = self.missing(job_id, model)
                 if not waiting:
                     break
@@ -92,6 +96,9 @@ class Server(RuleBasedStateMachine):
                     if rank not in model.registered:
                         self.registry.register_rank(job_id, model.info(rank))
                         model.registered.add(rank)
+                    elif rank in model.asked - model.heard:
+                        self.registry.poll(job_id, rank, 0, 0, AHEAD)
+                        model.heard.add(rank)
                     else:
                         self.registry.report(job_id, Report(rank, (float(self.count),), ()))
                         self.count += 1
@@ -143,7 +150,7 @@ class Server(RuleBasedStateMachine):
         if expected is None:
             model.registered.add(rank)
             if model.registered == set(range(model.world)) and model.number is None:
-                model.number = 0
+                model.numbers.append(0)
         self.touch(model)
 
     @staticmethod
@@ -190,7 +197,7 @@ class Server(RuleBasedStateMachine):
             missing = set(waiting.missing)
             unregistered = everybody - model.registered
             assert unregistered or rank in model.reported
-            assert missing == (unregistered or everybody - model.reported)
+            assert missing == (unregistered or everybody - model.reported or model.asked - model.heard)
         else:
             assert not model.is_over
             assert info.rank == rank
@@ -220,7 +227,7 @@ class Server(RuleBasedStateMachine):
         if expected is None and not is_old:
             model.reported.add(rank)
             model.last_report[rank] = report
-            model.all_reported()
+            model.go_on()
         self.touch(model)
 
     @precondition(lambda self: self.models)
@@ -232,17 +239,23 @@ class Server(RuleBasedStateMachine):
         if expected is not None:
             self.expect(expected, lambda: self.registry.poll(job_id, rank, step, 0, AHEAD))
         else:
-            info, plan, unchanged_until = self.registry.poll(job_id, rank, step, 0, AHEAD)
             known = model.seen.get(rank, 0)
-            if plan is not None:
-                assert {mhz for _, mhz in plan.row_of(info)} == {clock_of(model.pp_rank(rank), model.number)}
-                if plan.version > max(known, 1):
+            info, plan, unchanged_until = self.registry.poll(job_id, rank, step, known, AHEAD)
+            if plan is None:
+                assert known == len(model.numbers)
+                assert unchanged_until >= step + AHEAD
+            else:
+                number = model.numbers[plan.version - 1]
+                assert {mhz for _, mhz in plan.row_of(info)} == {clock_of(model.pp_rank(rank), number)}
+                assert plan.version > known
+                if plan.version > 1:
                     assert plan.from_step > model.promised.get(rank, -1)
                 model.seen[rank] = plan.version
-            assert unchanged_until >= step + AHEAD
+            assert unchanged_until >= max(step, model.promised.get(rank, -1))
             model.promised[rank] = unchanged_until
             model.asked.add(rank)
             model.heard.add(rank)
+            model.go_on()
         self.touch(model)
 
     @precondition(lambda self: self.models)
@@ -255,7 +268,7 @@ class Server(RuleBasedStateMachine):
         plan = self.expect(expected, lambda: self.registry.operate(job_id, select=str(number)))
         if plan is not None and model.number != number:
             assert plan.from_step > max(model.promised.values(), default=-1)
-            model.number = number
+            model.numbers.append(number)
             model.reported = set()
         self.touch(model)
 
