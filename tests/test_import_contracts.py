@@ -167,6 +167,22 @@ MAY_KNOW = {
     "listeners.optimizer.choosing.objectives": {"core", "planner.frontier"},
     "listeners.optimizer.probe": {"core", "listeners.meters"},
     "listeners.optimizer.replicas": {"core", "device.time", "planner.frontier"},
+    "listeners.optimizer.beginning": {
+        *("core", "listeners.agreement", "listeners.gpu_session"),
+        *("listeners.optimizer.choosing", "listeners.optimizer.memory", "listeners.optimizer.settings"),
+    },
+    "listeners.optimizer.following": {
+        *("core", "planner.frontier", "listeners.agreement", "listeners.gpu_session"),
+        *("listeners.optimizer.choosing.objectives", "listeners.optimizer.replicas", "listeners.optimizer.verifying"),
+    },
+    "listeners.optimizer.verifying": {
+        *("core", "planner.frontier", "listeners.gpu_session", "listeners.meters", "listeners.planned_run"),
+        *("listeners.profile_row", "listeners.windows"),
+        *("listeners.optimizer.memory", "listeners.optimizer.probe", "listeners.optimizer.settings"),
+    },
+    "listeners.optimizer.verifying.verification": {
+        *("core", "planner.frontier", "listeners.meters", "listeners.windows"),
+    },
     "listeners.optimizer.ledger": {"listeners.meters"},
     "listeners.optimizer.memory": {"core", "listeners.profile_row"},
     "listeners.optimizer.settings": {"core", "planner.settings", "listeners.optimizer.choosing.objectives"},

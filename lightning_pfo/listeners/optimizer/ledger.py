@@ -51,21 +51,26 @@ class Ledger:
 
     Attributes:
         steps: The last 20,000 iterations.
-        saved_j: Energy of all iterations, less than as many at the top clocks; 0 until it is known what these take.
         top_s: Time of an iteration at the top clocks, s; nan until it is known.
         top_j: Its energy.
     """
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=_KEPT)
-        self.saved_j = 0.0
         self.top_s = self.top_j = math.nan
+        self._saved_j = 0.0  # with pipelines of before
+        self._num, self._used_j = 0, 0.0  # of this one
         self._begun: dict[int, tuple[State, bool]] = {}
 
     @property
     def knows_top(self) -> bool:
         """Whether it is known what the top clocks take."""
         return not math.isnan(self.top_s)
+
+    @property
+    def saved_j(self) -> float:
+        """Energy of all iterations, less than as many at the top clocks; 0 until it is known what these take."""
+        return self._saved_j + (self._num * self.top_j - self._used_j if self.knows_top else 0.0)
 
     def begin(self, iteration: int, state: State, *, is_planned: bool) -> None:
         """Note what an iteration is for; on CUDA it is measured when the next one is under way."""
@@ -78,12 +83,16 @@ class Ledger:
             del self._begun[earlier]  # was not measured
         step = Step(measured.iteration, state, is_planned, measured.time_s, measured.energy_j)
         self.steps.append(step)
-        if self.knows_top:
-            self.saved_j += self.top_j - measured.energy_j
+        self._num += 1
+        self._used_j += measured.energy_j
         return step
 
     def take_for_top(self, time_s: float, energy_j: float) -> None:
-        """Say what the top clocks take; the first time that counts for the iterations of before too."""
-        if not self.knows_top:
-            self.saved_j = math.fsum(energy_j - step.energy_j for step in self.steps)
+        """Say what an iteration at the top clocks takes; that counts for those of before too."""
         self.top_s, self.top_j = time_s, energy_j
+
+    def forget_top(self) -> None:
+        """Another pipeline begins, which takes something else."""
+        self._saved_j = self.saved_j
+        self._num, self._used_j = 0, 0.0
+        self.top_s = self.top_j = math.nan

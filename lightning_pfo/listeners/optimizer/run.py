@@ -33,7 +33,7 @@ from lightning_pfo.listeners.optimizer.ledger import Ledger, State
 from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.states import States
-from lightning_pfo.listeners.optimizer.verification import Verified
+from lightning_pfo.listeners.optimizer.verifying.verification import Verified
 from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.planner.frontier.data import Frontier
 
@@ -131,6 +131,7 @@ class OptimizedRun(InstructionListener):
             job=job or {},
             report=report,
         )
+        self._replicas = self._states.following.replicas
 
     def _check_output(self) -> None:
         if is_first(self._source):
@@ -141,16 +142,16 @@ class OptimizedRun(InstructionListener):
     def on_iteration_begin(self, iteration: int) -> None:
         """Get ready for a pipeline that is not known yet, or has changed."""
         if self._source.schedule is not self._states.schedule:
-            self._states.begin_with(self._source.schedule)
+            self._states.begin_with(self._source.schedule, iteration)
         self._num_instructions = 0
-        self._session.follower.when_reached(partial(self._states.replicas.begin, time_of(self._session.gpu)))
+        self._session.follower.when_reached(partial(self._replicas.begin, time_of(self._session.gpu)))
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
         """Note when the last instruction is over."""
         self._num_instructions += 1
         assert self._states.schedule is not None  # an iteration has begun
         if self._num_instructions == len(self._states.schedule.orders[self._source.rank]):
-            self._session.follower.when_reached(partial(self._states.replicas.end, time_of(self._session.gpu)))
+            self._session.follower.when_reached(partial(self._replicas.end, time_of(self._session.gpu)))
 
     def on_iteration_end(self, iteration: int) -> None:
         """Take what the iteration was, and decide about the next one."""
@@ -177,17 +178,17 @@ class OptimizedRun(InstructionListener):
     @property
     def plan(self) -> FrequencyPlan | None:
         """The plan that was chosen; None until then."""
-        return self._states.plan
+        return self._states.following.plan
 
     @property
     def applied(self) -> FrequencyPlan | None:
         """The plan that this replica follows: a slower one beside a straggler; None for the top clocks."""
-        return self._states.applied
+        return self._states.following.applied
 
     @property
     def verified(self) -> Verified | None:
         """What the windows have shown of the plan."""
-        return self._states.verified
+        return self._states.trial.verified
 
     @property
     def notes(self) -> list[str]:
@@ -218,7 +219,7 @@ class OptimizedRun(InstructionListener):
         Raises:
             ConfigurationError: If it is no time.
         """
-        self._states.replicas.set_straggler(t_prime_s)
+        self._replicas.set_straggler(t_prime_s)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; give it to the next run as `state`."""

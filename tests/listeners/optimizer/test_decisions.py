@@ -13,7 +13,7 @@ from lightning_pfo.listeners.optimizer.choosing.objectives import EnergyPrice, J
 from lightning_pfo.listeners.optimizer.memory import FILE_NAME, Keeper, Memory, load_memory, memory_of
 from lightning_pfo.listeners.optimizer.replicas import Busy, t_prime_of
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
-from lightning_pfo.listeners.optimizer.verification import faster_plan, verified
+from lightning_pfo.listeners.optimizer.verifying.verification import faster_by, lateness_s, verified
 from lightning_pfo.listeners.profile_row import ProfileRow
 from lightning_pfo.listeners.windows import Windows
 from tests.planner.conftest import frontier, profile  # noqa: F401
@@ -100,8 +100,10 @@ def test_a_late_plan_falls_back_by_as_much_as_it_is_late(frontier):  # noqa: F81
     plan = frontier.least_energy
     top_s = frontier.baseline.iteration_time_s
     promised = plan.iteration_time_s / top_s
-    assert faster_plan(frontier, plan, windows_of(promised + 0.004), 0.005) is None
-    faster = faster_plan(frontier, plan, windows_of(promised + 0.02), 0.005)
+    assert lateness_s(frontier, plan, windows_of(promised + 0.004), 0.005) == 0
+    late_s = lateness_s(frontier, plan, windows_of(promised + 0.02), 0.005)
+    assert late_s == pytest.approx(0.02 * top_s)
+    faster = faster_by(frontier, plan, late_s)
     assert faster.iteration_time_s <= plan.iteration_time_s - 0.02 * top_s
     between = [
         one
@@ -109,7 +111,9 @@ def test_a_late_plan_falls_back_by_as_much_as_it_is_late(frontier):  # noqa: F81
         if faster.iteration_time_s < one.iteration_time_s < plan.iteration_time_s - 0.02 * top_s
     ]
     assert between == []
-    assert faster_plan(frontier, frontier.fastest, windows_of(3.0), 0.005) is frontier.baseline
+    assert faster_by(frontier, plan, plan.iteration_time_s - faster.iteration_time_s) is faster
+    assert faster_by(frontier, plan, 0.0) is plan
+    assert faster_by(frontier, frontier.fastest, 1.0) is frontier.baseline
 
 
 # ---- what is kept ----

@@ -45,6 +45,14 @@ class Decision:
     next_mhz: tuple[tuple[int, ...], ...]
     gain_j: float
 
+    def __str__(self) -> str:
+        base_j, plan_j = self.frontier.baseline.iteration_energy_j, self.plan.iteration_energy_j
+        saving, gain = 100 * (1 - plan_j / base_j), 100 * self.gain_j / plan_j
+        return (
+            f"{self.plan.iteration_time_s:.4g} s and {plan_j:.5g} J predicted, {saving:.1f} % less than the "
+            f"{base_j:.5g} J of the top clocks; more measuring could gain {gain:.2f} %"
+        )
+
 
 def decide(
     memory: Memory,
@@ -125,6 +133,25 @@ def only_ranks(
     """The clocks for the ranks that have one of the stages, the top clock for the others."""
     ranks = {schedule.rank_of(stage) for stage in stages}
     return tuple(mhz if rank in ranks else top_mhz for rank, mhz in enumerate(clocks_mhz))
+
+
+def missing_clocks(
+    rows: Sequence[ProfileRow], schedule: PipelineSchedule, clocks_mhz: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Of some clocks, the highest first, those that are not measured: one for each rank in each.
+
+    Args:
+        rows: What was measured, the highest clock on all stages.
+        schedule: What is executed.
+        clocks_mhz: The clocks.
+    """
+    known = {(row.stage, row.frequency) for row in rows}
+    missing = {mhz: [stage for stage in range(schedule.num_stages) if (stage, mhz) not in known] for mhz in clocks_mhz}
+    return [
+        only_ranks(schedule, stages, (mhz,) * schedule.num_ranks, clocks_mhz[0])
+        for mhz, stages in missing.items()
+        if stages
+    ]
 
 
 def held_clocks(rows: Sequence[ProfileRow]) -> dict[Kind, float]:

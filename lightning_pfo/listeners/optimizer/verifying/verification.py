@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.wording import counted
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.windows import Window, Windowed, Windows, change_percent, median_interval
 from lightning_pfo.planner.frontier.data import Frontier
 
 Interval = tuple[float, float]
+_EQUAL_TIMES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,14 @@ class Verified:
 
     baseline: Windowed
     plan: Windowed
+
+    def __str__(self) -> str:
+        interval = self.saving_interval_percent
+        between = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f} %)"
+        return (
+            f"{counted(len(self.plan.windows), 'pair')} of windows: {self.saving_percent:.2f} %{between} less energy, "
+            f"{self.slowdown_percent:+.2f} % time"
+        )
 
     @property
     def savings_percent(self) -> list[float]:
@@ -109,22 +119,27 @@ def verified(
     return Verified(windowed(False), windowed(True))
 
 
-def faster_plan(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> FrequencyPlan | None:
-    """What to fall back to where a plan is slower than it promises; None where it is not, beyond the tolerance.
-
-    The next one would be late by as much, so that one is taken that much faster; the top clocks where there is none.
+def lateness_s(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> float:
+    """How much longer than promised a plan takes, s; 0 where that is within the tolerance.
 
     Args:
-        frontier: The plans.
+        frontier: Where it is from.
         plan: The one that was measured.
         found: What was measured.
-        tolerance: How much later than promised it may be, as a share of the top clocks' time.
+        tolerance: How much later it may be, as a share of the top clocks' time.
     """
     top_s = frontier.baseline.iteration_time_s
-    promised = plan.iteration_time_s / top_s - 1
-    late = found.slowdown_percent / 100 - promised
-    if late <= tolerance:
-        return None
-    within_s = plan.iteration_time_s - late * top_s
+    late = found.slowdown_percent / 100 - (plan.iteration_time_s / top_s - 1)
+    return late * top_s if late > tolerance else 0.0
+
+
+def faster_by(frontier: Frontier, plan: FrequencyPlan, by_s: float) -> FrequencyPlan:
+    """The plan of least energy that is faster than another by so much; the top clocks where there is none.
+
+    The next one would be late by about as much as the one that was measured, so that is how much faster it must be.
+    """
+    if not by_s:
+        return plan
+    within_s = (plan.iteration_time_s - by_s) * (1 + _EQUAL_TIMES)
     fitting = [one for one in frontier.plans if one.iteration_time_s <= within_s]
     return fitting[-1] if fitting else frontier.baseline
