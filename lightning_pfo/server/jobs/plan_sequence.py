@@ -1,7 +1,7 @@
 """The plans of a job that some rank may still have to follow, each from a step on.
 
-A rank is told of one change at a time, and promised nothing beyond the next one. Were it told of the latest plan only, a
-rank that asks after two changes would keep the first plan where another one, which asked in between, has the second.
+A rank is told of one change at a time, and promised nothing beyond the next one. Were it told of the latest plan only,
+it would keep the first of three where another rank, which has asked in between, follows the second.
 """
 
 from __future__ import annotations

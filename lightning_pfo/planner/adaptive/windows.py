@@ -16,13 +16,31 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
+from typing import Any, Protocol
 
 _CONFIDENCE = 0.95
 FEWEST_PAIRS = 6
 """Fewer have no interval: the true median is above or below all of five values in 6 % of cases."""
+
+
+class MeasuredIteration(Protocol):
+    """What one iteration took, all ranks together."""
+
+    @property
+    def iteration(self) -> int:
+        """Its number."""
+
+    @property
+    def time_s(self) -> float:
+        """Its time."""
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of all GPUs in that time."""
+
+    @property
+    def temperature_c(self) -> float | None:
+        """The hottest GPU's at the end, degrees Celsius; None where not known."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,7 @@ class Window:
     temperature_c: float | None = None
 
     @classmethod
-    def of(cls, measured: Sequence[IterationMeasurement], mean_energy_j: float | None = None) -> Window:
+    def of(cls, measured: Sequence[MeasuredIteration], mean_energy_j: float | None = None) -> Window:
         """The window of these iterations."""
         times_s, energies_j = (tuple(getattr(one, name) for one in measured) for name in ("time_s", "energy_j"))
         return cls(times_s, energies_j, mean_energy_j, measured[-1].temperature_c)

@@ -9,8 +9,14 @@ from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.windows import Window, Windowed, Windows, change_percent, median_interval
+from lightning_pfo.planner.adaptive.windows import (
+    MeasuredIteration,
+    Window,
+    Windowed,
+    Windows,
+    change_percent,
+    median_interval,
+)
 from lightning_pfo.planner.frontier.data import Frontier
 
 Interval = tuple[float, float]
@@ -93,7 +99,7 @@ class Verified:
 def verified(
     windows: Windows,
     first: int,
-    measurements: Sequence[IterationMeasurement],
+    measurements: Sequence[MeasuredIteration],
     means_j: Mapping[tuple[int, bool, bool], float],
 ) -> Verified | None:
     """What was measured in the pairs of which both windows were; None if there is none.
@@ -104,7 +110,7 @@ def verified(
         measurements: What iterations took.
         means_j: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies_j`.
     """
-    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
+    by_group: dict[tuple[int, bool, bool], list[MeasuredIteration]] = {}
     for one in measurements:
         if first <= one.iteration < first + windows.num_steps:
             by_group.setdefault(windows.group_of(one.iteration - first), []).append(one)
