@@ -66,8 +66,8 @@ class Job:
         ranks: Those that have registered, by number.
         plans: What ranks follow, now and next.
         round: How often all ranks have reported.
-        measured: What they have reported, round by round: `version`, `label`, `purpose`, the first `clock_mhz` of the
-            plan, and the means of `ranks`.
+        measured: What they have reported, round by round: `version`, `label`, `purpose` and `trial` of the plan, the
+            first of its `clocks_mhz` at each place, and the means of `ranks`.
         failure: Why there is no plan; empty while all is well.
         select: Which plan of the frontier was asked for; empty for what the server was started with.
         straggler_s: Iteration time of a replica that all others wait for; 0 if there is none.
@@ -306,8 +306,9 @@ class Job:
     def _apply_round(self, event: Event) -> None:
         assert self.plan is not None  # reports are of a plan
         self.round += 1
-        entry = {name: getattr(self.plan, name) for name in ("version", "label", "purpose")}
-        self.measured.append({**entry, "clock_mhz": self.plan.rows[0][0][1], "ranks": self._means})
+        entry = {name: getattr(self.plan, name) for name in ("version", "label", "purpose", "trial")}
+        clocks_mhz = [row[0][1] for row in self.plan.rows]
+        self.measured.append({**entry, "clocks_mhz": clocks_mhz, "ranks": self._means})
         del self.measured[:-_MOST_MEASURED]
 
     def _apply_next(self, event: Event) -> None:

@@ -185,7 +185,7 @@ class JobRegistry:
             Refusal: If there is no such job or plan.
         """
         job = self.job(job_id)
-        if job.plan is None or job.plan.purpose != "plan":
+        if job.plan is None or job.plan.purpose == "scan":
             raise ConflictError("Plans are chosen when there is a frontier; this job has none yet.")
         select = job.select if select is None else select
         straggler_s = job.straggler_s if straggler_s is None else straggler_s

@@ -168,6 +168,7 @@ def _operator_routes(service: Service) -> APIRouter:
 def _plan_answer(plan: VersionedPlan) -> dict[str, Any]:
     names = (
         "version", "from_step", "label", "purpose", "iteration_time_s", "iteration_energy_j", "saving_percent",
+        "verified",
     )  # fmt: skip
     return {name: getattr(plan, name) for name in names}
 
