@@ -1,7 +1,9 @@
 """Ranks, retries, crashes and operators in any order: nobody waits for what cannot happen, or gets another's plan."""
 
+import contextlib
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import settings
@@ -21,6 +23,10 @@ LATE = 5
 def clock_of(pp_rank, number):
     """Says whose plan it is, and the how manieth."""
     return 1000 + 10 * number + pp_rank
+
+
+class KilledError(Exception):
+    """The server is not there any more."""
 
 
 class ScanningDirector:
@@ -149,6 +155,9 @@ class Server(RuleBasedStateMachine):
         self.expect(expected, lambda: self.registry.register_rank(job_id, info))
         if expected is None:
             model.registered.add(rank)
+            for stranger in set(range(model.world)) - model.registered:
+                claim = replace(info, rank=stranger)  # to be where this one is
+                self.expect(ConflictError, lambda claim=claim: self.registry.register_rank(job_id, claim))
             if model.registered == set(range(model.world)) and model.number is None:
                 model.numbers.append(0)
         self.touch(model)
@@ -174,7 +183,7 @@ class Server(RuleBasedStateMachine):
     @rule(which=jobs, steps=st.integers(0, 3))
     def all_poll(self, which, steps):
         for rank in range(self.job(which)[1].world):
-            self.poll(which, rank, steps)
+            self.poll(which, rank, steps + rank)
 
     @precondition(lambda self: self.models)
     @rule(which=jobs)
@@ -207,32 +216,37 @@ class Server(RuleBasedStateMachine):
         self.touch(model)
 
     @precondition(lambda self: self.models)
-    @rule(which=jobs, rank=ranks, repeats=st.integers(1, 2), is_old=st.booleans())
-    def report(self, which, rank, repeats, is_old):
-        """Reports arrive twice, and late."""
+    @rule(
+        which=jobs, rank=ranks, repeats=st.integers(1, 2), is_old=st.booleans(), told=st.sampled_from([None, 0, -1, 1])
+    )
+    def report(self, which, rank, repeats, is_old, told=None):
+        """Reports arrive twice, and late, and of other versions."""
         job_id, model = self.job(which)
         report = model.last_report.get(rank) if is_old else None
         if report is None:
-            report, is_old = Report(rank, (float(self.count),), ()), False
+            version = None if told is None else len(model.numbers) + told
+            report, is_old = Report(rank, (float(self.count),), (), version=version), False
             self.count += 1
+        is_late = not is_old and told == -1
         expected = None
         if model.is_over:
             expected = GoneError
         elif rank >= model.world:
             expected = UnknownError
-        elif model.number is None or (rank in model.reported and not is_old):
+        elif model.number is None or (not is_old and (told == 1 or (rank in model.reported and not is_late))):
             expected = ConflictError
         for _ in range(repeats):
             self.expect(expected, lambda: self.registry.report(job_id, report))
-        if expected is None and not is_old:
+        if expected is None and not is_old and not is_late:
             model.reported.add(rank)
             model.last_report[rank] = report
             model.go_on()
         self.touch(model)
 
     @precondition(lambda self: self.models)
-    @rule(which=jobs, rank=ranks, steps=st.integers(0, 3))
+    @rule(which=jobs, rank=ranks, steps=st.integers(-2, 3))
     def poll(self, which, rank, steps):
+        """Some questions arrive after later ones."""
         job_id, model = self.job(which)
         step = max(0, model.promised.get(rank, AHEAD) - AHEAD + steps)
         expected = GoneError if model.is_over else UnknownError if rank not in model.registered else None
@@ -272,14 +286,43 @@ class Server(RuleBasedStateMachine):
             model.reported = set()
         self.touch(model)
 
-    @rule(tears=st.booleans())
-    def crash(self, tears):
+    @rule(then_report=st.booleans())
+    def crash(self, then_report):
         """Whatever was answered is kept: the store is read by a new server."""
         self.store.close()
         self.begin()
         for model in self.models.values():
             model.heard = set()
             self.touch(model)  # the new server hears of nobody before it has begun
+        for which in range(len(self.models) * then_report):
+            self.all_report(which)
+            self.all_fetch(which)
+
+    @precondition(lambda self: self.models)
+    @rule(which=jobs, rank=ranks)
+    def die_in_the_midst(self, which, rank):
+        """The last rank's report is kept, what follows from it is not."""
+        job_id, model = self.job(which)
+        if model.is_over or model.number is None or rank >= model.world or rank in model.reported:
+            return
+        for other in set(range(model.world)) - model.reported - {rank}:
+            self.report(which, other, repeats=1, is_old=False)
+        append, calls = self.store.append, []
+
+        def append_once(*arguments):
+            calls.append(arguments)
+            if len(calls) > 1:
+                raise KilledError
+            append(*arguments)
+
+        self.store.append = append_once
+        model.last_report[rank] = Report(rank, (float(self.count),), ())
+        self.count += 1
+        with contextlib.suppress(KilledError):
+            self.registry.report(job_id, model.last_report[rank])
+        model.reported.add(rank)
+        self.crash(then_report=False)
+        model.go_on()
 
     @rule(passed_s=st.floats(1, IDLE_S / 2))
     def silence(self, passed_s):

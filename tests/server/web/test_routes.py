@@ -9,6 +9,7 @@ import pytest
 from lightning_pfo.planner import select_plan
 from lightning_pfo.planner.frontier.zeus_files import zeus_text
 from lightning_pfo.server.jobs.director import SolutionDirector, rows_of
+from lightning_pfo.server.web import app
 from tests.server.asking import JOB, ask, frontier_server, rank_body, registered_job, server_of
 
 
@@ -195,6 +196,12 @@ def test_what_a_trial_has_found_is_told(frontier):
     assert re.search(r'pfo_job_measured_saving_ratio\{job="[^"]+"\} 0.095\n', metrics)
     assert re.search(r'pfo_job_measured_slowdown_ratio\{job="[^"]+"\} 0.00125\n', metrics)
     assert "verified: saves 9.50 % (9.25 to 9.75 %), takes 0.12 % longer" in page
+
+
+def test_a_bug_is_answered_without_what_it_was():
+    answer = asyncio.run(app._failed(None, RuntimeError("secret")))
+    assert answer.status_code == 500
+    assert "secret" not in answer.body.decode()
 
 
 def test_a_secret_is_asked_for_before_anything_is_read(frontier):
