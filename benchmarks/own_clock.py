@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_pfo.cli.settings import read_settings, without_dashes
-from lightning_pfo.core.errors import ConfigurationError, DeviceError, PfoError
+from lightning_pfo.core.errors import DeviceError, PfoError
 from lightning_pfo.core.ranges import check_above, check_between
-from lightning_pfo.device import EmulatedGpu, Gpu, load_gpu_config, open_gpu
+from lightning_pfo.device import Gpu, load_gpu_config, open_gpu
 from lightning_pfo.device.energy.attribution import mean_powers
 from lightning_pfo.device.energy.sampler import EnergySampler
 from lightning_pfo.device.time import time_of
+from lightning_pfo.experiment.gpu_loads.load import Load, load_of
 
 TOLERANCE = 0.05
 SETTLES = 0.2
@@ -44,90 +43,6 @@ class Settings:
     seconds: float = 3.0
     instruction_ms: float = 20.0
     repeats: int = 120
-
-
-class Load(Protocol):
-    """What a GPU can be kept doing, for some seconds."""
-
-    def idle(self, seconds: float) -> None:
-        """Nothing."""
-
-    def blocked(self, seconds: float) -> None:
-        """Wait on the GPU."""
-
-    def busy(self, seconds: float) -> float | None:
-        """Compute; returns how long by the GPU's events, where there are any."""
-
-
-class EmulatedLoad:
-    """Tells an emulated GPU what it does."""
-
-    def __init__(self, gpu: EmulatedGpu) -> None:
-        self._gpu = gpu
-
-    def idle(self, seconds: float) -> None:
-        """Let virtual time pass."""
-        self._wait("idle", seconds)
-
-    def blocked(self, seconds: float) -> None:
-        """Let virtual time pass."""
-        self._wait("blocked", seconds)
-
-    def busy(self, seconds: float) -> None:
-        """Do work that takes so long at the top clock."""
-        self._gpu.begin_work()
-        self._gpu.finish_work(seconds, 0.0)
-        self._gpu.set_waiting("idle")
-
-    def _wait(self, state: str, seconds: float) -> None:
-        self._gpu.set_waiting(state)
-        self._gpu.time_source.sleep(seconds)
-        self._gpu.set_waiting("idle")
-
-
-class CudaLoad:
-    """Keeps torch's first GPU busy; each call returns when the GPU is done."""
-
-    def __init__(self) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigurationError("A real GPU is measured under load, which takes CUDA. Use gpu=emulated_a100.")
-        self._torch = torch
-        self._matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        spin: Any = torch.cuda._sleep  # what torch's own tests keep a stream waiting with
-        for call in (self._multiply, lambda: spin(1000)):
-            self._timed_s(call)
-        self._product_s = min(self._timed_s(lambda: self._repeat(self._multiply, 20)) for _ in range(5)) / 20
-        self._spin_s = min(self._timed_s(lambda: spin(10_000_000)) for _ in range(3))
-        self._spin: Callable[[], None] = lambda: spin(10_000_000)
-
-    def idle(self, seconds: float) -> None:
-        """Sleep."""
-        time.sleep(seconds)
-
-    def blocked(self, seconds: float) -> None:
-        """Keep one kernel spinning."""
-        self._timed_s(lambda: self._repeat(self._spin, max(1, round(seconds / self._spin_s))))
-
-    def busy(self, seconds: float) -> float:
-        """Multiply matrices."""
-        return self._timed_s(lambda: self._repeat(self._multiply, max(1, round(seconds / self._product_s))))
-
-    def _multiply(self) -> None:
-        self._torch.mm(self._matrix, self._matrix)
-
-    def _repeat(self, call: Callable[[], object], count: int) -> None:
-        for _ in range(count):
-            call()
-
-    def _timed_s(self, launch: Callable[[], object]) -> float:
-        begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
 
 
 def measure(gpu: Gpu, load: Load, settings: Settings) -> dict[str, Any]:
@@ -202,7 +117,7 @@ def main(arguments: list[str]) -> int:
         config = replace(load_gpu_config(settings.gpu), dry_run=True)
         gpu = open_gpu(replace(config, counter_tick_s=config.counter_tick_s or EMULATED_TICK_S), 0)
         try:
-            result = measure(gpu, EmulatedLoad(gpu) if isinstance(gpu, EmulatedGpu) else CudaLoad(), settings)
+            result = measure(gpu, load_of(gpu), settings)
         finally:
             gpu.close()
     except PfoError as error:

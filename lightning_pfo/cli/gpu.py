@@ -1,11 +1,14 @@
 """List GPUs: clocks, the range worth scanning, permission to set clocks and how long it takes, the energy counter.
 
 No clock is touched unless probe=true asks for it, and then on GPUs only that nobody else uses.
+calibrate=true puts pulses of load on one GPU for 30 s, learns from them how its energy counter looks at power, and
+keeps that for all measurements of this user on that model and driver.
 write=NAME makes a configuration for the GPU model where gpu=NAME finds it from then on: in conf/gpu of the package, or
 of this user where the package cannot be written to. write=PATH.yaml writes it elsewhere. Examples:
 
   lightning-pfo gpu
   lightning-pfo gpu probe=true
+  lightning-pfo gpu calibrate=true
   lightning-pfo gpu gpu=emulated_a40 json=true
   lightning-pfo gpu --write my_gpu
 """
@@ -27,6 +30,7 @@ from lightning_pfo.core.paths import conf_dir, user_conf_dir
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.device.conf_files import known_options
 from lightning_pfo.device.config import GpuConfig, load_gpu_config
+from lightning_pfo.device.energy.calibration import save_calibration
 from lightning_pfo.device.open import num_visible, open_gpu
 from lightning_pfo.device.report import GpuReport, report_gpu
 
@@ -41,12 +45,15 @@ class Settings:
         default="",
         metadata={"help": "write a configuration for this GPU: a name, or a path that ends in .yaml", "is_path": True},
     )
-    index: int = field(default=0, metadata={"help": "the GPU that `write` describes"})
+    index: int = field(default=0, metadata={"help": "the GPU that `write` describes, and `calibrate` loads"})
     probe: bool = field(
         default=False,
         metadata={"help": "test the permission to set clocks, and the latency, by setting and restoring some"},
     )
     share: bool = field(default=False, metadata={"help": "with probe=true: also while others use the GPU"})
+    calibrate: bool = field(
+        default=False, metadata={"help": "learn how the energy counter looks at power, from 30 s of load"}
+    )
     watch_s: float = field(default=1.0, metadata={"help": "how long to watch the energy counter, seconds"})
 
 
@@ -78,6 +85,8 @@ def run(settings: Settings) -> None:
         sys.stdout.write(json.dumps([asdict(report) for report in reports.values()], indent=1) + "\n")
     else:
         _print(list(reports.values()), target)
+    if settings.calibrate and settings.index in reports:
+        _calibrate(config, settings.index)
     if failures:
         raise DeviceError(" ".join(failures))
 
@@ -115,6 +124,20 @@ def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
         return report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s)
     finally:
         gpu.close()
+
+
+def _calibrate(config: GpuConfig, index: int) -> None:
+    from lightning_pfo.experiment.gpu_loads.load import load_of
+    from lightning_pfo.experiment.gpu_loads.square_wave import calibrate_counter
+
+    gpu = open_gpu(config, index)
+    try:
+        calibration = calibrate_counter(gpu, load_of(gpu, index))
+    finally:
+        gpu.close()
+    place = f"kept in {save_calibration(calibration)}" if calibration.driver else "not kept: there is no driver"
+    stderr = plain_console(stderr=True)
+    stderr.print(f"The counter of {gpu.name} shows {calibration.describe()} ({place}).", soft_wrap=True)
 
 
 def _print(reports: list[GpuReport], written: Path | None) -> None:

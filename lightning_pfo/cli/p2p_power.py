@@ -17,7 +17,7 @@ from rich.table import Table
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.device import load_gpu_config, open_gpu
-from lightning_pfo.experiment.p2p_power import measure_blocked_power
+from lightning_pfo.experiment.gpu_loads.p2p_power import measure_blocked_power
 
 
 @dataclass

@@ -27,10 +27,18 @@ def conf_dir() -> Path:
 
 def user_conf_dir() -> Path:
     """The folder of this user's own Hydra groups, which need not be there: `~/.config/lightning-pfo/conf`."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
+    return _base_dir("XDG_CONFIG_HOME", "~/.config") / "lightning-pfo" / "conf"
+
+
+def user_cache_dir() -> Path:
+    """The folder of what is measured once for this user, which need not be there: `~/.cache/lightning-pfo`."""
+    return _base_dir("XDG_CACHE_HOME", "~/.cache") / "lightning-pfo"
+
+
+def _base_dir(variable: str, otherwise: str) -> Path:
+    base = os.environ.get(variable, "")
     # XDG: other paths are ignored; where nobody knows a home, as in some containers, there is no such folder
-    folder = Path(base if os.path.isabs(base) else os.path.expanduser("~/.config"))  # noqa: PTH111, PTH117
-    return folder / "lightning-pfo" / "conf"
+    return Path(base if os.path.isabs(base) else os.path.expanduser(otherwise))  # noqa: PTH111, PTH117
 
 
 def conf_dirs() -> list[Path]:

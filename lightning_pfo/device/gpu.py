@@ -11,6 +11,9 @@ from typing import Protocol, runtime_checkable
 
 from lightning_pfo.core.errors import DeviceError
 
+DRY_RUN = " (dry run)"
+"""What is added to the name of a GPU whose clocks are not changed."""
+
 
 @runtime_checkable
 class Gpu(Protocol):
@@ -22,6 +25,10 @@ class Gpu(Protocol):
     @property
     def name(self) -> str:
         """Model name, e.g. `NVIDIA A100-SXM4-80GB`; an emulated GPU says so in its name."""
+
+    @property
+    def driver_version(self) -> str:
+        """Version of its driver; empty where there is none, or it does not tell."""
 
     @property
     def is_emulated(self) -> bool:

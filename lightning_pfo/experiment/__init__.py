@@ -1,7 +1,8 @@
 """The main job: profile, plan, train at the top clocks and under the plan, report what was saved.
 
 Read `config` (what can be set), `command_line` (where a script meets Hydra), `run` (the phases), then `checks`,
-`training`, `report` and `pictures`. `p2p_power` is a job of its own: what a GPU draws while it waits for another.
+`training`, `report` and `pictures`. `gpu_loads` has jobs of its own: what a GPU draws while it waits for
+another, and how its energy counter looks at power.
 
 Composing a configuration imports neither torch nor Lightning; running an experiment does. Scripts import something of
 this package first, so that Ctrl-C during the seconds that the rest takes ends them with one line.

@@ -162,3 +162,19 @@ def test_a_name_is_written_to_where_it_is_found_from_then_on(
     path = tmp_path / "conf" / "gpu" / "two.yaml"
     assert cli.main([*arguments, f"write={path}"]) == 0
     assert capsys.readouterr().out.endswith(f"use it with --config-dir {tmp_path / 'conf'} gpu=two\n")
+
+
+def test_a_counter_is_calibrated_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One without a driver has nowhere to keep it; a continuous one has nothing to be found."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (config := tmp_path / "lightning-pfo" / "conf" / "gpu" / "ticking.yaml").parent.mkdir(parents=True)
+    config.write_text("defaults: [emulated_a40]\ncounter_tick_s: 0.1\ncounter_window_s: 0.1\n")
+    assert cli.main(["gpu", "gpu=ticking", "watch_s=0.02", "calibrate=true", "json=true"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)[0]["name"] == "NVIDIA A40 (emulated, virtual time)"
+    assert " shows the mean of 100 ms, " in err
+    assert "(not kept: there is no driver)." in err
+    assert cli.main(["gpu", "gpu=emulated_a40", "watch_s=0.02", "calibrate=true"]) == 2
+    assert "is continuous. Nothing to do." in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from lightning_pfo import cli
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
-from lightning_pfo.experiment.p2p_power import clocks_to_measure, measure_blocked_power
+from lightning_pfo.experiment.gpu_loads.p2p_power import clocks_to_measure, measure_blocked_power
 from lightning_pfo.planner.profile.blocking_power import read_blocking_power
 from tests.device.fake_driver import FakeDriver, fake_driver
 from tests.launch import run_script

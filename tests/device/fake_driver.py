@@ -106,5 +106,5 @@ def _compile(compiler: str) -> Path:
         "-Wl,-soname,libnvidia-ml.so.1",
         "-o",
     ]
-    subprocess.run([*command, str(folder / "libnvidia-ml.so.1"), str(source)], check=True)
+    subprocess.run([*command, str(folder / "libnvidia-ml.so.1"), str(source), "-lm"], check=True)
     return folder

@@ -8,6 +8,8 @@
  *   FAKE_NVML_LANDING_MS  how long after that the clock changes (default: 0)
  *   FAKE_NVML_CAP_MHZ     the clock that the power limit allows (default: any)
  *   FAKE_NVML_TICK_MS     how often the energy counter advances (default: continuously)
+ *   FAKE_NVML_IDLE_MHZ    the clock of a GPU without load, which says that it is idle (default: that of a busy one)
+ *   FAKE_NVML_DRIVER      version of the driver (default: 570.86.15)
  *   FAKE_NVML_LOST_FILE   while this file exists, all GPUs have fallen off the bus
  *   FAKE_NVML_REASONS     bits that say what holds the clock down, beside the power limit (default: 0)
  *   FAKE_NVML_MIG         1: the GPUs are split into instances (default: 0)
@@ -22,11 +24,16 @@
  *   FAKE_NVML_MODULE      1: GPUs share a module, and the energy counter, with a CPU, as in a GH200 (default: 0)
  *   FAKE_NVML_LOG         file to which every change is appended: "<pid> <gpu> lock <min> <max>" or "<pid> <gpu> reset"
  *
+ * A process may drive time and load itself (fake_time, fake_power). Its counter then integrates the power of that load,
+ * seen as FAKE_NVML_RAMP_MS (power follows the load with this time constant), FAKE_NVML_WINDOW_MS (the counter averages
+ * over so long) and FAKE_NVML_LAG_MS (it shows its values so much later) say.
+ *
  * All processes with the same log see the same clocks, as with a real driver.
  *
  * GPU i is called "Fake GPU i", has the UUID "GPU-<i repeated>-fake" and clocks 1410, 1395, ..., 210 MHz.
  */
 #include <fcntl.h>
+#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -61,11 +68,61 @@ static void write_log(const char *line) {
     }
 }
 
+static double driven_s = -1; /* the time that a process drives itself */
 static double now_s(void) {
+    if (driven_s >= 0) return driven_s;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + now.tv_nsec * 1e-9;
 }
+static double setting_s(const char *name) { return 1e-3 * atof(setting(name, "0")); }
+
+/* What the load of GPU i has drawn by the end of each step: energy (J), and the integral of that (J s). */
+enum { MOST_STEPS = 4000000 };
+static const double STEP_S = 1e-4;
+typedef struct { double wanted_w, drawn_w, *energy_j, *integral_js; int steps; } load_t;
+static load_t loads[16];
+
+static double counted_j(const load_t *load, double time_s) {
+    double window_s = setting_s("FAKE_NVML_WINDOW_MS");
+    int step = (int)(time_s / STEP_S), width = (int)(window_s / STEP_S + 0.5);
+    step = step < 0 ? 0 : step >= load->steps ? load->steps - 1 : step;
+    if (width == 0) return load->energy_j[step];
+    return (load->integral_js[step] - (step >= width ? load->integral_js[step - width] : 0)) / window_s;
+}
+
+/* Let time pass until a moment (s, from 0 on), under the power of each GPU's load. */
+void fake_time(double time_s) {
+    double ramp_s = setting_s("FAKE_NVML_RAMP_MS");
+    int begins_anew = time_s < driven_s;
+    driven_s = time_s;
+    for (int i = 0; i < 16; i++) {
+        load_t *load = &loads[i];
+        if (!load->energy_j) continue;
+        if (begins_anew) load->steps = 0;
+        for (; load->steps * STEP_S <= time_s; load->steps++) {
+            if (load->steps == MOST_STEPS) abort();
+            load->drawn_w += (load->wanted_w - load->drawn_w) * (ramp_s > 0 ? 1 - exp(-STEP_S / ramp_s) : 1);
+            double before_j = load->steps ? load->energy_j[load->steps - 1] : 0;
+            double before_js = load->steps ? load->integral_js[load->steps - 1] : 0;
+            load->energy_j[load->steps] = before_j + load->drawn_w * STEP_S;
+            load->integral_js[load->steps] = before_js + (before_j + load->drawn_w * STEP_S / 2) * STEP_S;
+        }
+    }
+}
+/* From now on the load of a GPU draws so much (W); idle GPUs draw 60 W or less. */
+void fake_power(int gpu, double power_w) {
+    load_t *load = &loads[gpu];
+    if (!load->energy_j) {
+        load->energy_j = calloc(MOST_STEPS, sizeof(double));
+        load->integral_js = calloc(MOST_STEPS, sizeof(double));
+        if (!load->energy_j || !load->integral_js) abort();
+        load->drawn_w = power_w;
+        fake_time(driven_s < 0 ? 0 : driven_s);
+    }
+    load->wanted_w = power_w;
+}
+
 static unsigned milliseconds(const char *name) { return (unsigned)atoi(setting(name, "0")); }
 static unsigned cap_mhz(void) { return (unsigned)atoi(setting("FAKE_NVML_CAP_MHZ", "1000000")); }
 static unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }
@@ -88,6 +145,11 @@ static void open_clock_states(void) {
 static unsigned wanted_mhz(const clock_state_t *state) { return state->locked_mhz ? state->locked_mhz : TOP_MHZ; }
 static unsigned current_mhz(const gpu_t *gpu) {
     const clock_state_t *state = &clock_states[gpu->index];
+    const load_t *load = &loads[gpu->index];
+    if (load->wanted_w <= 60) {
+        unsigned idle_mhz = (unsigned)atoi(setting("FAKE_NVML_IDLE_MHZ", "0"));
+        if (idle_mhz) return idle_mhz;
+    }
     int has_landed = now_s() >= state->since_s + 1e-3 * milliseconds("FAKE_NVML_LANDING_MS");
     return least(has_landed || !state->before_mhz ? wanted_mhz(state) : state->before_mhz, cap_mhz());
 }
@@ -138,6 +200,10 @@ const char *nvmlErrorString(int code) {
     }
 }
 
+int nvmlSystemGetDriverVersion(char *version, unsigned size) {
+    snprintf(version, size, "%s", setting("FAKE_NVML_DRIVER", "570.86.15"));
+    return users ? SUCCESS : UNINITIALIZED;
+}
 int nvmlDeviceGetCount_v2(unsigned *count) {
     if (users == 0) return UNINITIALIZED;
     *count = num_gpus();
@@ -249,8 +315,13 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
     if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
-    double tick_s = 1e-3 * milliseconds("FAKE_NVML_TICK_MS"), time_s = now_s();
-    if (tick_s > 0) time_s = (double)(uint64_t)(time_s / tick_s) * tick_s;
+    double tick_s = setting_s("FAKE_NVML_TICK_MS"), time_s = now_s() - setting_s("FAKE_NVML_LAG_MS");
+    const load_t *load = &loads[gpu->index];
+    if (tick_s > 0) time_s = floor(time_s / tick_s) * tick_s;
+    if (load->energy_j) {
+        *energy_mj = (uint64_t)(1000 * counted_j(load, time_s));
+        return SUCCESS;
+    }
     *energy_mj = (uint64_t)(POWER_MW * time_s) * (is_in_module() ? 2 : 1);
     return SUCCESS;
 }
@@ -279,7 +350,7 @@ int nvmlDeviceGetFieldValues(gpu_t *gpu, int count, field_t *fields) {
     for (int i = 0; i < count; i++) {
         fields[i].code = fields[i].id == 186 && !is_old() ? SUCCESS : NOT_SUPPORTED; /* present power */
         fields[i].type = 1;
-        fields[i].value.u = POWER_MW;
+        fields[i].value.u = loads[gpu->index].energy_j ? (unsigned)(1000 * loads[gpu->index].drawn_w) : POWER_MW;
     }
     return SUCCESS;
 }
@@ -308,6 +379,7 @@ int nvmlDeviceResetMemoryLockedClocks(gpu_t *gpu) {
 }
 static int get_reasons(gpu_t *gpu, unsigned long long *reasons) {
     *reasons = (unsigned long long)strtoull(setting("FAKE_NVML_REASONS", "0"), NULL, 0);
+    if (atoi(setting("FAKE_NVML_IDLE_MHZ", "0")) && loads[gpu->index].wanted_w <= 60) *reasons |= 0x1; /* idle */
     if (wanted_mhz(&clock_states[gpu->index]) > cap_mhz()) *reasons |= 0x4; /* software power cap */
     return SUCCESS;
 }

@@ -126,7 +126,7 @@ def test_foreign_keys_are_refused():
 
 # The same main function as the examples have, without the libraries that they train with.
 SCRIPT = """
-import dataclasses, json, os, signal
+import dataclasses, json, os, signal, time
 from pathlib import Path
 from lightning_pfo.config import ExperimentConfig
 from lightning_pfo.core.errors import PlanError
@@ -143,6 +143,13 @@ def main(config):
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             exit(1)
+    if config.seed == 16:  # a clone of this process, as launchers make them, finds the same, but later
+        first = os.getpid()
+        if os.fork() == 0:
+            os.environ["LOCAL_RANK"] = "1"
+            while os.getppid() == first:
+                time.sleep(0.01)
+        raise PlanError("A plan is needed, say all.")
     assert type(config) is ExperimentConfig and os.environ.get("HYDRA_FULL_ERROR") is None
     (Path(config.output_dir) / "seen.json").write_text(json.dumps(dataclasses.asdict(config)))
 
@@ -272,6 +279,11 @@ def test_full_errors_on_request(run, tmp_path):
     assert result.returncode != 0
     assert "Traceback" in result.stdout
     assert "PlanError: A plan is needed." in result.stdout
+
+
+def test_a_mistake_is_said_once_however_late_a_clone_finds_it(run, tmp_path):
+    result = run("seed=16", f"output_dir={tmp_path / 'out'}")
+    assert (result.returncode, result.stdout) == (1, "Error: A plan is needed, say all.\n")
 
 
 def test_ctrl_c_says_interrupted_once(run, tmp_path):

@@ -61,6 +61,7 @@ class FakeClocks:
 
 class FakeGpu:
     name = "fake"
+    driver_version = ""
     is_emulated = False
     energy_is_continuous = True
 

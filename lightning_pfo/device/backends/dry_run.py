@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightning_pfo.device.gpu import Gpu, check_clock_supported
+from lightning_pfo.device.gpu import DRY_RUN, Gpu, check_clock_supported
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,12 @@ class DryRunGpu:
     @property
     def name(self) -> str:
         """Model name, and that this is a dry run."""
-        return f"{self._gpu.name} (dry run)"
+        return self._gpu.name + DRY_RUN
+
+    @property
+    def driver_version(self) -> str:
+        """The other GPU's."""
+        return self._gpu.driver_version
 
     @property
     def is_emulated(self) -> bool:

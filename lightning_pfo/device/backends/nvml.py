@@ -222,6 +222,14 @@ class NvmlGpu(LeasedGpu):
             )
 
     @property
+    def driver_version(self) -> str:
+        """Version of the driver, such as 570.86.15; empty where it does not tell."""
+        try:
+            return _text(self._nvml.nvmlSystemGetDriverVersion())
+        except self._nvml.NVMLError:
+            return ""
+
+    @property
     def node_index(self) -> int:
         """Index among all GPUs of the node, in PCI order, whatever CUDA_VISIBLE_DEVICES leaves."""
         with _project_errors(f"Asking for the index of {self._name}"):

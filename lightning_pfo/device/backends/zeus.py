@@ -145,6 +145,14 @@ class ZeusAmdGpu(LeasedGpu):
             clocks_mhz = tuple(range(top_mhz, lowest_mhz - 1, -_AMD_STEP_MHZ))
             super().__init__(self._gpu.get_name(), _amd_uuid(self._gpu), clocks_mhz)
 
+    @property
+    def driver_version(self) -> str:
+        """Version of the kernel's driver; empty where it does not tell."""
+        try:
+            return str(_amdsmi().amdsmi_get_gpu_driver_info(self._gpu.handle)["driver_version"])
+        except (AttributeError, KeyError, TypeError, _amdsmi().AmdSmiException):
+            return ""
+
     def _compute_pids(self) -> list[int]:
         try:
             processes = _amdsmi().amdsmi_get_gpu_process_list(self._gpu.handle)

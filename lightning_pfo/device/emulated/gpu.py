@@ -94,6 +94,11 @@ class EmulatedGpu:
         kind = "emulated, virtual time" if self.config.time == "virtual" else "emulated"
         return f"{self.config.model} ({kind})"
 
+    @property
+    def driver_version(self) -> str:
+        """There is no driver."""
+        return ""
+
     def supported_clocks_mhz(self) -> tuple[int, ...]:
         """Graphics clocks that can be locked, highest first."""
         return self.physics.supported_clocks_mhz

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from lightning_pfo.core.errors import NotSupportedError
-from lightning_pfo.device.energy.attribution import EnergyTrace
 from lightning_pfo.device.energy.sampler import EnergySampler
+from lightning_pfo.device.energy.trace import EnergyTrace
 from lightning_pfo.device.gpu import Gpu
 
 logger = logging.getLogger(__name__)

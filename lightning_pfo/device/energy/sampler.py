@@ -19,12 +19,13 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pfo.core.errors import DeviceError, NotSupportedError
-from lightning_pfo.device.energy.attribution import EnergyTrace, snap_to_period
+from lightning_pfo.device.energy.calibration import known_calibration
+from lightning_pfo.device.energy.trace import EnergyTrace, snap_to_period
 from lightning_pfo.device.gpu import Gpu
 from lightning_pfo.device.time import Process, Task, time_of
 
@@ -128,7 +129,8 @@ class EnergySampler:
         times_s, energies_j, resolutions_s = (tuple(column) for column in columns)
         if not self._has_counter:
             return EnergyTrace(times_s, energies_j, _POWER_S / 10)
-        return snap_to_period(times_s, energies_j, resolutions_s)
+        trace = snap_to_period(times_s, energies_j, resolutions_s)
+        return replace(trace, calibration=known_calibration(self._gpu))
 
     @property
     def tick_s(self) -> float:

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ from lightning_pfo.experiment.command_line.explain import check_no_foreign_keys,
 from lightning_pfo.experiment.command_line.search_path import find_packaged_groups, searched_folders
 from lightning_pfo.experiment.command_line.sweep import run_as_own_script
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.processes import is_first_process
+from lightning_pfo.experiment.processes import is_first_process, watch_starter
 
 Config = TypeVar("Config", bound=ExperimentConfig)
 
@@ -76,12 +75,16 @@ def hydra_main(
             ConfigStore.instance().store(group=group, name=name, node=node)
         wants_traceback = os.environ.get(_TRACEBACK) == "1"
         has_begun = False
+        starter_ends = watch_starter()
 
         @functools.wraps(task)
         def job(composed: DictConfig) -> None:
             nonlocal has_begun
             has_begun = True
-            with _environment(_TRACEBACK, "1" if wants_traceback else None), _errors_explained(wants_traceback):
+            with (
+                _environment(_TRACEBACK, "1" if wants_traceback else None),
+                _errors_explained(wants_traceback, starter_ends),
+            ):
                 if HydraConfig.get().mode is RunMode.MULTIRUN:
                     run_as_own_script()
                 else:
@@ -94,12 +97,18 @@ def hydra_main(
 
         @functools.wraps(task)
         def main() -> None:
+            nonlocal starter_ends
+            starter_ends = watch_starter()
             find_packaged_groups()
             folder = str(conf_dir()) if config_path is None else config_path
             run = hydra.main(config_path=folder, config_name=config_name, version_base="1.3")(job)
             # Asked for a full error, Hydra raises it instead of printing its own text.
             try:
-                with _environment(_TRACEBACK, "1"), _errors_explained(wants_traceback), helps_of_any_kind():
+                with (
+                    _environment(_TRACEBACK, "1"),
+                    _errors_explained(wants_traceback, starter_ends),
+                    helps_of_any_kind(),
+                ):
                     folders = searched_folders(sys.argv[1:], _own_folder(task, config_path))
                     sys.argv[1:] = understood(sys.argv[1:], folders)  # the other ranks get the same
                     run()
@@ -125,7 +134,7 @@ def _own_folder(task: Callable[..., None], config_path: str | None) -> Path | No
 
 
 @contextmanager
-def _errors_explained(wants_traceback: bool) -> Iterator[None]:
+def _errors_explained(wants_traceback: bool, starter_ends: Callable[[float], bool]) -> Iterator[None]:
     """End the process with one paragraph where the mistake is the user's."""
     try:
         yield
@@ -140,7 +149,7 @@ def _errors_explained(wants_traceback: bool) -> Iterator[None]:
     except (PfoError, HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        if not is_first_process() and _parent_ends(within_s=10):
+        if not is_first_process() and starter_ends(10.0):
             sys.exit(1)  # rank 0 has found the same mistake, and said so
         text = str(error) if isinstance(error, PfoError) else explain_config_error(error)
         sys.exit(f"Error: {text}")
@@ -198,16 +207,6 @@ def _find_files_from_elsewhere(config: ExperimentConfig) -> None:
         config.schedule.name = f"file:{to_absolute_path(str(order))}"
     if config.profile:
         config.profile = to_absolute_path(str(Path(config.profile).expanduser()))
-
-
-def _parent_ends(within_s: float) -> bool:
-    """Wait until the process that started this one ends; False if it does not."""
-    parent, end_s = os.getppid(), time.monotonic() + within_s
-    while os.getppid() == parent:
-        if time.monotonic() >= end_s:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Sharding:
     """How layers are divided over replicas.
 
     Attributes:
-        mesh: The replicas.
+        mesh: The replicas; of two dimensions, those along the first hold copies of what those along the second divide.
         zero_stage: What is divided while an iteration runs, in the words of ZeRO: the states of optimizers (1), the
             sums of gradients too, which takes an exchange for each microbatch (2), and weights too, which are gathered
             for each forward and each backward (3).

@@ -137,6 +137,54 @@ def make_mesh(
     )
 
 
+def check_shard_size(
+    shard_size: int | None, fully_shard: bool, data_parallel_size: int, tensor_parallel_size: int
+) -> None:
+    """Check that replicas can divide layers in groups of a size.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    if shard_size is None:
+        return
+    if not fully_shard:
+        raise ConfigurationError(
+            f"shard_size says how many replicas divide layers; got shard_size={shard_size} and fully_shard=False. Use "
+            "fully_shard=True, or leave shard_size out."
+        )
+    if shard_size < 2 or data_parallel_size % shard_size:
+        sizes = [size for size in _divisors(data_parallel_size) if size > 1]
+        way_out = f"Use one of {sizes}" if sizes else "Use more replicas (data_parallel_size)"
+        raise ConfigurationError(
+            f"shard_size divides the replicas (data_parallel_size={data_parallel_size}) into groups that divide layers "
+            f"among them; got {shard_size}. {way_out}, or None for all."
+        )
+    if tensor_parallel_size > 1 and shard_size < data_parallel_size:
+        raise ConfigurationError(
+            f"Copies of divided layers (shard_size={shard_size} of data_parallel_size={data_parallel_size}) cannot be "
+            f"had with tensor parallelism (tensor_parallel_size={tensor_parallel_size}). Use shard_size=None."
+        )
+
+
+def sharding_mesh(mesh: ProcessMesh, shard_size: int | None) -> DeviceMesh:
+    """The replicas of this process's layers, and those among them that divide the layers; a collective call of all.
+
+    Args:
+        mesh: The places of processes.
+        shard_size: How many replicas divide layers among them, neighbours in the order of the mesh; other groups hold
+            copies. None: all of them.
+
+    Returns:
+        One dimension, or two where there are copies: over the copies, over the parts.
+    """
+    whole = mesh.device_mesh["data_parallel"]
+    if shard_size is None or shard_size == mesh.num_replicas:
+        return whole
+    places = whole.mesh.view(-1, shard_size)
+    groups = _along_dimensions(places, mesh.groups)
+    return DeviceMesh.from_group(groups, whole.device_type, places, mesh_dim_names=("data_parallel", "shards"))
+
+
 def _along_dimensions(places: torch.Tensor, groups: Groups) -> list[dist.ProcessGroup]:
     """The groups of this process along each dimension of a mesh."""
     assert dist.group.WORLD is not None

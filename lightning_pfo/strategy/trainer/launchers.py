@@ -124,7 +124,7 @@ def _checked_until_connected(strategy: Any, check: Callable[[], None]) -> Iterat
     ended = threading.Event()
 
     def look() -> None:
-        while strategy.rank_watch is None and not ended.wait(0.5):
+        while not ended.wait(0.5) and strategy.rank_watch is None:
             check()
 
     threading.Thread(target=look, name="pfo-launch-watch", daemon=True).start()

@@ -28,6 +28,7 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.fsdp import Sharding
+from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -79,6 +80,8 @@ class PfoPipelineStrategy(StepStrategy):
         fully_shard: Divide layers over the replicas (FSDP2) instead of keeping them whole on each. While an iteration
             runs, `zero1` (or True) divides the states of optimizers, `zero2` the sums of gradients too, and `zero3`
             weights too; between iterations all is divided.
+        shard_size: How many replicas divide layers among them with `fully_shard`; None is all, else each group of so
+            many has all layers (HSDP).
         shard_precision: torch's `MixedPrecisionPolicy` for divided layers.
         activation_checkpointing: `full` (or True) keeps only the inputs of each layer and runs it again in backward,
             `selective` keeps the results of products of matrices, convolutions and attention too, which take most of
@@ -144,6 +147,7 @@ class PfoPipelineStrategy(StepStrategy):
         tensor_parallel_size: int = 1,
         mesh_order: str = "dp_pp",
         fully_shard: bool | str = False,
+        shard_size: int | None = None,
         shard_precision: MixedPrecisionPolicy | None = None,
         activation_checkpointing: bool | str = False,
         compile: bool = False,
@@ -195,6 +199,8 @@ class PfoPipelineStrategy(StepStrategy):
         if fully_shard not in _ZERO_STAGES:
             raise ConfigurationError(f"fully_shard is one of {list(_ZERO_STAGES)}; got {fully_shard!r}.")
         self._zero_stage = _ZERO_STAGES[fully_shard]
+        check_shard_size(shard_size, bool(fully_shard), data_parallel_size, tensor_parallel_size)
+        self._shard_size = shard_size
         self._shard_precision = shard_precision
         if activation_checkpointing not in _RECOMPUTED:
             raise ConfigurationError(
@@ -316,8 +322,7 @@ class PfoPipelineStrategy(StepStrategy):
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
             return None
-        mesh = self.mesh.device_mesh["data_parallel"]
-        return Sharding(mesh, self._zero_stage, self._shard_precision)
+        return Sharding(sharding_mesh(self.mesh, self._shard_size), self._zero_stage, self._shard_precision)
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
         return make_checked_schedule(

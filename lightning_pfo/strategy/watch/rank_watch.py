@@ -44,6 +44,7 @@ class _Peer:
     name: str
     completed: int = 0
     error: str = ""
+    explained: bool = False
     gone: bool = False
 
     def ending(self) -> str:
@@ -149,7 +150,7 @@ class RankWatch:
     def failed(self, error: BaseException) -> None:
         """Say that the run has raised, so that the others do not wait for this rank."""
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no text
-        self._end(event="failed", run=self._run, error=text[:2000])
+        self._end(event="failed", run=self._run, error=text[:2000], explained=isinstance(error, PfoError))
 
     def _end(self, **message: Any) -> None:
         with self._changed:
@@ -207,19 +208,19 @@ class RankWatch:
         peer, event = self._peers[rank], message["event"]
         if event == "begin":
             self._started = max(self._started, message["run"])
-            peer.error = ""
+            peer.error, peer.explained = "", False
             self._judge()
         elif event == "done":
             peer.completed = message["run"]
         elif event == "failed":
-            peer.error = message["error"]
+            peer.error, peer.explained = message["error"], message["explained"]
             self._expect_end(message["run"], peer.ending())
             if self._rank == 0:
                 self._relay(rank, event="failed elsewhere", run=message["run"], text=peer.ending())
         elif event == "failed elsewhere":
             self._expect_end(message["run"], message["text"])
         elif event == "dead":
-            self._declare(message["text"])
+            self._declare(message["text"], is_news=message["is_news"])
 
     def _relay(self, source: int, **message: Any) -> None:
         for rank, connection in list(self._connections.items()):
@@ -234,15 +235,16 @@ class RankWatch:
                 first = next((other for other in self._peers.values() if other.error), peer)
                 text = f"{first.ending()}. The run cannot go on without it."
                 if self._rank == 0:
-                    self._relay(rank, event="dead", text=text)
-                self._declare(text)
+                    self._relay(rank, event="dead", text=text, is_news=not first.explained)
+                self._declare(text, is_news=not first.explained)
 
-    def _declare(self, text: str) -> None:
+    def _declare(self, text: str, *, is_news: bool) -> None:
         if self._death is None:
             self._death = text
             self._changed.notify_all()
             if self._active:
-                _log.error("Rank %d: %s", self._rank, text)
+                # a mistake of the user's is said where it was found, and most are found by all ranks
+                _log.log(logging.ERROR if is_news else logging.INFO, "Rank %d: %s", self._rank, text)
                 self._expect_end(self._run, text)
                 try:
                     self._break_off()

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_pfo.device.energy.attribution import EnergyTrace, MeanPower, mean_powers
-from lightning_pfo.device.energy.attribution import snap_to_period as snapped_readings
+from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
+from lightning_pfo.device.energy.trace import EnergyTrace
+from lightning_pfo.device.energy.trace import snap_to_period as snapped_readings
 
 FORWARD, BACKWARD, WAIT = "forward", "backward", "wait"
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from lightning_pfo.device.energy.attribution import MeanPower, mean_powers, snap_to_period
+from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
 from lightning_pfo.device.energy.looks import Look, Usage
+from lightning_pfo.device.energy.trace import snap_to_period
 
 STEP_S = 0.001
 POWERS_W = {"forward": 300.0, "backward": 250.0, "wait": 80.0, None: 60.0}

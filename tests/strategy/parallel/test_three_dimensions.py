@@ -114,6 +114,35 @@ def test_each_stage_of_zero_divides_what_it_says(folder):
         assert seen["bf16"]["loss"] != seen["zero1"]["loss"]
 
 
+@pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
+def test_copies_of_divided_layers_train_as_if_all_replicas_divided_them(folder):
+    for rank in range(4):
+        seen = read(folder, f"zero_{rank}")
+        assert seen["pairs"]["loss"] == pytest.approx(seen["all"]["loss"], abs=2e-5)
+        for name, parts in (("all", 4), ("pairs", 2)):
+            assert seen[name]["held"]["model.0.up.weight"] == 128 / parts
+            assert seen[name]["held"]["stem.weight"] == 48
+        assert (seen["pairs"]["weights"] is None) == (rank > 0)
+    seen = read(folder, "zero_0")
+    for mine, theirs in zip(seen["pairs"]["weights"], seen["all"]["weights"], strict=True):
+        assert torch.tensor(mine) == pytest.approx(torch.tensor(theirs), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"shard_size": 3}, r"got 3\. Use one of \[2, 4\], or None"),
+        ({"shard_size": 1}, r"got 1\. Use one of"),
+        ({"shard_size": 2, "data_parallel_size": 1}, r"Use more replicas"),
+        ({"shard_size": 2, "tensor_parallel_size": 2}, "cannot be had with tensor parallelism"),
+        ({"shard_size": 2, "fully_shard": False}, "shard_size says how many replicas divide layers"),
+    ],
+)
+def test_sizes_of_groups_that_cannot_be(options, error):
+    with pytest.raises(ConfigurationError, match=error):
+        PfoPipelineStrategy(**({"data_parallel_size": 4, "fully_shard": True} | options))
+
+
 def _last(seen, weights, gradients):
     return {"B last": [weights, gradients], "F last": seen["F last"]}
 

@@ -215,6 +215,18 @@ def run_zero(folder):
         loader = DataLoader(make_data(32, 1), batch_size=8)
         fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy, callbacks=[divided])
         found[name] = {"loss": module.seen["loss"], "divided": divided.seen}
+    for name in ("all", "pairs") if CAN_SHARD else ():
+        L.seed_everything(3)
+        module = Module(divided=False)
+        size = 2 if name == "pairs" else None
+        strategy = PfoPipelineStrategy(
+            num_microbatches=2, check_loss=False, data_parallel_size=4, fully_shard="zero2", shard_size=size
+        )
+        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
+        whole = strategy.gather_module()
+        weights = None if whole is None else [p.tolist() for p in whole.parameters()]
+        held = {key: local_part(p).numel() for key, p in module.named_parameters()}
+        found[name] = {"loss": module.seen["loss"], "held": held, "weights": weights}
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if CAN_SHARD:
         L.seed_everything(3)

@@ -48,7 +48,7 @@ def measure_blocked_power(gpu: Gpu, num_clocks: int, seconds: float) -> list[Blo
     if isinstance(gpu, EmulatedGpu):
         with ClockController(gpu) as clocks:
             return _measure_clocks(gpu, clocks, partial(_pretend_to_wait, gpu, seconds), num_clocks, seconds)
-    from lightning_pfo.experiment.p2p_neighbour import neighbour_of  # torch takes seconds to import
+    from lightning_pfo.experiment.gpu_loads.p2p_neighbour import neighbour_of  # torch takes seconds to import
 
     with neighbour_of(gpu, seconds) as wait, ClockController(gpu) as clocks:
         return _measure_clocks(gpu, clocks, wait, num_clocks, seconds)

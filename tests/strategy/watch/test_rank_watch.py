@@ -1,0 +1,28 @@
+"""What a rank says of another one that is gone; with real ranks in tests/strategy/trainer/test_launching.py."""
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = """
+import logging
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.watch.rank_watch import RankWatch
+
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+hub, other = (RankWatch(rank, 2, lambda: None, grace_s=60) for rank in (0, 1))
+other.connect(hub.listen("localhost", local_only=True))
+hub.begin()
+other.begin()
+other.failed(ERROR)
+other.close_in_child()
+assert "rank 1" in hub.death(wait_s=60)
+"""
+
+
+@pytest.mark.parametrize(("error", "level"), [("ValueError('a bug')", "ERROR"), ("ConfigurationError('typo')", "INFO")])
+def test_mistakes_that_all_ranks_find_are_not_told_by_each_of_the_others(tmp_path, error, level):
+    (script := tmp_path / "script.py").write_text(SCRIPT.replace("ERROR", error))
+    told = run_script(script, timeout_s=60).stdout
+    assert told.startswith(f"{level} Rank 0: rank 1 "), told
+    assert "failed with" in told
