@@ -92,7 +92,7 @@ class Report:
         return hashlib.blake2b(json.dumps(asdict(self)).encode(), digest_size=12).hexdigest()
 
     def means(self) -> dict[str, Any]:
-        """What is kept of it: mean time (s) and energy (J) of an iteration and of each instruction, and their errors."""
+        """What is kept: mean time (s) and energy (J) of an iteration and of each instruction, and their errors."""
         return {
             "iteration": [_mean(self.iteration_times_s), _mean(self.iteration_energies_j)],
             "instructions": {

@@ -254,7 +254,7 @@ class Server(RuleBasedStateMachine):
             self.expect(expected, lambda: self.registry.poll(job_id, rank, step, 0, AHEAD))
         else:
             known = model.seen.get(rank, 0)
-            held = 0 if rank in model.heard else model.promised.get(rank, 0) - step  # told to a server that may not know
+            held = 0 if rank in model.heard else model.promised.get(rank, 0) - step  # as a new server is told
             info, plan, unchanged_until = self.registry.poll(job_id, rank, step, known, max(AHEAD, held))
             if plan is None:
                 assert known == len(model.numbers)
