@@ -85,7 +85,7 @@ class PlanFollower:
                 self._ask(wait_s=min(left_s, 20.0))
             except ServerAwayError as error:
                 self._say_away(error)
-                time.sleep(min(left_s, 1.0))
+                time.sleep(min(left_s, _SHORTEST_PAUSE_S))
         return self.latest.version > 0
 
     @property

@@ -156,8 +156,9 @@ class Server(RuleBasedStateMachine):
         if expected is None:
             model.registered.add(rank)
             for stranger in set(range(model.world)) - model.registered:
-                claim = replace(info, rank=stranger)  # to be where this one is
-                self.expect(ConflictError, lambda claim=claim: self.registry.register_rank(job_id, claim))
+                is_here, is_there = replace(info, rank=stranger), replace(model.info(stranger), rank=rank)
+                for claim in (is_here, is_there):
+                    self.expect(ConflictError, lambda claim=claim: self.registry.register_rank(job_id, claim))
             if model.registered == set(range(model.world)) and model.number is None:
                 model.numbers.append(0)
         self.touch(model)
@@ -237,6 +238,9 @@ class Server(RuleBasedStateMachine):
             expected = ConflictError
         for _ in range(repeats):
             self.expect(expected, lambda: self.registry.report(job_id, report))
+        if expected is None:
+            unknown = Report(rank, (float(self.count),), (), version=1_000)
+            self.expect(ConflictError, lambda: self.registry.report(job_id, unknown))
         if expected is None and not is_old and not is_late:
             model.reported.add(rank)
             model.last_report[rank] = report
@@ -325,7 +329,7 @@ class Server(RuleBasedStateMachine):
         self.crash(then_report=False)
         model.go_on()
 
-    @rule(passed_s=st.floats(1, IDLE_S / 2))
+    @rule(passed_s=st.sampled_from([IDLE_S / 3] * 9 + [IDLE_S + 1]))
     def silence(self, passed_s):
         self.now_s += passed_s
         over = set(self.registry.sweep())
