@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.launch import run_script
+
 USE = """
 for name in ("pfo_pipeline", "pfo_pipeline_spawn", "pfo_pipeline_notebook"):
     strategy = lightning.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False).strategy
@@ -27,9 +29,12 @@ import lightning_pfo
 """
 FORKS = """
 import os, sys
-import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torchmetrics  # what takes Lightning so long
 
-assert not {"lightning", "lightning_pfo"} & set(sys.modules)
+# as if none of these had been imported yet; what they import, and takes much longer, stays
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("lightning", "lightning_fabric", "lightning_pfo", "pytorch_lightning"):
+        del sys.modules[name]
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_StrategiesFinder"]
 folder, *programs = sys.argv[1:]
 for number, program in enumerate(programs):
     if os.fork() == 0:
@@ -43,16 +48,16 @@ else:
 """
 
 
-def run(code, *arguments):
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """Of the programs that import us first and Lightning first, what they wrote to stdout and to stderr."""
     folder = tmp_path_factory.mktemp("registration")
-    result = run(FORKS, str(folder), US_FIRST + USE, LIGHTNING_FIRST + USE)
-    assert result.returncode == 0, result.stderr
+    (script := folder / "forks.py").write_text(FORKS)
+    run_script(script, folder, US_FIRST + USE, LIGHTNING_FIRST + USE, timeout_s=120)
     return [[(folder / f"{number}.{stream}").read_text() for stream in (1, 2)] for number in range(2)]
 
 

@@ -145,8 +145,7 @@ def windows_of(config: ExperimentConfig) -> Windows:
 
 def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windowed, Windowed]:
     """What was measured at the top clocks, and under the plan, in the pairs of which both were."""
-    means_j = applied.mean_energies_j(windows.group_of)
-    found = verified(windows, 0, applied.measurements, means_j)
+    found = verified(windows, 0, applied.measurements, applied.mean_energies(windows.group_of))
     if found is None:
         raise ConfigurationError(
             "Windows at the top clocks and under the plan are compared; the training ended before one of each was "

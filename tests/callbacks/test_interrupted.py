@@ -1,6 +1,7 @@
 """A run that is killed in each state, one after the other, and goes on: from its file, from a checkpoint, from both."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_each_was_killed_in_its_state(parts):
 
 def test_no_measurement_is_lost(parts):
     names = list(PARTS)
-    for earlier, later in zip(names, names[1:], strict=False):
+    for earlier, later in pairwise(names):
         assert parts[later]["recalled"] == parts[earlier]["cells"], later
     for name in names:
         on_disk = {

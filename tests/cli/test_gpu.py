@@ -54,7 +54,7 @@ def test_the_probe_leaves_no_trace(fake_driver: FakeDriver) -> None:
 
 def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
     (report,) = json.loads(run(fake_driver.environment(num_gpus=1, landing_ms=30), "json=true", "probe=true"))
-    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"] < 0.25
+    assert 0.03 <= report["clock_latency_s"] <= report["clock_latency_p90_s"]
     capped = run(fake_driver.environment(num_gpus=1, cap_mhz=1000), "--json", "--probe")  # no request is reached
     assert json.loads(capped)[0]["clock_latency_s"] is None
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import EmulatedGpu, Gpu
+from lightning_pfo.experiment.gpu_loads.compat import spin
 
 
 class Load(Protocol):
@@ -63,7 +64,6 @@ class CudaLoad:
         check_same_gpu(gpu)
         self._torch = torch
         self._matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        spin: Any = torch.cuda._sleep  # what torch's own tests keep a stream waiting with
         for call in (self._multiply, lambda: spin(1000)):
             self._timed_s(call)
         self._product_s = min(self._timed_s(lambda: self._repeat(self._multiply, 20)) for _ in range(5)) / 20

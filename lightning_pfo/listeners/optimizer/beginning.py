@@ -69,7 +69,7 @@ def begin(
         keeper: Knows where to look.
         job: What else measurements depend on, by name.
     """
-    told = source.all_gather(_fingerprint(session, schedule, job), everywhere=True)
+    told = source.all_gather(_fingerprint(source, session, schedule, job), everywhere=True)
     fingerprint = {name: " / ".join(sorted({one[name] for one in told})) for name in told[0]}
     found = keeper.recall(fingerprint) if is_first(source) else (None, None)
     kept, refusal = source.all_gather(found, everywhere=True)[0]
@@ -80,12 +80,15 @@ def begin(
     return Beginning(kept or Memory(fingerprint), tuple(notes))
 
 
-def _fingerprint(session: GpuSession, schedule: PipelineSchedule, job: Mapping[str, str]) -> dict[str, str]:
+def _fingerprint(
+    source: InstructionSource, session: GpuSession, schedule: PipelineSchedule, job: Mapping[str, str]
+) -> dict[str, str]:
     """What this rank knows of what measurements are of."""
     return {
         "stages": str(schedule.num_stages),
         "schedule": schedule.name,
         "microbatches": str(schedule.num_microbatches),
+        "microbatch": source.microbatch,
         "gpu": session.gpu.name,
         "driver": str(getattr(session.gpu, "driver_version", "")),
         "torch": str(torch.__version__),

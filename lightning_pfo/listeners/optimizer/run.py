@@ -206,6 +206,13 @@ class OptimizedRun(InstructionListener):
         return self._states.memory
 
     @property
+    def bound_saving_percent(self) -> float | None:
+        """Saving that no plan of the chosen one's iteration time exceeds, by the profile; None where not known."""
+        if self.frontier is None or self.plan is None or not self.plan.lower_bound_j:
+            return None
+        return 100 * (1 - self.plan.lower_bound_j / self.frontier.baseline.iteration_energy_j)
+
+    @property
     def net_saving_j(self) -> float:
         """Energy that the run has saved so far, J: less than as many iterations at the top clocks, all in all."""
         return self.ledger.saved_j
@@ -244,9 +251,7 @@ class OptimizedRun(InstructionListener):
             "state": self.state.value,
             "problem": self.problem,
             **(dict.fromkeys(_VERIFIED) if self.verified is None else self.verified.as_dict()),
-            "lower_bound_saving_percent": None
-            if frontier is None or plan is None
-            else 100 * (1 - plan.lower_bound_j / frontier.baseline.iteration_energy_j),
+            "lower_bound_saving_percent": self.bound_saving_percent,
             "predicted": predicted,
             "profiling_iterations": self.memory.iterations,
             "profiling_cost_j": self.memory.cost_j,

@@ -33,7 +33,7 @@ from lightning_pfo.listeners.optimizer.beginning import begin, measurable_clocks
 from lightning_pfo.listeners.optimizer.choosing.decision import Decision, decide, missing_clocks
 from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, objective_of
 from lightning_pfo.listeners.optimizer.following import Following
-from lightning_pfo.listeners.optimizer.ledger import Ledger, State
+from lightning_pfo.listeners.optimizer.ledger import Cost, Ledger, State
 from lightning_pfo.listeners.optimizer.measuring import Found, Measuring
 from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
@@ -93,6 +93,7 @@ class States:
         self.following = Following(source, session, self._objective, self.trial)
         self.ledger = Ledger()
         self.memory = Memory({})
+        self._before = Cost()  # of measuring, by earlier runs
         self.notes: list[str] = []
         self.schedule: PipelineSchedule | None = None
         self._source, self._session, self._settings = source, session, settings
@@ -134,7 +135,7 @@ class States:
             asked = self._measurer.plan
         elif self.state in (State.VERIFY, State.HOLD) and self.trial.is_under_plan(iteration):
             asked = self.following.applied
-        self.ledger.begin(iteration, self.state, is_planned=asked is not None and self.state is not State.MEASURE)
+        self.ledger.begin(iteration, self.state, asked, self._clocks_mhz[0] if self._clocks_mhz else 0)
         return asked
 
     def close(self) -> None:
@@ -160,7 +161,8 @@ class States:
         self.schedule = schedule
         self._forget()
         beginning = begin(self._source, self._session, schedule, self._keeper, self._job)
-        self.memory = beginning.memory
+        self.memory = kept = beginning.memory
+        self._before = Cost(kept.iterations, kept.cost_s, kept.cost_j)
         for note in beginning.notes:
             self._say(note)
         try:
@@ -290,6 +292,7 @@ class States:
         if outcome.found is not None:
             top = outcome.found.baseline
             self.ledger.take_for_top(top.iteration_time_s, top.iteration_energy_j)
+            self._account()
             self._say(f"measured in {outcome.found}.")
         assert self.frontier is not None
         instead = self.trial.instead(self.frontier, self._say)
@@ -361,15 +364,18 @@ class States:
 
     def _note(self, measured: IterationMeasurement) -> None:
         """Keep what an iteration took; on CUDA that is the one before the last."""
-        step, ledger = self.ledger.add(measured), self.ledger
-        if not ledger.knows_top or step.state not in (State.MEASURE, State.PLAN):
-            return
-        self._measurer.spend(measured.time_s, ledger.top_s)
+        step = self.ledger.add(measured)
+        if self.ledger.knows_top and step.state in (State.MEASURE, State.PLAN):
+            self._measurer.spend(measured.time_s, self.ledger.top_s)
+        self._account()
+
+    def _account(self) -> None:
+        before, now = self._before, self.ledger.measuring
         self.memory = replace(
             self.memory,
-            iterations=self.memory.iterations + 1,
-            cost_s=self.memory.cost_s + measured.time_s - ledger.top_s,
-            cost_j=self.memory.cost_j + measured.energy_j - ledger.top_j,
+            iterations=before.iterations + now.iterations,
+            cost_s=before.time_s + now.time_s,
+            cost_j=before.energy_j + now.energy_j,
         )
 
     def _keep(self, found: Found) -> None:

@@ -10,12 +10,15 @@ from typing import Any
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted
 from lightning_pfo.planner.adaptive.windows import (
+    MeanEnergy,
     MeasuredIteration,
     Window,
     Windowed,
     Windows,
-    change_percent,
     median_interval,
+    saving_interval,
+    savings_percent,
+    slowdowns_percent,
 )
 from lightning_pfo.planner.frontier.data import Frontier
 
@@ -46,16 +49,7 @@ class Verified:
     @property
     def savings_percent(self) -> list[float]:
         """Energy saved, by pair."""
-        return [-change for change in self._changes_percent("energy_j")]
-
-    @property
-    def slowdowns_percent(self) -> list[float]:
-        """Time lost, by pair."""
-        return self._changes_percent("time_s")
-
-    def _changes_percent(self, name: str) -> list[float]:
-        pairs = zip(self.plan.windows, self.baseline.windows, strict=True)
-        return [change_percent(getattr(plan, name), getattr(top, name)) for plan, top in pairs]
+        return savings_percent(self.baseline, self.plan)
 
     @property
     def saving_percent(self) -> float:
@@ -65,17 +59,17 @@ class Verified:
     @property
     def slowdown_percent(self) -> float:
         """The median over pairs."""
-        return statistics.median(self.slowdowns_percent)
+        return statistics.median(slowdowns_percent(self.baseline, self.plan))
 
     @property
     def saving_interval_percent(self) -> Interval | None:
         """95 % confidence interval; None for too few pairs."""
-        return median_interval(self.savings_percent)
+        return saving_interval(self.baseline, self.plan)
 
     @property
     def slowdown_interval_percent(self) -> Interval | None:
         """That of the slowdown."""
-        return median_interval(self.slowdowns_percent)
+        return median_interval(slowdowns_percent(self.baseline, self.plan))
 
     def and_more(self, more: Verified) -> Verified:
         """With further pairs."""
@@ -100,7 +94,7 @@ def verified(
     windows: Windows,
     first: int,
     measurements: Sequence[MeasuredIteration],
-    means_j: Mapping[tuple[int, bool, bool], float],
+    means: Mapping[tuple[int, bool, bool], MeanEnergy],
 ) -> Verified | None:
     """What was measured in the pairs of which both windows were; None if there is none.
 
@@ -108,7 +102,7 @@ def verified(
         windows: How iterations were divided.
         first: Number of the first iteration.
         measurements: What iterations took.
-        means_j: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies_j`.
+        means: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies`.
     """
     by_group: dict[tuple[int, bool, bool], list[MeasuredIteration]] = {}
     for one in measurements:
@@ -120,23 +114,23 @@ def verified(
 
     def windowed(is_plan: bool) -> Windowed:
         groups = [(pair, is_plan, True) for pair in pairs]
-        return Windowed(tuple(Window.of(by_group[group], means_j.get(group)) for group in groups))
+        return Windowed(tuple(Window.of(by_group[group], means.get(group)) for group in groups))
 
     return Verified(windowed(False), windowed(True))
 
 
-def lateness_s(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> float:
-    """How much longer than promised a plan takes, s; 0 where that is within the tolerance.
+def lateness_s(frontier: Frontier, wanted_s: float, found: Verified, tolerance: float) -> float:
+    """How much longer than wanted a plan takes, s; 0 where that is within the tolerance.
 
     Args:
         frontier: Where it is from.
-        plan: The one that was measured.
+        wanted_s: What it may take, s: the time of the plan that was asked for.
         found: What was measured.
         tolerance: How much later it may be, as a share of the top clocks' time.
     """
     top_s = frontier.baseline.iteration_time_s
-    late = found.slowdown_percent / 100 - (plan.iteration_time_s / top_s - 1)
-    return late * top_s if late > tolerance else 0.0
+    late_s = (1 + found.slowdown_percent / 100) * top_s - wanted_s
+    return late_s if late_s > tolerance * top_s else 0.0
 
 
 def faster_by(frontier: Frontier, plan: FrequencyPlan, by_s: float) -> FrequencyPlan:

@@ -88,7 +88,7 @@ class Verifying:
         if found.saving_percent <= 0:
             return _top_clocks(frontier, f"{label} saved nothing ({found.saving_percent:.2f} %)")
         # of what was asked for: a faster plan that is late by as much is in time
-        late_s = lateness_s(frontier, select_plan(frontier, select), found, self._tolerance)
+        late_s = lateness_s(frontier, select_plan(frontier, select).iteration_time_s, found, self._tolerance)
         if not late_s:
             return replace(rows_of(frontier, plan, label), verified=_as_dict(found))
         faster = faster_by(frontier, plan, late_s)

@@ -13,10 +13,20 @@ from plain_module import PlainModule, make_loaders
 DEVICES = 2
 
 
-def fit(callbacks, max_steps=6, strategy=None, module=None, devices=DEVICES, ckpt_path=None, **options):
+def fit(
+    callbacks,
+    max_steps=6,
+    strategy=None,
+    module=None,
+    devices=DEVICES,
+    ckpt_path=None,
+    train_dataloaders=None,
+    val_dataloaders=None,
+    **options,
+):
     L.seed_everything(3)
     module = module or PlainModule(width=32, num_layers=5)
-    train, _ = make_loaders(num_samples=64, batch_size=16)
+    train = train_dataloaders or make_loaders(num_samples=64, batch_size=16)[0]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -27,5 +37,5 @@ def fit(callbacks, max_steps=6, strategy=None, module=None, devices=DEVICES, ckp
         enable_model_summary=False,
         **{"logger": False, "enable_checkpointing": False, **options},
     )
-    trainer.fit(module, train, ckpt_path=ckpt_path)
+    trainer.fit(module, train, val_dataloaders, ckpt_path=ckpt_path)
     return trainer, module

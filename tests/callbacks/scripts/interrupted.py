@@ -29,7 +29,9 @@ STEPS = 40
 
 
 def cells(memory):
-    return {f"{row.stage} {row.instruction} {row.frequency}": [row.time, row.energy, row.samples] for row in memory.rows}
+    return {
+        f"{row.stage} {row.instruction} {row.frequency}": [row.time, row.energy, row.samples] for row in memory.rows
+    }
 
 
 class Interruption(InstructionListener, L.Callback):

@@ -96,9 +96,7 @@ class Checking:
 
     def found(self, run: PlannedRun) -> Verified | None:
         """What the windows say; a collective call."""
-        means_j = run.mean_energies_j(self._group_of)
-        known = {group: energy_j for group, energy_j in means_j.items() if group is not None}
-        return verified(self._windows, self._first, run.measurements, known)
+        return verified(self._windows, self._first, run.measurements, run.mean_energies(self._group_of))
 
     def _group_of(self, iteration: int) -> tuple[int, bool, bool] | None:
         step = iteration - self._first
