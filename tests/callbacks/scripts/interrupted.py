@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 
 SETTINGS = OptimizerSettings(num_iterations=100_000, most_rounds=2, pairs=1)
 ITERATIONS_BEFORE = {"WarmUp": 3, "Measure": 2, "Plan": 1, "Verify": 3, "Hold": 2, "end": 4}
-STEPS = 40
+STEPS = 30
 
 
 def cells(memory):

@@ -171,7 +171,7 @@ def main(folder):
     results["plain"] = plain.history["train"]
     whole = optimized("whole", folder / "whole", cache_dir=folder / "cache")
     ready = {"cache_dir": folder / "cache", "settings": SETTINGS.changed(pairs=1, look_every=1)}
-    optimized("late", folder / "late", 24, objective="1.05x", further=[Late()], **ready)
+    optimized("late", folder / "late", 13, objective="1.05x", further=[Late()], **ready)
     wishes = Wishes()
     optimized("wishes", folder / "wishes", 100, objective=wishes, further=[wishes], **ready)
     results["wishes"]["phases"] = wishes.phases

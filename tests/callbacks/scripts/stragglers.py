@@ -16,7 +16,7 @@ from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
 FACTORS = (1.05, 1.2, 1.5, 1.0)
-PHASE = 4
+PHASE = 3
 """Steps with each factor."""
 
 
@@ -68,7 +68,7 @@ class Slow(L.Callback):
 
 
 def main(folder):
-    settings = OptimizerSettings(pairs=1, look_every=2, most_rounds=2, num_iterations=100_000)
+    settings = OptimizerSettings(pairs=1, look_every=1, most_rounds=2, num_iterations=100_000)
     optimizer = PipelineFrequencyOptimizerCallback(
         gpu=load_gpu_config("emulated_a100"), cluster="ideal", output_dir=Path(folder) / "pfo", settings=settings
     )
