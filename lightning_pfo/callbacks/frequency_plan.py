@@ -15,6 +15,7 @@ from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 __all__ = ["TOP_CLOCKS", "FrequencyPlanCallback"]
 
@@ -71,9 +72,9 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         """What the iterations of this run took so far."""
         return self._run.measurements if self._run is not None else []
 
-    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
-        """Mean energy in the iterations of each group; see `PlannedRun.mean_energies_j`. A collective call."""
-        return self._run.mean_energies_j(group_of) if self._run is not None else {}
+    def mean_energies(self, group_of: Callable[[int], Key | None]) -> dict[Key, MeanEnergy]:
+        """Mean energy in the iterations of each group; see `PlannedRun.mean_energies`. A collective call."""
+        return self._run.mean_energies(group_of) if self._run is not None else {}
 
     @property
     def gpu_name(self) -> str | None:

@@ -33,9 +33,10 @@ class PipelineFrequencyOptimizerCallback(RunCallback[OptimizedRun]):
     Hold. What was measured is in every checkpoint, and in `output_dir`: `optimizer.json`, `profile.csv` and `plans`.
     Where clocks may not be set, the training goes on without a plan and says why.
 
-    Logged metrics: `pfo/iteration_time_s` (s), `pfo/iteration_energy_j` (J, all GPUs), `pfo/power_w` (W, all GPUs), and
-    once a plan was verified `pfo/saving_percent` (also in the progress bar) and `pfo/net_saving_j`: the energy that the
-    run has saved so far, less what measuring has cost.
+    Logged, and in the progress bar: `pfo/iteration_time_s` (s), `pfo/iteration_energy_j` (J, all GPUs), `pfo/power_w`
+    (W, all GPUs), and once a plan was verified `pfo/saving_percent`, `pfo/bound_saving_percent` (what no plan of its
+    iteration time can save more than, proven) and `pfo/net_saving_j`: the energy that the run has saved so far, less
+    what measuring has cost.
 
     Args:
         objective: Which plan is wanted: `no_slowdown`, `1.02x`, `350W`, `least_energy`, `least_edp`, ... as
@@ -122,11 +123,11 @@ class PipelineFrequencyOptimizerCallback(RunCallback[OptimizedRun]):
             "pfo/power_w": latest.energy_j / latest.time_s,
         }
         if run.verified is not None:
-            values["pfo/net_saving_j"] = run.net_saving_j
-            saving = run.verified.saving_percent
-            pl_module.log("pfo/saving_percent", saving, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+            values |= {"pfo/saving_percent": run.verified.saving_percent, "pfo/net_saving_j": run.net_saving_j}
+            bound = run.bound_saving_percent
+            values |= {} if bound is None else {"pfo/bound_saving_percent": bound}
         for name, value in values.items():
-            pl_module.log(name, value, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log(name, value, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

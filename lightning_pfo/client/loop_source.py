@@ -38,6 +38,7 @@ class LoopSource:
     ) -> None:
         self.rank, self.place, self.stages = pp_rank, (dp_rank, tp_rank), (pp_rank,)
         self.local_device_index = device_id
+        self.microbatch = ""
         self._num_ranks, self._pp_degree = world_size, pp_degree
         self._emitter = EventEmitter()
         self._step = 0

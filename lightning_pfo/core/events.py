@@ -87,6 +87,10 @@ class InstructionSource(Protocol):
     def schedule(self) -> PipelineSchedule | None:
         """The executed order; None until the number of microbatches is known (at the first batch at the latest)."""
 
+    @property
+    def microbatch(self) -> str:
+        """Types and shapes of the tensors in the first microbatch that was run; empty until then, or if not known."""
+
     def add_listener(self, listener: InstructionListener, *, innermost: bool = False, outermost: bool = False) -> None:
         """Deliver events to `listener`; an innermost one is nested inside all others, an outermost one around them."""
 

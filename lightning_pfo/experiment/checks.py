@@ -86,12 +86,8 @@ def check_settings(config: ExperimentConfig) -> None:
     ScanSettings(**vars(config.profiler))
     if plan.select != TOP_CLOCKS:
         check_selection(plan.select)
-    if plan.auto and (config.profile or plan.select == TOP_CLOCKS):
-        given = f"profile={config.profile}" if config.profile else f"plan.select={TOP_CLOCKS}"
-        raise ConfigurationError(
-            f"A run that optimises itself (plan=auto) measures and plans while it trains; got {given}. Leave that out, "
-            "or use another plan, such as plan=no_slowdown."
-        )
+    if plan.auto:
+        _check_one_run(config)
     plan.check()
     policy = find_policy(policy_of(plan))
     if policy is not None:
@@ -104,6 +100,21 @@ def check_settings(config: ExperimentConfig) -> None:
     check_blocking_power(plan.p2p_blocking_power_w, schedule.num_stages)
     if config.profile:
         check_profile(config.profile, schedule.num_stages)
+
+
+def _check_one_run(config: ExperimentConfig) -> None:
+    plan = config.plan
+    given = [
+        *([f"profile={config.profile}"] if config.profile else []),
+        *([f"plan.select={TOP_CLOCKS}"] if plan.select == TOP_CLOCKS else []),
+        *([f"plan.policy={plan.policy}"] if find_policy(policy_of(plan)) is not None else []),
+    ]
+    if given:
+        raise ConfigurationError(
+            "A run that optimises itself (plan=auto) measures and plans while it trains, where the planner's own plans "
+            f"are most uncertain; got {' and '.join(given)}. Leave that out, or use another plan, such as "
+            "plan=no_slowdown."
+        )
 
 
 def check_profile(path: str, num_stages: int) -> None:

@@ -14,7 +14,15 @@ from rich.table import Table
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.windows import FEWEST_PAIRS, Windowed, change_percent, median_interval
+from lightning_pfo.planner.adaptive.windows import (
+    FEWEST_PAIRS,
+    Windowed,
+    change_percent,
+    median_interval,
+    saving_interval,
+    savings_percent,
+    slowdowns_percent,
+)
 
 Interval = tuple[float, float]
 
@@ -53,35 +61,22 @@ class Report:
     @property
     def saving_percent(self) -> float:
         """Measured energy that the plan saves: the median over pairs of windows."""
-        return statistics.median(self._savings_percent)
+        return statistics.median(savings_percent(self.training.baseline, self.training.plan))
 
     @property
     def slowdown_percent(self) -> float:
         """Measured time that the plan costs: the median over pairs of windows."""
-        return statistics.median(self._slowdowns_percent)
+        return statistics.median(slowdowns_percent(self.training.baseline, self.training.plan))
 
     @property
     def saving_interval_percent(self) -> Interval | None:
         """95 % confidence interval of the saving; None for fewer than `FEWEST_PAIRS` pairs of windows."""
-        return median_interval(self._savings_percent)
+        return saving_interval(self.training.baseline, self.training.plan)
 
     @property
     def slowdown_interval_percent(self) -> Interval | None:
         """That of the slowdown."""
-        return median_interval(self._slowdowns_percent)
-
-    @property
-    def _savings_percent(self) -> list[float]:
-        return [-change for change in self._changes_percent("energy_j")]
-
-    @property
-    def _slowdowns_percent(self) -> list[float]:
-        return self._changes_percent("time_s")
-
-    def _changes_percent(self, name: str) -> list[float]:
-        """How much more a window under the plan takes than the one at the top clocks of the same pair."""
-        pairs = zip(self.training.plan.windows, self.training.baseline.windows, strict=True)
-        return [change_percent(getattr(plan, name), getattr(top, name)) for plan, top in pairs]
+        return median_interval(slowdowns_percent(self.training.baseline, self.training.plan))
 
     @property
     def lower_bound_saving_percent(self) -> float:

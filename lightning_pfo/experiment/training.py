@@ -25,8 +25,8 @@ from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_rank
 from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.optimizer.verification import verified
-from lightning_pfo.listeners.windows import Windowed, Windows
+from lightning_pfo.planner.adaptive.verification import verified
+from lightning_pfo.planner.adaptive.windows import Windowed, Windows
 from lightning_pfo.planner.settings import PlanSettings
 from lightning_pfo.strategy import PfoPipelineStrategy
 
@@ -145,8 +145,7 @@ def windows_of(config: ExperimentConfig) -> Windows:
 
 def _in_windows(windows: Windows, applied: FrequencyPlanCallback) -> tuple[Windowed, Windowed]:
     """What was measured at the top clocks, and under the plan, in the pairs of which both were."""
-    means_j = applied.mean_energies_j(windows.group_of)
-    found = verified(windows, 0, applied.measurements, means_j)
+    found = verified(windows, 0, applied.measurements, applied.mean_energies(windows.group_of))
     if found is None:
         raise ConfigurationError(
             "Windows at the top clocks and under the plan are compared; the training ended before one of each was "

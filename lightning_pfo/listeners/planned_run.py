@@ -29,6 +29,7 @@ from lightning_pfo.listeners.gpu_session import (
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
 from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
 from lightning_pfo.listeners.plan_cursor import PlanCursor
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import load_frontier
 from lightning_pfo.planner.frontier.select import select_plan
@@ -232,19 +233,30 @@ class PlannedRun(InstructionListener):
         self._is_told = True
         return f"{name_of(self._source)} ({self.gpu_name}): {error}"
 
-    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
+    def mean_energies(self, group_of: Callable[[int], Key | None]) -> dict[Key, MeanEnergy]:
         """Mean energy of all GPUs in the iterations of each group, where counters tick; a collective call.
 
         More exact than `measurements`, whose iterations begin and end between ticks. Empty where these are exact.
 
         Args:
-            group_of: The group of an iteration, by its number. Iterations of a group have the same plan.
+            group_of: The group of an iteration, by its number; None for those that nobody asks about.
         """
-        of_gpus: list[dict[Key, float]] = self._source.all_gather(
-            self._meter.mean_energies_j(group_of), everywhere=True
+        of_gpus: list[dict[Key, MeanEnergy]] = self._source.all_gather(
+            self._meter.mean_energies(group_of), everywhere=True
         )
         known_to_all = [group for group in of_gpus[0] if all(group in of_gpu for of_gpu in of_gpus)]
-        return {group: math.fsum(of_gpu[group] for of_gpu in of_gpus) for group in known_to_all}
+        return {
+            group: MeanEnergy(
+                math.fsum(of_gpu[group].energy_j for of_gpu in of_gpus),
+                math.hypot(*(of_gpu[group].stderr_j for of_gpu in of_gpus)),
+            )
+            for group in known_to_all
+        }
+
+    def tick_s(self) -> float:
+        """How often the energy counter of a GPU advances, the slowest; 0: all the time. A collective call."""
+        ticks_s: list[float] = self._source.all_gather(self._meter.tick_s, everywhere=True)
+        return max(ticks_s)
 
     def request_top_clock(self) -> None:
         """Ask for the highest clock until the next iteration, e.g. for evaluation, of which the plan knows nothing."""

@@ -35,7 +35,6 @@ figure { margin: 0; }
 figcaption { text-align: center; }
 .many { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: 1rem; }
 .wide { overflow-x: auto; }
-.wide svg { min-width: 34rem; }
 .grid { stroke: var(--grid); }
 .tick { fill: var(--muted); font-size: 11px; }
 .label { fill: var(--ink); font-size: 12px; }
@@ -60,4 +59,12 @@ circle.hold { fill: var(--measured); }
 rect.forward { fill: var(--plan); }
 rect.backward { fill: var(--backward); }
 .timeline { background: var(--card); }
+@media (max-width: 40rem) {
+  .wide .tick { font-size: 20px; }
+  .wide .label { font-size: 18px; }
+  .wide circle { r: 6px; }
+  th, td { padding: .3rem .2rem; font-size: .85rem; }
+  thead th { white-space: normal; vertical-align: bottom; }
+  ol, ul { padding-left: 1.2rem; }
+}
 """

@@ -156,9 +156,12 @@ def _run(steps: Sequence[Mapping[str, Any]]) -> str:
         return ""
     charts = []
     for label, values in (
+        ("mean clock, MHz", [step["clock_mhz"] for step in steps if "clock_mhz" in step]),
         ("power of all GPUs, W", [step["energy_j"] / step["time_s"] for step in steps]),
         ("time of an iteration, s", [step["time_s"] for step in steps]),
     ):
+        if len(values) < len(steps):  # of an earlier version, which did not tell
+            continue
         chart = Chart("iteration", label, 720, 240)
         numbers = [step["iteration"] for step in steps]
         chart.line(list(zip(numbers, values, strict=True)), "faint")
@@ -178,8 +181,10 @@ def _run(steps: Sequence[Mapping[str, Any]]) -> str:
 def _valleys(frontier: Frontier, folder: Path) -> str:
     measured = read_profile(folder / "profile.csv").instructions
     charts = []
-    for (stage, kind), fitted in sorted(frontier.profile.instructions.items(), key=lambda item: item[0][0]):
-        chart = Chart("clock, MHz", "energy, J", 340, 220)
+    in_order = sorted(frontier.profile.instructions, key=lambda kind: (kind[0], kind[1] is not InstructionType.FORWARD))
+    for stage, kind in in_order:
+        fitted = frontier.profile.instructions[stage, kind]
+        chart = Chart("clock, MHz", "energy, J", 300, 210)
         chart.line(list(zip(fitted.clocks_mhz, fitted.energies_j, strict=True)), "plan")
         seen = measured.get((stage, kind))
         if seen is not None:

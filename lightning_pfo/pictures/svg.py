@@ -9,7 +9,7 @@ from html import escape
 
 Point = tuple[float, float]
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 16, 14, 52  # as letters of narrow pages need
 _TICKS = 4
 
 
@@ -61,7 +61,7 @@ class Chart:
             parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
         for value in _ticks(x_from, x_to):
             x = place((value, y_from))[0]
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{_TOP + high + 16}" text-anchor="middle">{value:g}</text>')
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{_TOP + high + 20}" text-anchor="middle">{value:g}</text>')
         for kind, css, points, title in self._shapes:
             parts += _line(points, css, place) if kind == "line" else _dots(points, css, title, place)
         middle = _LEFT + wide / 2
@@ -70,7 +70,7 @@ class Chart:
             f"{escape(self.x_label)}</text>"
         )
         parts.append(
-            f'<text class="label" transform="translate(12 {_TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
+            f'<text class="label" transform="translate(18 {_TOP + high / 2:.0f}) rotate(-90)" text-anchor="middle">'
             f"{escape(self.y_label)}</text>"
         )
         return "".join([*parts, "</svg>"])

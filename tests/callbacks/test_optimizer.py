@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pfo.planner import load_frontier, read_profile
+from lightning_pfo.planner import load_frontier, read_profile, select_plan
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "optimizer.py"
@@ -26,7 +26,7 @@ def ranks(folder):
 def test_losses_are_those_of_a_run_without_it(ranks):
     for seen in ranks:
         for name, run in seen.items():
-            if name != "plain":
+            if name not in ("plain", "accumulation", "one_stage"):  # which have other data
                 assert run["losses"] == seen["plain"][: len(run["losses"])], name
 
 
@@ -34,7 +34,7 @@ def test_states_follow_each_other_alike_on_all_ranks(ranks):
     whole = ranks[0]["whole"]
     in_turn = [state for n, state in enumerate(whole["states"]) if n == 0 or whole["states"][n - 1] != state]
     assert in_turn == ["WarmUp", "Measure", "Plan", "Measure", "Plan", "Verify", "Hold"]
-    for name in ("whole", "resumed", "drifting"):
+    for name in ("whole", "late", "wishes", "drifting"):
         for key in ("states", "times_s", "energies_j", "planned", "places", "clocks"):
             assert ranks[0][name][key] == ranks[1][name][key], (name, key)
     assert not any(run["open"] for seen in ranks for name, run in seen.items() if "open" in run)
@@ -83,16 +83,63 @@ def test_the_plan_saves_what_it_predicts(folder, ranks):
     assert slower < 0.06
 
 
-def test_a_run_that_was_cut_off_goes_on(ranks):
-    runs = ranks[0]
-    before, after, last = (runs[name] for name in ("cut_measuring", "cut_again", "resumed"))
-    assert before["states"][-1] == after["states"][-1] == "Measure"  # in the midst of it
-    for earlier, later in ((before, after), (after, last)):
-        kept = [row for row in earlier["measured"] if row in later["measured"]]
-        assert kept == earlier["measured"]  # none was lost, nor measured again
-        assert len({tuple(place) for place in later["places"]}) == len(later["places"])
-    assert last["states"][-1] == "Hold"
-    assert last["summary"]["saving_percent"] == pytest.approx(runs["whole"]["summary"]["saving_percent"], abs=0.5)
+def test_a_late_plan_is_replaced_by_one_that_is_in_time(folder, ranks):
+    run, frontier = ranks[0]["late"], load_frontier(folder / "late" / "plans")
+    (why,) = [note for note in run["notes"] if "so one that promises" in note]
+    assert "The plan takes +6." in why
+    assert "+4." in why  # of 5 % that were wanted
+    plan = next(one for one in frontier.plans if [list(row) for row in one.clocks_mhz] == run["clocks"])
+    wanted = select_plan(frontier, "1.05x")
+    top_s = frontier.baseline.iteration_time_s
+    assert wanted.iteration_time_s - plan.iteration_time_s >= 0.015 * top_s
+    assert 4 < run["summary"]["slowdown_percent"] < 5
+    assert run["states"][-1] == "Hold"
+
+
+def test_what_is_wanted_may_change_at_any_time(folder, ranks):
+    frontier, phases = load_frontier(folder / "wishes" / "plans"), ranks[0]["wishes"]["phases"]
+    top_s = frontier.baseline.iteration_time_s
+    expected = {
+        **{name: select_plan(frontier, name) for name in ("no_slowdown", "least_energy", "least_edp")},
+        "power": select_plan(frontier, "280W"),
+        "cheap": frontier.fastest,
+        "dear": frontier.least_energy,
+        "deadline": select_plan(frontier, "1.04x"),
+        "broken": select_plan(frontier, "1.04x"),  # the last one stays
+        "straggler": select_plan(frontier, f"T'={1.1 * top_s}s"),
+        "recovered": select_plan(frontier, "no_slowdown"),
+    }
+    assert phases.keys() == expected.keys()
+    for name, seen in phases.items():
+        assert seen["plan_s"] == expected[name].iteration_time_s, name
+        assert seen["time_s"] == pytest.approx(expected[name].iteration_time_s, rel=2e-3), name
+        assert seen["energy_j"] == pytest.approx(expected[name].iteration_energy_j, rel=0.01), name
+    assert len({seen["plan_s"] for seen in phases.values()}) == 6
+
+
+def test_trainings_of_all_kinds_go_on(ranks):
+    num_steps = {"fast_dev_run": 2, "early_stopping": 8, "accumulation": 20, "one_stage": 4}
+    for seen in ranks:
+        for name, count in num_steps.items():
+            assert seen[name]["problem"] is None, name
+            assert len(seen[name]["losses"]) == count, name
+        # of five batches in each epoch the last one is too small to be divided, and is not measured
+        assert len(seen["accumulation"]["states"]) == 4 * 4 - 1
+        assert seen["accumulation"]["states"][-1] == "Verify"
+    (note,) = ranks[0]["one_stage"]["notes"]
+    assert "stages was 2 and is 1" in note
+
+
+def test_what_is_known_is_logged_and_shown(ranks):
+    run = ranks[0]["whole"]
+    logged, summary = run["logged"], run["summary"]
+    names = ["bound_saving_percent", "iteration_energy_j", "iteration_time_s", "net_saving_j", "power_w"]
+    assert run["in_bar"] == [f"pfo/{name}" for name in (*names, "saving_percent")]
+    assert logged["pfo/power_w"] == pytest.approx(logged["pfo/iteration_energy_j"] / logged["pfo/iteration_time_s"])
+    assert logged["pfo/bound_saving_percent"] == pytest.approx(summary["lower_bound_saving_percent"])
+    assert logged["pfo/saving_percent"] == pytest.approx(summary["saving_percent"])
+    assert logged["pfo/net_saving_j"] == pytest.approx(summary["net_saving_j"], rel=1e-6)
+    assert ranks[0]["early_stopping"]["in_bar"] == [f"pfo/{name}" for name in (*names[1:3], "power_w")]
 
 
 def test_the_next_run_of_a_job_begins_with_its_plan(ranks):

@@ -8,7 +8,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.windows import Window, Windowed
+from lightning_pfo.planner.adaptive.windows import MeanEnergy, Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
 CLOCKS = ((1410,) * 4,) * 2
@@ -89,7 +89,7 @@ def test_json_has_what_is_promised(tmp_path):
 
 
 def test_where_counters_tick_means_count():
-    one = Windowed((Window((1.0,), (90.0,), 100.0), Window((1.0,), (190.0,), 200.0)))
+    one = Windowed(tuple(Window((1.0,), (one_j - 10,), MeanEnergy(one_j, 1.0)) for one_j in (100.0, 200.0)))
     assert (one.iteration_energy_j, one.windows[1].energy_j) == (150.0, 200.0)
 
 

@@ -12,6 +12,7 @@ class FakeSource:
     place = (0, 0)
     stages = (0,)
     local_device_index = 0
+    microbatch = ""
 
     def __init__(self, num_microbatches=2):
         self.schedule = one_f_one_b(1, num_microbatches)

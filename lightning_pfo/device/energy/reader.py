@@ -44,6 +44,11 @@ class EnergyReader:
             raise self._sampler.error
         return self._sampler.energy_now_j()
 
+    @property
+    def tick_s(self) -> float:
+        """How often the counter advances, s; 0 where it does so all the time, or that is not known yet."""
+        return self._sampler.tick_s if self._sampler is not None else 0.0
+
     def trace(self, from_s: float) -> EnergyTrace | None:
         """Ticks since a time; None where the counter does not tick."""
         return self._sampler.trace(from_s) if self._sampler is not None else None

@@ -18,7 +18,6 @@ from lightning_pfo.listeners.device_follower import DeviceMark, Recorder, no_mar
 Kind = tuple[int, InstructionType]
 """Stage and type: what is averaged."""
 
-_TICK_TIMEOUT_S = 1.0
 _UNKNOWN = MeanPower(math.nan, math.nan)
 
 
@@ -96,6 +95,9 @@ class InstructionMeter(InstructionListener):
         instructions: Samples by stage and kind.
         blocked: Samples of waiting for neighbours within an iteration.
     """
+
+    tick_timeout_s = 1.0
+    """So long it is waited for the tick that shows the energy of the last instruction."""
 
     def __init__(self, gpu: Gpu, source: InstructionSource, record: Recorder = record_timed_mark) -> None:
         self._gpu = gpu
@@ -202,7 +204,7 @@ class InstructionMeter(InstructionListener):
         """Mean power by kind, None being the waiting."""
         kinds = dict[Kind | None, Samples]([(None, self.blocked), *self.instructions.items()])
         last_s = max((samples.intervals_s[-1][1] for samples in kinds.values() if len(samples)), default=self._from_s)
-        self._sampler.wait_for_reading_after(last_s, _TICK_TIMEOUT_S)
+        self._sampler.wait_for_reading_after(last_s, self.tick_timeout_s)
         trace = self._sampler.trace(self._from_s)
         known = last_s, len(trace.times_s)
         if known == self._known[0]:

@@ -13,13 +13,15 @@ from typing import TypeVar
 
 from lightning_pfo.core.events import InstructionListener, InstructionSource
 from lightning_pfo.device import Gpu
-from lightning_pfo.device.energy.attribution import mean_powers
 from lightning_pfo.device.energy.reader import EnergyReader
 from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceFollower
+from lightning_pfo.listeners.meters.ticks import mean_energies
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 _LOOK_EVERY_S = 0.1
 _KEPT_ITERATIONS = 10_000
+_BEFORE_S = 0.5  # some ticks, so that the first moment lies between two
 
 Key = TypeVar("Key")
 _Own = tuple[int, float, float, "float | None"]
@@ -72,24 +74,29 @@ class IterationMeter(InstructionListener):
         self._finished: queue.SimpleQueue[_Own] = queue.SimpleQueue()
         self._intervals_s: deque[tuple[int, float, float]] = deque(maxlen=_KEPT_ITERATIONS)
 
-    def mean_energies_j(self, group_of: Callable[[int], Key]) -> dict[Key, float]:
-        """Mean energy that this rank's GPU used in the iterations of each group, by least squares over ticks.
+    @property
+    def tick_s(self) -> float:
+        """How often this rank's energy counter advances, s; 0 where it does so all the time, or not known yet."""
+        return self._reader.tick_s
 
-        Single iterations are read less exactly, as they begin and end between ticks. Empty where the counter does not
-        tick: there they are exact.
+    def mean_energies(self, group_of: Callable[[int], Key | None]) -> dict[Key, MeanEnergy]:
+        """Mean energy that this rank's GPU used in the iterations of each group.
+
+        More exact than single iterations, which begin and end between ticks. Empty where the counter does not tick:
+        there they are exact.
 
         Args:
-            group_of: The group of an iteration, by its number. Iterations of a group draw the same power.
+            group_of: The group of an iteration, by its number; None for those that nobody asks about.
         """
         groups: dict[Key, list[tuple[float, float]]] = {}
         for iteration, begin_s, end_s in self._intervals_s:
-            groups.setdefault(group_of(iteration), []).append((begin_s, end_s))
-        trace = self._reader.trace(self._intervals_s[0][1]) if self._intervals_s else None
-        powers = mean_powers(trace, groups) if trace is not None else {}
-        return {
-            group: power.power_w * math.fsum(end_s - begin_s for begin_s, end_s in groups[group]) / len(groups[group])
-            for group, power in powers.items()
-        }
+            group = group_of(iteration)
+            if group is not None:
+                groups.setdefault(group, []).append((begin_s, end_s))
+        if not groups:
+            return {}
+        trace = self._reader.trace(min(intervals[0][0] for intervals in groups.values()) - _BEFORE_S)
+        return {} if trace is None else mean_energies(trace, groups)
 
     def close(self) -> None:
         """Stop reading the GPU."""

@@ -28,6 +28,9 @@ _LATENCY_S, _SETTLED = 0.05, 2.0
 _NOTHING = Probe(0, 0, 0)
 _KINDS = {kind.profile_name: kind for kind in InstructionType}
 
+LatenciesByPair = tuple[tuple[int, int, tuple[float, ...]], ...]
+"""Latencies of clock changes, s, by the clock before and after."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -39,7 +42,7 @@ class Found:
     """
 
     rows: tuple[ProfileRow, ...]
-    latencies_s: tuple[tuple[int, int, tuple[float, ...]], ...]
+    latencies_s: LatenciesByPair
 
 
 class Measuring:
@@ -74,6 +77,7 @@ class Measuring:
         self._probes: tuple[Probe, ...] = ()
         self._times_s: dict[Kind, float] = {}
         self._transfers_s: dict[Kind, float] = {}
+        self._known_latencies_s: LatenciesByPair = ()
         self._usual_latency_s = 0.0
         self._num_done = 0  # iterations of the present measurement
         self._is_pausing = False
@@ -92,8 +96,14 @@ class Measuring:
         self.is_listening, self.plan = False, None
         self._queue.clear()
 
-    def know(self, rows: Sequence[ProfileRow]) -> None:
-        """Take what was measured before."""
+    def know(self, rows: Sequence[ProfileRow], latencies_s: LatenciesByPair = ()) -> None:
+        """Take what was measured before, by this process or another one.
+
+        Args:
+            rows: The measurements.
+            latencies_s: Latencies of clock changes that another process has seen.
+        """
+        self._known_latencies_s += latencies_s
         tops: dict[Kind, ProfileRow] = {}
         for row in rows:
             kind = row.stage, _KINDS[row.instruction]
@@ -226,7 +236,7 @@ class Measuring:
         for name, met, *_ in gathered:
             if met is not None:
                 raise DeviceError(f"{name}: {met}")
-        by_pair: dict[tuple[int, int], list[float]] = {}
+        by_pair = {(before, after): list(some) for before, after, some in self._known_latencies_s}
         for _, _, _, latencies_s, usual_s in gathered:
             self._usual_latency_s = max(self._usual_latency_s, usual_s)
             for pair, some in latencies_s.items():

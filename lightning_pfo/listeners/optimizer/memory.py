@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.core.wording import cut
+from lightning_pfo.core.wording import counted, cut
 from lightning_pfo.listeners.profile_row import ProfileRow
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,10 @@ class Memory:
     iterations: int = 0
     cost_j: float = 0.0
     cost_s: float = 0.0
+
+    def __str__(self) -> str:
+        clocks = len({row.frequency for row in self.rows})
+        return f"{counted(self.iterations, 'iteration')} and {counted(clocks, 'clock')}"
 
     def with_rows(self, rows: Sequence[ProfileRow]) -> Memory:
         """The same with measurements; those of before of the same clock, instruction and GPU are replaced."""

@@ -33,8 +33,8 @@ from lightning_pfo.listeners.optimizer.ledger import Ledger, State
 from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.states import States
-from lightning_pfo.listeners.optimizer.verification import Verified
 from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.planner.adaptive.verification import Verified
 from lightning_pfo.planner.frontier.data import Frontier
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ class OptimizedRun(InstructionListener):
             job=job or {},
             report=report,
         )
+        self._replicas = self._states.following.replicas
 
     def _check_output(self) -> None:
         if is_first(self._source):
@@ -141,16 +142,16 @@ class OptimizedRun(InstructionListener):
     def on_iteration_begin(self, iteration: int) -> None:
         """Get ready for a pipeline that is not known yet, or has changed."""
         if self._source.schedule is not self._states.schedule:
-            self._states.begin_with(self._source.schedule)
+            self._states.begin_with(self._source.schedule, iteration)
         self._num_instructions = 0
-        self._session.follower.when_reached(partial(self._states.replicas.begin, time_of(self._session.gpu)))
+        self._session.follower.when_reached(partial(self._replicas.begin, time_of(self._session.gpu)))
 
     def on_instruction_end(self, event: InstructionEvent) -> None:
         """Note when the last instruction is over."""
         self._num_instructions += 1
         assert self._states.schedule is not None  # an iteration has begun
         if self._num_instructions == len(self._states.schedule.orders[self._source.rank]):
-            self._session.follower.when_reached(partial(self._states.replicas.end, time_of(self._session.gpu)))
+            self._session.follower.when_reached(partial(self._replicas.end, time_of(self._session.gpu)))
 
     def on_iteration_end(self, iteration: int) -> None:
         """Take what the iteration was, and decide about the next one."""
@@ -177,17 +178,17 @@ class OptimizedRun(InstructionListener):
     @property
     def plan(self) -> FrequencyPlan | None:
         """The plan that was chosen; None until then."""
-        return self._states.plan
+        return self._states.following.plan
 
     @property
     def applied(self) -> FrequencyPlan | None:
         """The plan that this replica follows: a slower one beside a straggler; None for the top clocks."""
-        return self._states.applied
+        return self._states.following.applied
 
     @property
     def verified(self) -> Verified | None:
         """What the windows have shown of the plan."""
-        return self._states.verified
+        return self._states.trial.verified
 
     @property
     def notes(self) -> list[str]:
@@ -205,6 +206,13 @@ class OptimizedRun(InstructionListener):
         return self._states.memory
 
     @property
+    def bound_saving_percent(self) -> float | None:
+        """Saving that no plan of the chosen one's iteration time exceeds, by the profile; None where not known."""
+        if self.frontier is None or self.plan is None or not self.plan.lower_bound_j:
+            return None
+        return 100 * (1 - self.plan.lower_bound_j / self.frontier.baseline.iteration_energy_j)
+
+    @property
     def net_saving_j(self) -> float:
         """Energy that the run has saved so far, J: less than as many iterations at the top clocks, all in all."""
         return self.ledger.saved_j
@@ -218,7 +226,7 @@ class OptimizedRun(InstructionListener):
         Raises:
             ConfigurationError: If it is no time.
         """
-        self._states.replicas.set_straggler(t_prime_s)
+        self._replicas.set_straggler(t_prime_s)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; give it to the next run as `state`."""
@@ -243,9 +251,7 @@ class OptimizedRun(InstructionListener):
             "state": self.state.value,
             "problem": self.problem,
             **(dict.fromkeys(_VERIFIED) if self.verified is None else self.verified.as_dict()),
-            "lower_bound_saving_percent": None
-            if frontier is None or plan is None
-            else 100 * (1 - plan.lower_bound_j / frontier.baseline.iteration_energy_j),
+            "lower_bound_saving_percent": self.bound_saving_percent,
             "predicted": predicted,
             "profiling_iterations": self.memory.iterations,
             "profiling_cost_j": self.memory.cost_j,

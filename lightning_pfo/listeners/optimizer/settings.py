@@ -9,6 +9,7 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.listeners.optimizer.choosing.objectives import Objective, objective_of
+from lightning_pfo.planner.frontier.data import OURS
 from lightning_pfo.planner.settings import PlanSettings
 
 
@@ -29,7 +30,7 @@ class OptimizerSettings:
         most_repetitions: So many iterations at a clock at most.
         most_rounds: So often at most it is decided to measure more.
         pairs: Pairs of windows that verify a plan, at least; six give 95 % intervals.
-        window_steps: Iterations of each window.
+        window_steps: Iterations of each window, at least: where energy counters tick, more.
         warmup_steps: The first of them, which are not measured.
         check_every: After so many iterations under the plan two more pairs of windows are measured; 0: never.
         look_every: Iterations under a plan after which the ranks compare what they have met: stragglers, objectives,
@@ -56,6 +57,11 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         objective_of(self.select)
         self.planning.check()
+        if self.planning.policy != OURS:
+            raise ConfigurationError(
+                "A run that optimises itself measures where the planner's own plans are most uncertain, so its policy "
+                f"is {OURS}; got policy={self.planning.policy!r}. Profile and plan in steps for another one."
+            )
         for name, value, least in (
             ("min_clock_mhz", self.min_clock_mhz, 1),
             ("most_repetitions", self.most_repetitions, 1),

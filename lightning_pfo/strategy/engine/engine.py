@@ -67,6 +67,7 @@ class PipelineEngine:
         self.group = group
         self.place = place
         self.schedule: PipelineSchedule | None = None
+        self.microbatch = ""
         self.iteration = 0
         self._groups = groups
         self._channels = make_channels(placement, group, groups)
@@ -141,6 +142,7 @@ class PipelineEngine:
         """
         if self.schedule is None or self.schedule.num_microbatches != num_microbatches:
             self.schedule = self._make_schedule(num_microbatches)
+            self.microbatch = ""  # has another size now
             self._executors.clear()
 
     def iteration_begin(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
@@ -60,6 +61,12 @@ def evaluation_microbatches(batch_size: int | None, num_microbatches: int | None
     """
     wanted = num_microbatches or (_PER_RANK * num_ranks if num_ranks > 1 else 1)
     return wanted if batch_size is None else max(1, min(wanted, batch_size // 2))
+
+
+def shapes_of(microbatch: Any) -> str:
+    """Types and shapes of its tensors, such as `int64[2, 1024], float32[2]`."""
+    tensors = [leaf for leaf in tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
+    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
 
 
 def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:

@@ -37,6 +37,7 @@ from lightning_pfo.strategy.step.gradients import (
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
+from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import ValueExchange
@@ -151,6 +152,7 @@ class StepRunner:
             self._comparison = None
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
+            engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
             engine.iteration_begin()
         earlier = take_gradients(self._parameters)
         if not keep_gradients:

@@ -2,15 +2,20 @@
 
 import json
 import sys
+from datetime import datetime, timezone
 from pathlib import Path
 
 import lightning as L
 import torch
-from common import DEVICES, fit
+from common import DEVICES, fit, make_loaders
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_pfo.callbacks import PipelineFrequencyOptimizerCallback, PlanSweepCallback
 from lightning_pfo.core.errors import ClockPermissionError
+from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
+from lightning_pfo.listeners.optimizer.choosing.objectives import EnergyPrice, JobDeadline, Moment, Selection
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -21,12 +26,23 @@ STEPS, MOST_STEPS = 26, 44
 results = {}
 
 
-def optimized(name, folder, steps=STEPS, state=None, gpu=GPU, further=(), settings=SETTINGS, **options):
+def optimized(
+    name,
+    folder,
+    steps=STEPS,
+    *,
+    objective=None,
+    cache_dir=None,
+    further=(),
+    settings=SETTINGS,
+    **options,
+):
     """One training; notes what came of it."""
-    callback = PipelineFrequencyOptimizerCallback(gpu=gpu, output_dir=folder, settings=settings, **options)
-    if state is not None:
-        callback.load_state_dict(json.loads(json.dumps(state)))
-    _, module = fit([callback, *further], max_steps=steps, strategy=PfoPipelineStrategy(num_microbatches=6))
+    callback = PipelineFrequencyOptimizerCallback(
+        objective, gpu=GPU, output_dir=folder, cache_dir=cache_dir, settings=settings
+    )
+    options = {"strategy": PfoPipelineStrategy(num_microbatches=6), **options}
+    trainer, module = fit([callback, *further], max_steps=steps, **options)
     run = callback.run
     results[name] = {
         "losses": module.history["train"],
@@ -40,6 +56,8 @@ def optimized(name, folder, steps=STEPS, state=None, gpu=GPU, further=(), settin
         "measured": [[row.stage, row.instruction, row.frequency, row.time, row.energy] for row in run.memory.rows],
         "clocks": run.plan and run.plan.clocks_mhz,
         "summary": {key: value for key, value in run.summary().items() if key not in ("baseline", "plan")},
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items() if "pfo" in name},
+        "in_bar": sorted(name for name in trainer.progress_bar_metrics if "pfo" in name),
         "open": run._session.gpu._is_locked,
     }
     return callback
@@ -54,6 +72,95 @@ class Slower(L.Callback):
             run._session.gpu._duration_factor = 1.1
 
 
+def optimizer_of(trainer):
+    return next(one for one in trainer.callbacks if isinstance(one, PipelineFrequencyOptimizerCallback))
+
+
+class Late(InstructionListener, L.Callback):
+    """Whatever is asked of these GPUs, they take 2 % longer under a plan."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.run = optimizer_of(trainer).run
+        self.gpu = self.run._session.gpu
+        self.usual = self.gpu._duration_factor
+        trainer.strategy.instruction_source.add_listener(self)
+
+    def on_iteration_begin(self, iteration):
+        is_planned = self.run.run.plan.clocks_mhz == self.run.applied.clocks_mhz
+        self.gpu._duration_factor = self.usual * (1.02 if is_planned else 1.0)
+
+
+class Wishes(L.Callback):
+    """What is wanted changes while the plan is held."""
+
+    PHASE = 3
+    """Steps with each wish: the ranks look round, follow, and an iteration is measured."""
+
+    def __init__(self):
+        clock = datetime(2027, 1, 8, tzinfo=timezone.utc).timestamp()
+        self.wishes = {
+            "no_slowdown": Selection("no_slowdown"),
+            "least_energy": Selection("least_energy"),
+            "least_edp": Selection("least_edp"),
+            "power": Selection("280W"),
+            "cheap": EnergyPrice(lambda now_s: 0.0, per_gpu_hour=2.0),
+            "dear": EnergyPrice(lambda now_s: 1e9, per_gpu_hour=2.0),
+            "deadline": JobDeadline(clock),
+            "broken": EnergyPrice(lambda now_s: 1 / 0, per_gpu_hour=2.0),
+            "straggler": Selection("no_slowdown"),
+            "recovered": Selection("no_slowdown"),
+        }
+        self.names, self.held, self.phases = list(self.wishes), 0, {}
+        self.ends_s = clock
+
+    @property
+    def name(self):
+        return self.names[min(self.held // self.PHASE, len(self.names) - 1)]
+
+    def plan_of(self, frontier, moment):
+        if self.name == "deadline":  # 100 more iterations, each with 4 % of slack
+            moment = Moment(self.ends_s - 100 * 1.04 * frontier.baseline.iteration_time_s / 0.99, 100)
+        return self.wishes[self.name].plan_of(frontier, moment)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        optimizer = optimizer_of(trainer)
+        run = optimizer.run
+        if run.state.value != "Hold":
+            return
+        if self.held % self.PHASE == self.PHASE - 1:
+            seen = {"plan_s": run.applied.iteration_time_s, "plan_j": run.applied.iteration_energy_j}
+            self.phases[self.name] = seen | {"time_s": run.latest.time_s, "energy_j": run.latest.energy_j}
+            trainer.should_stop = self.name == self.names[-1]
+        self.held += 1
+        if self.name == "straggler":
+            optimizer.set_straggler(1.1 * run.frontier.baseline.iteration_time_s)
+        elif self.name == "recovered":
+            optimizer.set_straggler(None)
+
+
+def trainings_of_all_kinds(folder):
+    """Trainings that are cut short, or change on the way; each ends in its own way, not by an exception."""
+    checkpoint = ModelCheckpoint(folder, "stages", save_on_train_epoch_end=True, enable_version_counter=False)
+    accumulation = GradientAccumulationScheduler({0: 1, 2: 2})
+    train, val = make_loaders(num_samples=52, batch_size=12)  # and a last batch of four samples, too few to divide
+    train = DataLoader(train.dataset, batch_size=12)
+    kinds = {
+        "fast_dev_run": {"fast_dev_run": 2},
+        "early_stopping": {"further": [EarlyStopping("train_loss", patience=1, min_delta=9)]},
+        "accumulation": {
+            **{"further": [accumulation, checkpoint], "enable_checkpointing": True, "val_dataloaders": val},
+            **{"train_dataloaders": train, "max_epochs": 4},
+        },
+        "one_stage": {
+            "ckpt_path": folder / "stages.ckpt",
+            "max_epochs": 6,
+            "strategy": PfoPipelineStrategy(num_microbatches=6, data_parallel_size=2),
+        },
+    }
+    for name, options in kinds.items():
+        optimized(name, folder / name, -1, **options)
+
+
 def refuse(gpu, clock_mhz):
     raise ClockPermissionError("This user may not set clocks.")
 
@@ -63,9 +170,12 @@ def main(folder):
     _, plain = fit([], max_steps=MOST_STEPS, strategy=PfoPipelineStrategy(num_microbatches=6))
     results["plain"] = plain.history["train"]
     whole = optimized("whole", folder / "whole", cache_dir=folder / "cache")
-    cut = optimized("cut_measuring", folder / "cut", 6)
-    cut = optimized("cut_again", folder / "checkpoint", 7, state=cut.state_dict())
-    optimized("resumed", folder / "resumed", state=cut.state_dict())
+    ready = {"cache_dir": folder / "cache", "settings": SETTINGS.changed(pairs=1, look_every=1)}
+    optimized("late", folder / "late", 13, objective="1.05x", further=[Late()], **ready)
+    wishes = Wishes()
+    optimized("wishes", folder / "wishes", 100, objective=wishes, further=[wishes], **ready)
+    results["wishes"]["phases"] = wishes.phases
+    trainings_of_all_kinds(folder)
     for name, sampled in (("sweep_cut", 2), ("sweep", 4)):  # the second goes on with what the first has left
         sweep = PlanSweepCallback(
             folder / "whole" / "plans", folder / "sweep.csv", iterations=2, num_plans=sampled, seed=3, gpu=GPU,

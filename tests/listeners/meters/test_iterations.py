@@ -33,15 +33,15 @@ def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_the
         sleep(0.01)
     meter.close()
     assert [end_s - begin_s for _, begin_s, end_s in meter._intervals_s] == pytest.approx([0.08] * 14)
-    means_j = meter.mean_energies_j(lambda iteration: iteration >= 7)
-    assert means_j == pytest.approx({False: 60 * 0.08, True: 60 * 0.08}, rel=0.01)
+    means = meter.mean_energies(lambda iteration: iteration >= 7 if iteration else None)
+    assert {group: mean.energy_j for group, mean in means.items()} == pytest.approx(dict.fromkeys((False, True), 4.8))
 
 
 def test_single_iterations_are_exact_where_the_counter_does_not_tick():
     meter, source, sleep = meter_of_60_w(tick_s=0)
     source.run_iteration(lambda instruction: sleep(0.002))
     meter.close()
-    assert meter.mean_energies_j(bool) == {}
+    assert meter.mean_energies(bool) == {}
     assert meter.take().energy_j == pytest.approx(60 * 0.008)
 
 

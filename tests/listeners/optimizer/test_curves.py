@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from lightning_pfo.device import load_gpu_config
-from lightning_pfo.listeners.optimizer.choosing.choice import bracket
-from lightning_pfo.listeners.optimizer.choosing.curves import fit_curve
 from lightning_pfo.planner import InstructionProfile
+from lightning_pfo.planner.adaptive.choice import bracket
+from lightning_pfo.planner.adaptive.curves import fit_curve
 from tests.listeners.optimizer.replay import at_clocks, emulated_profile
 
 
@@ -57,3 +59,15 @@ def test_a_cap_that_nobody_has_seen_is_found():
     curve = fit_curve(few, clocks)
     assert np.allclose(curve.times_s, times_s, rtol=0.004)
     assert np.allclose(curve.energies_j, energies_j, rtol=0.01)
+
+
+def test_a_measurement_that_says_it_is_bad_counts_little(full):
+    profile, held_mhz = full
+    whole = next(iter(profile.instructions.values()))
+    clocks = whole.clocks_mhz
+    few = part(profile, [*clocks[:: len(clocks) // 7], clocks[-1]])
+    wrong = len(few.clocks_mhz) // 2
+    energies_j = [energy * (1.07 if n == wrong else 1.0) for n, energy in enumerate(few.energies_j)]
+    told_j = [energy * (0.09 if n == wrong else 0.002) for n, energy in enumerate(few.energies_j)]
+    curve = fit_curve(replace(few, energies_j=tuple(energies_j), energy_stderrs_j=tuple(told_j)), clocks, held_mhz)
+    assert np.allclose(curve.energies_j, whole.energies_j, rtol=0.015)

@@ -10,12 +10,15 @@ from lightning_pfo.core.errors import ConfigurationError, PlanError
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.optimizer.choosing.decision import with_waiting_power
 from lightning_pfo.listeners.optimizer.choosing.objectives import EnergyPrice, JobDeadline, Moment, Selection
+from lightning_pfo.listeners.optimizer.ledger import Cost, Ledger, State
 from lightning_pfo.listeners.optimizer.memory import FILE_NAME, Keeper, Memory, load_memory, memory_of
 from lightning_pfo.listeners.optimizer.replicas import Busy, t_prime_of
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
-from lightning_pfo.listeners.optimizer.verification import faster_plan, verified
+from lightning_pfo.listeners.optimizer.verifying.trial import window_steps
 from lightning_pfo.listeners.profile_row import ProfileRow
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import faster_by, lateness_s, verified
+from lightning_pfo.planner.adaptive.windows import Windows
+from lightning_pfo.planner.settings import PlanSettings
 from tests.planner.conftest import frontier, profile  # noqa: F401
 
 
@@ -50,6 +53,8 @@ def test_an_expression_is_checked_before_anything_runs():
         OptimizerSettings(select="fast")
     with pytest.raises(ConfigurationError, match="tolerance is a share above 0"):
         OptimizerSettings(tolerance=0)
+    with pytest.raises(ConfigurationError, match="its policy is ours; got policy='perseus'"):
+        OptimizerSettings(planning=PlanSettings(policy="perseus"))
 
 
 # ---- stragglers ----
@@ -100,8 +105,10 @@ def test_a_late_plan_falls_back_by_as_much_as_it_is_late(frontier):  # noqa: F81
     plan = frontier.least_energy
     top_s = frontier.baseline.iteration_time_s
     promised = plan.iteration_time_s / top_s
-    assert faster_plan(frontier, plan, windows_of(promised + 0.004), 0.005) is None
-    faster = faster_plan(frontier, plan, windows_of(promised + 0.02), 0.005)
+    assert lateness_s(frontier, plan.iteration_time_s, windows_of(promised + 0.004), 0.005) == 0
+    late_s = lateness_s(frontier, plan.iteration_time_s, windows_of(promised + 0.02), 0.005)
+    assert late_s == pytest.approx(0.02 * top_s)
+    faster = faster_by(frontier, plan, late_s)
     assert faster.iteration_time_s <= plan.iteration_time_s - 0.02 * top_s
     between = [
         one
@@ -109,7 +116,34 @@ def test_a_late_plan_falls_back_by_as_much_as_it_is_late(frontier):  # noqa: F81
         if faster.iteration_time_s < one.iteration_time_s < plan.iteration_time_s - 0.02 * top_s
     ]
     assert between == []
-    assert faster_plan(frontier, frontier.fastest, windows_of(3.0), 0.005) is frontier.baseline
+    assert faster_by(frontier, plan, plan.iteration_time_s - faster.iteration_time_s) is faster
+    assert faster_by(frontier, plan, 0.0) is plan
+    assert faster_by(frontier, frontier.fastest, 1.0) is frontier.baseline
+
+
+def test_windows_are_longer_where_counters_tick():
+    settings = OptimizerSettings()
+    assert window_steps(settings, 0.0, 0.5) == settings.window_steps
+    assert window_steps(settings, 0.1, 0.5) == 1 + 10
+    assert window_steps(settings, 0.1, 4.0) == 1 + 2
+    assert window_steps(settings, 0.1, 0.001) == 40
+    assert window_steps(OptimizerSettings(window_steps=60), 0.1, 0.001) == 60
+
+
+def test_what_was_spent_is_settled_when_the_top_clocks_are_known_better():
+    ledger = Ledger()
+    for iteration, (state, energy_j) in enumerate([(State.WARM_UP, 96.0), (State.MEASURE, 90.0), (State.PLAN, 99.0)]):
+        ledger.begin(iteration, state, None, 1410)
+        ledger.add(IterationMeasurement(iteration, 1.1, energy_j))
+        if state is State.WARM_UP:
+            assert ledger.saved_j == 0
+            ledger.take_for_top(1.0, 96.0)
+    assert ledger.measuring == Cost(2, pytest.approx(0.2), pytest.approx(-3.0))
+    ledger.take_for_top(1.0, 100.0)  # in windows
+    assert ledger.measuring == Cost(2, pytest.approx(0.2), pytest.approx(-11.0))
+    assert ledger.saved_j == pytest.approx(15.0)
+    ledger.forget_top()
+    assert (ledger.saved_j, ledger.measuring) == (pytest.approx(15.0), Cost())
 
 
 # ---- what is kept ----

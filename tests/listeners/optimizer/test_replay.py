@@ -1,4 +1,4 @@
-"""A plan from few clocks against the plan of a full scan: within 0.5 % of its energy from a quarter of its clocks."""
+"""A plan from few clocks against that of a full scan: within 0.5 % of its energy from a quarter of its iterations."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.planner.conftest import measured  # noqa: F401
 
 
 def check(outcome):
-    assert outcome.num_clocks <= outcome.num_of_scan / 4
+    assert outcome.iterations <= outcome.iterations_of_scan / 4
     assert outcome.more_energy <= outcome.energy_of_scan + 0.005
     assert outcome.more_time <= max(outcome.time_of_scan, 0) + 0.001
 

@@ -13,20 +13,14 @@ from lightning_pfo.core.flags import POWER_CAP
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.listeners.optimizer.choosing.choice import Choice, Kind, choose
 from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective
 from lightning_pfo.listeners.optimizer.memory import Memory
 from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
+from lightning_pfo.planner.adaptive.choice import Kind, choose, is_worth_more
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.profile.profile_csv import read_profile, write_profile
 from lightning_pfo.planner.profile.switch_latency import summarised
 from lightning_pfo.planner.settings import PlanSettings
-
-_NEGLIGIBLE = 0.001
-"""Of the energy: less is not worth measuring for, however long the training is."""
-
-_LONG = 1000
-"""Iterations, where nobody knows how many are to come."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,14 @@ class Decision:
     plan: FrequencyPlan
     next_mhz: tuple[tuple[int, ...], ...]
     gain_j: float
+
+    def __str__(self) -> str:
+        base_j, plan_j = self.frontier.baseline.iteration_energy_j, self.plan.iteration_energy_j
+        saving, gain = 100 * (1 - plan_j / base_j), 100 * self.gain_j / plan_j
+        return (
+            f"{self.plan.iteration_time_s:.4g} s and {plan_j:.5g} J predicted, {saving:.1f} % less than the "
+            f"{base_j:.5g} J of the top clocks; more measuring could gain {gain:.2f} %"
+        )
 
 
 def decide(
@@ -102,29 +104,31 @@ def _iterations_each(memory: Memory) -> float:
     return max(1.0, memory.iterations / count) if count else 1.0
 
 
-def is_worth_more(choice: Choice, iterations_left: int | None, iterations_each: float = 1.0) -> bool:
-    """Whether measuring once more can save more than it costs: the saving of the plan while it is not applied.
-
-    Args:
-        choice: What is known.
-        iterations_left: How long the training is; None where nobody knows.
-        iterations_each: Iterations that a clock takes.
-    """
-    planned_j = choice.plan.iteration_energy_j
-    if choice.gain_j < _NEGLIGIBLE * planned_j:
-        return False
-    cost_j = (iterations_each * len(choice.next_mhz) + 1) * max(
-        choice.frontier.baseline.iteration_energy_j - planned_j, 0.0
-    )
-    return choice.gain_j * (_LONG if iterations_left is None else iterations_left) > cost_j
-
-
 def only_ranks(
     schedule: PipelineSchedule, stages: Sequence[int], clocks_mhz: Sequence[int], top_mhz: int
 ) -> tuple[int, ...]:
     """The clocks for the ranks that have one of the stages, the top clock for the others."""
     ranks = {schedule.rank_of(stage) for stage in stages}
     return tuple(mhz if rank in ranks else top_mhz for rank, mhz in enumerate(clocks_mhz))
+
+
+def missing_clocks(
+    rows: Sequence[ProfileRow], schedule: PipelineSchedule, clocks_mhz: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """Of some clocks, the highest first, those that are not measured: one for each rank in each.
+
+    Args:
+        rows: What was measured, the highest clock on all stages.
+        schedule: What is executed.
+        clocks_mhz: The clocks.
+    """
+    known = {(row.stage, row.frequency) for row in rows}
+    missing = {mhz: [stage for stage in range(schedule.num_stages) if (stage, mhz) not in known] for mhz in clocks_mhz}
+    return [
+        only_ranks(schedule, stages, (mhz,) * schedule.num_ranks, clocks_mhz[0])
+        for mhz, stages in missing.items()
+        if stages
+    ]
 
 
 def held_clocks(rows: Sequence[ProfileRow]) -> dict[Kind, float]:

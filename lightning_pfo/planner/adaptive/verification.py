@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.windows import Window, Windowed, Windows, change_percent, median_interval
+from lightning_pfo.core.wording import counted
+from lightning_pfo.planner.adaptive.windows import (
+    MeanEnergy,
+    MeasuredIteration,
+    Window,
+    Windowed,
+    Windows,
+    median_interval,
+    saving_interval,
+    savings_percent,
+    slowdowns_percent,
+)
 from lightning_pfo.planner.frontier.data import Frontier
 
 Interval = tuple[float, float]
+_EQUAL_TIMES = 1e-9
 
 
 @dataclass(frozen=True)
@@ -27,19 +38,18 @@ class Verified:
     baseline: Windowed
     plan: Windowed
 
+    def __str__(self) -> str:
+        interval = self.saving_interval_percent
+        between = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f} %)"
+        return (
+            f"{counted(len(self.plan.windows), 'pair')} of windows: {self.saving_percent:.2f} %{between} less energy, "
+            f"{self.slowdown_percent:+.2f} % time"
+        )
+
     @property
     def savings_percent(self) -> list[float]:
         """Energy saved, by pair."""
-        return [-change for change in self._changes_percent("energy_j")]
-
-    @property
-    def slowdowns_percent(self) -> list[float]:
-        """Time lost, by pair."""
-        return self._changes_percent("time_s")
-
-    def _changes_percent(self, name: str) -> list[float]:
-        pairs = zip(self.plan.windows, self.baseline.windows, strict=True)
-        return [change_percent(getattr(plan, name), getattr(top, name)) for plan, top in pairs]
+        return savings_percent(self.baseline, self.plan)
 
     @property
     def saving_percent(self) -> float:
@@ -49,17 +59,17 @@ class Verified:
     @property
     def slowdown_percent(self) -> float:
         """The median over pairs."""
-        return statistics.median(self.slowdowns_percent)
+        return statistics.median(slowdowns_percent(self.baseline, self.plan))
 
     @property
     def saving_interval_percent(self) -> Interval | None:
         """95 % confidence interval; None for too few pairs."""
-        return median_interval(self.savings_percent)
+        return saving_interval(self.baseline, self.plan)
 
     @property
     def slowdown_interval_percent(self) -> Interval | None:
         """That of the slowdown."""
-        return median_interval(self.slowdowns_percent)
+        return median_interval(slowdowns_percent(self.baseline, self.plan))
 
     def and_more(self, more: Verified) -> Verified:
         """With further pairs."""
@@ -83,8 +93,8 @@ class Verified:
 def verified(
     windows: Windows,
     first: int,
-    measurements: Sequence[IterationMeasurement],
-    means_j: Mapping[tuple[int, bool, bool], float],
+    measurements: Sequence[MeasuredIteration],
+    means: Mapping[tuple[int, bool, bool], MeanEnergy],
 ) -> Verified | None:
     """What was measured in the pairs of which both windows were; None if there is none.
 
@@ -92,9 +102,9 @@ def verified(
         windows: How iterations were divided.
         first: Number of the first iteration.
         measurements: What iterations took.
-        means_j: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies_j`.
+        means: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies`.
     """
-    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
+    by_group: dict[tuple[int, bool, bool], list[MeasuredIteration]] = {}
     for one in measurements:
         if first <= one.iteration < first + windows.num_steps:
             by_group.setdefault(windows.group_of(one.iteration - first), []).append(one)
@@ -104,27 +114,32 @@ def verified(
 
     def windowed(is_plan: bool) -> Windowed:
         groups = [(pair, is_plan, True) for pair in pairs]
-        return Windowed(tuple(Window.of(by_group[group], means_j.get(group)) for group in groups))
+        return Windowed(tuple(Window.of(by_group[group], means.get(group)) for group in groups))
 
     return Verified(windowed(False), windowed(True))
 
 
-def faster_plan(frontier: Frontier, plan: FrequencyPlan, found: Verified, tolerance: float) -> FrequencyPlan | None:
-    """What to fall back to where a plan is slower than it promises; None where it is not, beyond the tolerance.
-
-    The next one would be late by as much, so that one is taken that much faster; the top clocks where there is none.
+def lateness_s(frontier: Frontier, wanted_s: float, found: Verified, tolerance: float) -> float:
+    """How much longer than wanted a plan takes, s; 0 where that is within the tolerance.
 
     Args:
-        frontier: The plans.
-        plan: The one that was measured.
+        frontier: Where it is from.
+        wanted_s: What it may take, s: the time of the plan that was asked for.
         found: What was measured.
-        tolerance: How much later than promised it may be, as a share of the top clocks' time.
+        tolerance: How much later it may be, as a share of the top clocks' time.
     """
     top_s = frontier.baseline.iteration_time_s
-    promised = plan.iteration_time_s / top_s - 1
-    late = found.slowdown_percent / 100 - promised
-    if late <= tolerance:
-        return None
-    within_s = plan.iteration_time_s - late * top_s
+    late_s = (1 + found.slowdown_percent / 100) * top_s - wanted_s
+    return late_s if late_s > tolerance * top_s else 0.0
+
+
+def faster_by(frontier: Frontier, plan: FrequencyPlan, by_s: float) -> FrequencyPlan:
+    """The plan of least energy that is faster than another by so much; the top clocks where there is none.
+
+    The next one would be late by about as much as the one that was measured, so that is how much faster it must be.
+    """
+    if not by_s:
+        return plan
+    within_s = (plan.iteration_time_s - by_s) * (1 + _EQUAL_TIMES)
     fitting = [one for one in frontier.plans if one.iteration_time_s <= within_s]
     return fitting[-1] if fitting else frontier.baseline

@@ -16,13 +16,31 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
+from typing import Any, Protocol
 
 _CONFIDENCE = 0.95
 FEWEST_PAIRS = 6
 """Fewer have no interval: the true median is above or below all of five values in 6 % of cases."""
+
+
+class MeasuredIteration(Protocol):
+    """What one iteration took, all ranks together."""
+
+    @property
+    def iteration(self) -> int:
+        """Its number."""
+
+    @property
+    def time_s(self) -> float:
+        """Its time."""
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of all GPUs in that time."""
+
+    @property
+    def temperature_c(self) -> float | None:
+        """The hottest GPU's at the end, degrees Celsius; None where not known."""
 
 
 @dataclass(frozen=True)
@@ -59,26 +77,34 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class MeanEnergy:
+    """Mean energy of some iterations, J, and its standard error."""
+
+    energy_j: float
+    stderr_j: float
+
+
+@dataclass(frozen=True)
 class Window:
     """The measured steps of one window, as the wall clock and the energy counters of all GPUs tell them.
 
     Attributes:
         times_s: Time of each iteration.
         energies_j: Energy of all GPUs during each iteration.
-        mean_energy_j: Mean of the energies, where counters tick: single ones are less exact there. None elsewhere.
+        mean_energy: Mean of the energies, where counters tick: single ones are less exact there. None elsewhere.
         temperature_c: The hottest GPU's at the end, degrees Celsius; None where not known.
     """
 
     times_s: tuple[float, ...]
     energies_j: tuple[float, ...]
-    mean_energy_j: float | None = None
+    mean_energy: MeanEnergy | None = None
     temperature_c: float | None = None
 
     @classmethod
-    def of(cls, measured: Sequence[IterationMeasurement], mean_energy_j: float | None = None) -> Window:
+    def of(cls, measured: Sequence[MeasuredIteration], mean_energy: MeanEnergy | None = None) -> Window:
         """The window of these iterations."""
         times_s, energies_j = (tuple(getattr(one, name) for one in measured) for name in ("time_s", "energy_j"))
-        return cls(times_s, energies_j, mean_energy_j, measured[-1].temperature_c)
+        return cls(times_s, energies_j, mean_energy, measured[-1].temperature_c)
 
     @property
     def time_s(self) -> float:
@@ -88,7 +114,12 @@ class Window:
     @property
     def energy_j(self) -> float:
         """Median; where counters tick, the mean."""
-        return statistics.median(self.energies_j) if self.mean_energy_j is None else self.mean_energy_j
+        return statistics.median(self.energies_j) if self.mean_energy is None else self.mean_energy.energy_j
+
+    @property
+    def energy_error(self) -> float:
+        """Relative standard error of reading the counters; 0 where they do not tick."""
+        return 0.0 if self.mean_energy is None else self.mean_energy.stderr_j / self.mean_energy.energy_j
 
 
 @dataclass(frozen=True)
@@ -105,7 +136,7 @@ class Windowed:
     @property
     def iteration_energy_j(self) -> float:
         """Median over all measured iterations; where counters tick, the mean over windows."""
-        if any(window.mean_energy_j is not None for window in self.windows):
+        if any(window.mean_energy is not None for window in self.windows):
             return statistics.fmean(window.energy_j for window in self.windows)
         return statistics.median(energy_j for window in self.windows for energy_j in window.energies_j)
 
@@ -126,6 +157,33 @@ class Windowed:
             "window_energies_j": [window.energy_j for window in self.windows],
             "window_temperatures_c": [window.temperature_c for window in self.windows],
         }
+
+
+def savings_percent(baseline: Windowed, plan: Windowed) -> list[float]:
+    """Energy saved, by pair."""
+    pairs = zip(plan.windows, baseline.windows, strict=True)
+    return [-change_percent(under.energy_j, top.energy_j) for under, top in pairs]
+
+
+def slowdowns_percent(baseline: Windowed, plan: Windowed) -> list[float]:
+    """Time lost, by pair."""
+    pairs = zip(plan.windows, baseline.windows, strict=True)
+    return [change_percent(under.time_s, top.time_s) for under, top in pairs]
+
+
+def saving_interval(baseline: Windowed, plan: Windowed) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the saving, percent; None for too few pairs.
+
+    Where counters tick, it is wider by what reading them misses in a pair. More pairs do not help against that:
+    iterations that take about a multiple of a tick begin and end at the same place of a tick each time.
+    """
+    interval = median_interval(savings_percent(baseline, plan))
+    if interval is None:
+        return None
+    pairs = zip(plan.windows, baseline.windows, strict=True)
+    errors = [math.hypot(under.energy_error, top.energy_error) * under.energy_j / top.energy_j for under, top in pairs]
+    missed = 100 * statistics.median(errors)
+    return interval[0] - missed, interval[1] + missed
 
 
 def median_interval(differences: Sequence[float]) -> tuple[float, float] | None:

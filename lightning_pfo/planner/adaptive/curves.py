@@ -84,6 +84,8 @@ def fit_curve(
     top = float(measured.clocks_mhz[0])
     clocks, wanted = np.array(measured.clocks_mhz) / top, np.array(clocks_mhz) / top
     times, powers = np.array(measured.times_s), np.array(measured.energies_j) / np.array(measured.times_s)
+    time_told = _relative(measured.time_stderrs_s, measured.times_s)
+    power_told = np.hypot(time_told, _relative(measured.energy_stderrs_j, measured.energies_j))
     noises = [noise] if noise is not None else _possible_noises(_known_error(measured))
     if held_mhz is not None:
         caps: Sequence[float] = [held_mhz / top]
@@ -92,13 +94,13 @@ def fit_curve(
 
     def time_of(cap: float) -> _Process:
         x = np.minimum(clocks, cap)
-        return _likeliest([_Process(_of_time(x), x, times / times[0], _TIME_LEFT, one) for one in noises])
+        return _likeliest([_Process(_of_time(x), x, times / times[0], _TIME_LEFT, one, time_told) for one in noises])
 
     def power_of(cap: float, knees: Sequence[float]) -> _Process:
         x = np.minimum(clocks, cap)
         return _likeliest(
             [
-                _Process(_of_power(x, knee), x, powers / powers[0], _POWER_LEFT, one, knee)
+                _Process(_of_power(x, knee), x, powers / powers[0], _POWER_LEFT, one, power_told, knee)
                 for one in noises
                 for knee in knees
             ]
@@ -144,6 +146,12 @@ def _known_error(measured: InstructionProfile) -> float | None:
     return float(np.median(told)) if told else None
 
 
+def _relative(errors: Sequence[float], values: Sequence[float]) -> Array:
+    """What single measurements say of themselves: relative standard errors; 0 where they say nothing."""
+    told = np.array(errors) / np.array(values) if len(errors) else np.zeros(len(values))
+    return np.where(np.isfinite(told), told, 0.0)
+
+
 def _of_time(x: Array) -> Array:
     return np.stack([np.ones_like(x), 1 / x], axis=1)
 
@@ -162,16 +170,19 @@ class _Process:
         values: What was measured there, about 1.
         left: What physics leaves over: standard deviation.
         noise: Standard error of a measurement.
+        told: What each measurement says of its own error, which counts where it is larger.
         knee: Kept with it.
 
     Attributes:
         evidence: Log likelihood of the measurements.
     """
 
-    def __init__(self, basis: Array, x: Array, values: Array, left: float, noise: float, knee: float = 0.0) -> None:
+    def __init__(
+        self, basis: Array, x: Array, values: Array, left: float, noise: float, told: Array, knee: float = 0.0
+    ) -> None:
         self.noise, self.knee = noise, knee
         self._basis, self._x, self._left = basis, x, left
-        known = self._covariance(basis, x) + noise**2 * np.eye(len(x))
+        known = self._covariance(basis, x) + np.diag(np.maximum(noise, told) ** 2)
         self._factor = np.linalg.cholesky(known)
         self._explained = np.linalg.solve(self._factor, values)
         size = len(x) / 2 * math.log(2 * math.pi)

@@ -10,10 +10,10 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.listeners.gpu_session import GpuSession
 from lightning_pfo.listeners.meters.instructions import mean_and_stderr
 from lightning_pfo.listeners.optimizer.probe import Probe, ProbeMeter
-from lightning_pfo.listeners.optimizer.verification import Verified, verified
 from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.listeners.profile_row import ProfileRow
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import Verified, verified
+from lightning_pfo.planner.adaptive.windows import Windows
 
 _CHANGED = 0.03
 """Time or energy of an instruction at the top clock that differs by more has changed."""
@@ -96,9 +96,7 @@ class Checking:
 
     def found(self, run: PlannedRun) -> Verified | None:
         """What the windows say; a collective call."""
-        means_j = run.mean_energies_j(self._group_of)
-        known = {group: energy_j for group, energy_j in means_j.items() if group is not None}
-        return verified(self._windows, self._first, run.measurements, known)
+        return verified(self._windows, self._first, run.measurements, run.mean_energies(self._group_of))
 
     def _group_of(self, iteration: int) -> tuple[int, bool, bool] | None:
         step = iteration - self._first
