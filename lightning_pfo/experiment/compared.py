@@ -9,8 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.listeners.optimizer.verifying.verification import Interval, Verified
-from lightning_pfo.listeners.windows import Windowed, change_percent
+from lightning_pfo.planner.adaptive.verification import Interval, Verified
+from lightning_pfo.planner.adaptive.windows import Windowed, change_percent
 
 _NO_DIFFERENCE = 1e-6
 """Percent: rounding, not another plan."""

@@ -14,8 +14,8 @@ from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.compared import ComparedPlan, compared_plans, prediction_error_percent
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.optimizer.verifying.verification import Interval
-from lightning_pfo.listeners.windows import FEWEST_PAIRS, change_percent
+from lightning_pfo.planner.adaptive.verification import Interval
+from lightning_pfo.planner.adaptive.windows import FEWEST_PAIRS, change_percent
 from lightning_pfo.planner.frontier.data import OURS
 
 _OF_ONE_RUN = ("profiling_iterations", "profiling_cost_j", "profiling_cost_s", "net_saving_j", "notes", "steps")

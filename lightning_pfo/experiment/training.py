@@ -27,8 +27,8 @@ from lightning_pfo.experiment.command_line.instances import make_callbacks, make
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.windows import Training
 from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
-from lightning_pfo.listeners.optimizer.verifying.verification import Verified, verified
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import Verified, verified
+from lightning_pfo.planner.adaptive.windows import Windows
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.settings import PlanSettings
 from lightning_pfo.strategy import PfoPipelineStrategy

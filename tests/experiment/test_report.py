@@ -9,9 +9,8 @@ from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.compared import comparison_table
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
-from lightning_pfo.listeners.optimizer.verifying.verification import Verified
-from lightning_pfo.listeners.windows import Window, Windowed
+from lightning_pfo.planner.adaptive.verification import Verified
+from lightning_pfo.planner.adaptive.windows import MeanEnergy, Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
 CLOCKS = ((1410,) * 4,) * 2

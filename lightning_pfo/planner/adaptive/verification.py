@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
-from lightning_pfo.listeners.windows import (
+from lightning_pfo.planner.adaptive.windows import (
     Group,
+    MeanEnergy,
+    MeasuredIteration,
     Window,
     Windowed,
     Windows,
@@ -94,7 +94,7 @@ class Verified:
 def verified(
     windows: Windows,
     first: int,
-    measurements: Sequence[IterationMeasurement],
+    measurements: Sequence[MeasuredIteration],
     means: Mapping[Group, MeanEnergy],
     number: int = 1,
 ) -> Verified | None:
@@ -107,7 +107,7 @@ def verified(
         means: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies`.
         number: Of the plan, where there are several.
     """
-    by_group: dict[Group, list[IterationMeasurement]] = {}
+    by_group: dict[Group, list[MeasuredIteration]] = {}
     for one in measurements:
         if first <= one.iteration < first + windows.num_steps:
             by_group.setdefault(windows.group_of(one.iteration - first), []).append(one)
