@@ -7,6 +7,7 @@ import pytest
 from lightning_pfo.listeners.optimizer.replicas import Busy, Replicas
 from lightning_pfo.planner import plan_frontier, select_plan
 from lightning_pfo.server.jobs.director import chosen_beside
+from lightning_pfo.server.jobs.verifying import Verifying
 from tests.planner.conftest import physical_profile
 
 
@@ -37,4 +38,6 @@ def test_replicas_and_the_server_take_the_slowest_plan_that_pays(frontier):
     assert plans[0] is slow
     rows = chosen_beside(frontier, "no_slowdown", straggler_s)
     assert rows.iteration_time_s == slow.iteration_time_s
+    begun = Verifying(2, 0.005).begin(frontier, slow, f"T'={straggler_s}s")
+    assert (begun.purpose, begun.rows) == ("plan", rows.rows)  # nobody's time is compared with that of the top clocks
     assert chosen_beside(frontier, "no_slowdown", 0.0).iteration_time_s == own.iteration_time_s
