@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -235,7 +236,8 @@ def _split(
         units, calls = before.units, before.calls
     else:
         if step is not None:
-            units, trace = _trace(model, units, partial(step, torch.device("cpu")))
+            on_cpu = partial(step, torch.device("cpu"))
+            units, trace = _trace(model, units, on_cpu, num_stages if pipeline_module is None else None)
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
@@ -248,8 +250,12 @@ def _split(
     return split, times_s
 
 
-def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Units, Trace | None]:
-    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet."""
+def _trace(model: nn.Module, units: Units, step: Callable[[], Any], at_least: int | None) -> tuple[Units, Trace | None]:
+    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet.
+
+    Where the step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for
+    in what it does call, if they may be chosen (`at_least`: how many there should be).
+    """
     split = Split(units, layer_calls(units, None), (), {}, {})
     with Patches() as patches:
         follow_units(units.all, patches)
@@ -260,6 +266,10 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any]) -> tuple[Uni
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
         return units, None
     if not trace.marks:
+        called = {unit.name for event in trace.events for unit in event.units}
+        if at_least is not None and called:
+            with suppress(ConfigurationError):  # what is said of those that were found first helps more
+                return _trace(model, find_units(model, None, at_least, called), step, None)
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."

@@ -17,6 +17,7 @@ EQUAL = [
     "bert_and_head",
     "lstm_beside_others",
     "unet",
+    "text_beside_a_large_encoder",
     "tied_embedding_and_head",
     "layers_called_repeatedly",
     "boolean_mask_from_stem",

@@ -7,7 +7,7 @@ the parts of the module one after the other. What else is called goes along with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,18 +83,21 @@ class Units:
     layers: tuple[Unit, ...] = field(repr=False)
 
 
-def find_units(root: nn.Module, name: str | None = None, at_least: int = 1) -> Units:
+def find_units(
+    root: nn.Module, name: str | None = None, at_least: int = 1, called: Collection[str] | None = None
+) -> Units:
     """Find the units of the user's module.
 
     Args:
         root: The user's module, e.g. a LightningModule.
         name: Dotted name of the module whose layers are divided, or of a list of layers; None finds the layers.
         at_least: How many layers there should be, if layers can be divided further.
+        called: Names of modules; lists of layers that have nothing to do with them are not looked at. None: all are.
 
     Raises:
         ConfigurationError: If there is no module of that name with layers, or none with parameters at all.
     """
-    layers = _named_layers(root, name) if name is not None else _find_layers(root)
+    layers = _named_layers(root, name) if name is not None else _find_layers(root, called)
     layers = _divide_heavy(layers, at_least)
     if not layers:
         raise ConfigurationError(
@@ -114,6 +117,11 @@ def units_of(unit: Unit) -> list[Unit]:
 Named = tuple[str, nn.Module]
 
 
+def _is_within(one: str, other: str) -> bool:
+    """Whether one of two modules is the other, or a part of it, by their names."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
 def _named_layers(root: nn.Module, name: str) -> list[Named]:
     try:
         module = root.get_submodule(name)
@@ -129,9 +137,11 @@ def _named_layers(root: nn.Module, name: str) -> list[Named]:
     return found
 
 
-def _find_layers(root: nn.Module) -> list[Named]:
+def _find_layers(root: nn.Module, called: Collection[str] | None) -> list[Named]:
     """The items of all lists with a share of the parameters, and what is heavier than they are."""
     lists = [(path, module) for path, module in _lists_in("", root) if _count(module)]
+    if called is not None:
+        lists = [(path, module) for path, module in lists if any(_is_within(path, one) for one in called)]
     if not lists:
         return _children_with_parameters("", root)
     weights = [_count(module) for _, module in lists]

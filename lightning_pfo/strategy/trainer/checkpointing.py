@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -28,7 +29,9 @@ from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
+_log = logging.getLogger(__name__)
 _OWN_STATE = "pfo_pipeline"
+_AFTER_FAILURE_S = 60.0
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -153,6 +156,20 @@ class CheckpointStrategy(MeshStrategy):
         for filepath in self._to_be_removed:
             super().remove_checkpoint(filepath)
         self._to_be_removed = ()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the checkpoint that is being written beside training be finished: it is the last one before a failure.
+
+        Other ranks may be gone, so this one does not meet them, and does not wait for ever.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            saving.result(timeout=_AFTER_FAILURE_S)
+        except Exception as error:  # whatever writing raises; what is told is the exception that ended training
+            _log.warning("The checkpoint that was being written is not complete (%r). Those before it are.", error)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -67,6 +67,30 @@ def lstm_beside_others() -> Any:
     return Classifier(Recurrent()), tokens()
 
 
+class TextBesideALargeEncoder(nn.Module):
+    """Batches of text alone, which do not call the encoder of images that holds nearly all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(160, 160) for _ in range(3))})
+        self.language = blocks(4)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        if image is not None:
+            for layer in self.vision["layers"]:
+                image = layer(image)
+            x = x + image
+        for layer in self.language:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@case("own")
+def text_beside_a_large_encoder() -> Any:
+    return Regressor(TextBesideALargeEncoder()), vectors(WIDTH)
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
