@@ -65,6 +65,12 @@ MAY_KNOW = {
     "planner.cluster": {
         *("core", "planner.plan", "planner.policies", "planner.profile", "planner.network", "planner.frontier"),
     },
+    "planner.adaptive": {
+        *("core", "planner.settings", "planner.plan", "planner.profile", "planner.frontier"),
+    },
+    "planner.adaptive.curves": {"planner.profile"},
+    "planner.adaptive.windows": {"core"},
+    "planner.adaptive.verification": {"core", "planner.frontier", "planner.adaptive.windows"},
     "device": {"core"},
     "device.gpu": {"core"},
     "device.time": {"core"},
@@ -120,14 +126,23 @@ MAY_KNOW = {
         "strategy.watch",
     },
     # the optimizer alone plans, on the first rank: the others have rows of their own
-    "listeners": {"core", "device", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"},
+    "listeners": {
+        *("core", "device", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
+        "planner.adaptive",
+    },
     "listeners.agreement": {"core"},
     "listeners.device_follower": {"core"},
     "listeners.emulated": {"core", "device"},
     "listeners.plan_cursor": {"core"},
     "listeners.clock_requests": {"core", "device.time", "listeners.device_follower"},
     "listeners.online_envpipe": {"core", "device.time", "listeners.device_follower"},
-    "listeners.meters": {"core", "device", "listeners.device_follower", "listeners.profile_row"},
+    "listeners.meters": {
+        "core",
+        "device",
+        "listeners.device_follower",
+        "listeners.profile_row",
+        "planner.adaptive.windows",
+    },
     "listeners.profile_row": set(),
     "listeners.drift": {"core", "listeners.profile_row"},
     "listeners.frequency_scan": {
@@ -147,22 +162,17 @@ MAY_KNOW = {
         *("core", "device", "planner.frontier"),
         *("listeners.agreement", "listeners.gpu_session", "listeners.meters"),
         *("listeners.plan_cursor", "listeners.clock_requests", "listeners.online_envpipe"),
+        "planner.adaptive.windows",
     },
-    "listeners.windows": {"core", "listeners.meters"},
     "listeners.optimizer.background": {"core", "listeners.agreement"},
     "listeners.optimizer": {
         *("core", "device", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
         *("listeners.agreement", "listeners.gpu_session", "listeners.meters"),
-        *("listeners.planned_run", "listeners.profile_row", "listeners.windows"),
+        *("listeners.planned_run", "listeners.profile_row", "planner.adaptive"),
     },
     "listeners.optimizer.choosing": {
         *("core", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
-        *("listeners.profile_row", "listeners.optimizer.memory"),
-    },
-    "listeners.optimizer.choosing.curves": {"planner.profile"},
-    "listeners.optimizer.choosing.choice": {
-        *("core", "planner.frontier", "planner.profile", "planner.plan", "planner.settings"),
-        "listeners.optimizer.choosing.curves",
+        *("planner.adaptive", "listeners.profile_row", "listeners.optimizer.memory"),
     },
     "listeners.optimizer.choosing.objectives": {"core", "planner.frontier"},
     "listeners.optimizer.probe": {"core", "listeners.meters"},
@@ -170,6 +180,7 @@ MAY_KNOW = {
     "listeners.optimizer.beginning": {
         *("core", "listeners.agreement", "listeners.gpu_session"),
         *("listeners.optimizer.choosing", "listeners.optimizer.memory", "listeners.optimizer.settings"),
+        "planner.adaptive.choice",
     },
     "listeners.optimizer.following": {
         *("core", "planner.frontier", "listeners.agreement", "listeners.gpu_session"),
@@ -177,11 +188,8 @@ MAY_KNOW = {
     },
     "listeners.optimizer.verifying": {
         *("core", "planner.frontier", "listeners.gpu_session", "listeners.meters", "listeners.planned_run"),
-        *("listeners.profile_row", "listeners.windows"),
+        *("listeners.profile_row", "planner.adaptive"),
         *("listeners.optimizer.memory", "listeners.optimizer.probe", "listeners.optimizer.settings"),
-    },
-    "listeners.optimizer.verifying.verification": {
-        *("core", "planner.frontier", "listeners.meters", "listeners.windows"),
     },
     "listeners.optimizer.ledger": {"core", "listeners.meters"},
     "listeners.optimizer.memory": {"core", "listeners.profile_row"},
@@ -191,7 +199,7 @@ MAY_KNOW = {
         "planner.frontier",
         "listeners.optimizer.choosing.objectives",
     },
-    "callbacks": {"core", "device", "listeners", "pictures"},
+    "callbacks": {"core", "device", "listeners", "pictures", "planner.adaptive.windows"},
     "server": {"core", "planner"},
     "server.settings": {"core", "planner"},
     "server.jobs": {"core", "planner"},

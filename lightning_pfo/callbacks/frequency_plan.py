@@ -14,8 +14,8 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
 from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 __all__ = ["TOP_CLOCKS", "FrequencyPlanCallback"]
 

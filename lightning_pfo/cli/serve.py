@@ -6,7 +6,7 @@ pip install 'lightning-pfo[server]'. Examples:
   lightning-pfo serve frontier=plans
   lightning-pfo serve solution_path=plans/freqs_pipeline_00031.py
   lightning-pfo serve profile=profile.csv num_microbatches=12 p2p_blocking_power_w=85 host=0.0.0.0 token_file=secret.txt
-  lightning-pfo serve online=true num_microbatches=12
+  lightning-pfo serve online=true num_microbatches=12 profiler=adaptive
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ class PipelineFrequencyOptimizer:
         self._is_in_step = True
         if self._follower is not None:
             self._follower.at_step(self._step)
-            latest = self._follower.latest
-            if latest.version > self.plan.version and self._step >= latest.from_step:
-                self._adopt(latest)
+            due = self._follower.plan_at(self._step)
+            if due.version > self.plan.version:
+                self._adopt(due)
         self._cursor.begin(self.plan.row)
         self._source.begin_iteration(self._step)
 

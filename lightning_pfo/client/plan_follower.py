@@ -2,17 +2,16 @@
 
 ::
 
-    training thread   step 7 | step 8 | step 9 | ...        looks at `latest`, tells `at_step`
-    follower thread     ask      ask      ask               "at step 8"; the server: "nothing changes up to step 11"
+    training thread   step 7 | step 8 | step 9 | ...        tells `at_step`, looks at `plan_at`
+    follower thread        ask      ask      ask            "at step 8"; the server: "nothing changes up to step 9"
 
 A step that the server's promise does not reach is the only one that waits, for a second at most, and only once: then
-the server is away until it is heard of again, and the last plan stays.
+the server is away until it is heard of again, and the last plan stays. `pace` says when to ask.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -20,14 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_pfo.client.pace import Pace
 from lightning_pfo.client.server_link import Answer, ServerAwayError, ServerLink, ServerRefusalError, quoted
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S, _LONGEST_PAUSE_S, _TIMEOUT_S = 0.2, 30.0, 10.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _TIMEOUT_S = 0.2, 30.0, 10.0
+"""A server that is away is asked again after so long, and twice as long each time."""
 _IDLE_S = 20.0
 """A job whose steps are long says so often that it is still there."""
-_LEAST_AHEAD, _MOST_AHEAD = 2, 1_000
 _LONGEST_HOLD_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -52,23 +52,19 @@ class ReceivedPlan:
 
 
 class PlanFollower:
-    """Keeps the latest plan of one rank.
+    """Keeps the plans of one rank.
 
     Args:
         link: The server.
         job_id: The job.
         rank: The rank.
-
-    Attributes:
-        latest: The latest plan that was received; replaced as a whole.
     """
 
     def __init__(self, link: ServerLink, job_id: str, rank: int) -> None:
         self._link, self._rank = link, rank
         self._path = quoted(job_id)
-        self.latest = ReceivedPlan()
-        self._step, self._step_s, self._began_s = 0, math.inf, 0.0
-        self._round_trip_s = 0.0
+        self._plans: tuple[ReceivedPlan, ...] = (ReceivedPlan(),)
+        self._pace = Pace()
         self._promised_step = 0
         self._heard = threading.Event()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether to ask at once
@@ -89,8 +85,17 @@ class PlanFollower:
                 self._ask(wait_s=min(left_s, 20.0))
             except ServerAwayError as error:
                 self._say_away(error)
-                time.sleep(min(left_s, 1.0))
+                time.sleep(min(left_s, _SHORTEST_PAUSE_S))
         return self.latest.version > 0
+
+    @property
+    def latest(self) -> ReceivedPlan:
+        """The latest plan that was received."""
+        return self._plans[-1]
+
+    def plan_at(self, step: int) -> ReceivedPlan:
+        """The plan of a step, which begins."""
+        return max((plan for plan in self._plans if plan.from_step <= step), key=lambda plan: plan.version)
 
     def start(self) -> None:
         """Ask at each step from now on, on a thread of its own."""
@@ -100,9 +105,7 @@ class PlanFollower:
     def at_step(self, step: int) -> None:
         """A step begins."""
         now_s = time.monotonic()
-        if step > self._step:
-            self._step_s = now_s - self._began_s
-        self._step, self._began_s = step, now_s
+        self._pace.begin(step, now_s)
         is_urgent = step > self._promised_step and not self._is_away and self._thread is not None
         self._heard.clear()
         self._wake.put(is_urgent)
@@ -128,38 +131,46 @@ class PlanFollower:
             self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _work(self) -> None:
-        pause_s = _EVERY_S
+        away_s, is_due = 0.0, True
         while not self._is_closed:
             try:
                 self._send_reports()
-                self._ask()
-                if self._is_away:
-                    logger.info("The server is back.")
-                self._is_away, pause_s = False, _EVERY_S
+                if is_due:
+                    self._ask()
+                    if self._is_away:
+                        logger.info("The server is back.")
+                    self._is_away = False
+                away_s = 0.0
             except ServerAwayError as error:
                 self._say_away(error)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                away_s = min(max(2 * away_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
             except ServerRefusalError as error:
                 if not self._is_closed:
                     logger.warning("No more plans are asked for; training goes on under the last one. %s", error)
                 return
-            self._sleep(pause_s)
+            is_due = self._wait(away_s)
 
-    def _sleep(self, least_s: float) -> None:
-        """At least so long, and until a step begins; what is urgent ends it at once."""
-        until_s = time.monotonic() + least_s
-        has_news = False
+    def _wait(self, away_s: float) -> bool:
+        """Until it is time to ask, or there is a report to bring; returns whether it is time to ask.
+
+        Args:
+            away_s: At least so long.
+        """
+        now_s = time.monotonic()
+        not_before_s, idle_until_s = now_s + away_s, now_s + _IDLE_S
         while not self._is_closed:
-            left_s = until_s - time.monotonic()
-            if left_s <= 0 and has_news:
-                return
+            at_s = max(min(self._pace.ask_at_s, idle_until_s), not_before_s)
+            now_s = time.monotonic()
+            if now_s >= at_s:
+                return True
             try:
-                if self._wake.get(timeout=left_s if left_s > 0 else _IDLE_S):
-                    return
-                has_news = True
+                if self._wake.get(timeout=at_s - now_s):
+                    return True
             except queue.Empty:
-                if left_s <= 0:
-                    return
+                continue
+            if not self._reports.empty() and time.monotonic() >= not_before_s:
+                return False
+        return False
 
     def _send_reports(self) -> None:
         while self._unsent is not None or not self._reports.empty():
@@ -171,20 +182,19 @@ class PlanFollower:
             self._unsent = None
 
     def _ask(self, wait_s: float = 0.0) -> None:
-        # a rank that is told "nothing changes before" has asked again by then
-        between_s = 2 * (_EVERY_S + self._round_trip_s)
-        ahead = _LEAST_AHEAD + math.ceil(between_s / max(self._step_s, 1e-4))
+        asked_s = time.monotonic()
+        self._pace.asked(asked_s)
+        step = self._pace.step
         query = {
             "rank": self._rank,
-            "step": self._step,
+            "step": step,
             "version": self.latest.version,
-            "ahead": min(ahead, _MOST_AHEAD),
+            "ahead": max(self._pace.ahead, self._promised_step - step),  # a server that was started anew forgets
             "wait_s": f"{wait_s:.3f}",
         }
-        asked_s = time.monotonic()
         answer = self._link.get(f"/jobs/{self._path}/plan", query, timeout_s=wait_s + _TIMEOUT_S)
         if not wait_s:
-            self._round_trip_s = time.monotonic() - asked_s
+            self._pace.answered(time.monotonic() - asked_s)
         self._take(answer)
         self._promised_step = max(self._promised_step, int(answer.headers.get("unchanged-until-step", 0)))
         self._heard.set()
@@ -204,7 +214,9 @@ class PlanFollower:
         except (KeyError, TypeError, ValueError) as error:
             raise ServerAwayError(f"The server's answer is no plan ({type(error).__name__}: {error}).") from None
         if received.version > self.latest.version:
-            self.latest = received
+            followers = (*self._plans[1:], received)
+            pairs = zip(self._plans, followers, strict=True)
+            self._plans = (*(plan for plan, after in pairs if after.from_step > self._pace.step), received)
 
     def _say_away(self, error: Exception) -> None:
         if not self._is_away and not self._is_closed:

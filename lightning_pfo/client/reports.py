@@ -58,11 +58,11 @@ class PlanMeasurement:
     def _report(self) -> dict[str, Any]:
         meter, num = self._meter, self._seen
         times_s = {kind.profile_name: samples.times_s for (_, kind), samples in meter.instructions.items()}
-        total_s = math.fsum(meter.blocked.times_s) + math.fsum(time_s for each in times_s.values() for time_s in each)
+        parts_s = [_by_step(each, num) for each in (meter.blocked.times_s, *times_s.values())]
         report: dict[str, Any] = {
             "rank": self._rank,
             "version": self._plan.version,
-            "iter_time": [total_s / num] * num,
+            "iter_time": [math.fsum(time_s for part in step for time_s in part) for step in zip(*parts_s, strict=True)],
             "iter_energy": [],
             "time_breakdown": {name: _by_step(each, num) for name, each in times_s.items()},
         }
@@ -78,6 +78,7 @@ class PlanMeasurement:
         report["energy_breakdown"] = {
             name: _by_step([one.energy_j] * len(times_s[name]), num) for name, one in measured.items()
         }
+        report["energy_stderr"] = {name: one.energy_stderr_j for name, one in measured.items()}
         return report
 
 

@@ -10,12 +10,12 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.report import Report
-from lightning_pfo.listeners.windows import Windowed
 from lightning_pfo.pictures.frontier import draw_frontier
 from lightning_pfo.pictures.profile import draw_energy_valleys
 from lightning_pfo.pictures.style import CHOSEN, GRID, INK, TOP_CLOCKS, new_figure, save_figure, tidy
 from lightning_pfo.pictures.timeline import draw_timelines
 from lightning_pfo.planner import Frontier
+from lightning_pfo.planner.adaptive.windows import Windowed
 
 
 def draw_pictures(frontier: Frontier, chosen: FrequencyPlan, report: Report, output_dir: Path) -> None:

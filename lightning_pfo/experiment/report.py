@@ -14,7 +14,7 @@ from rich.table import Table
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.windows import (
+from lightning_pfo.planner.adaptive.windows import (
     FEWEST_PAIRS,
     Windowed,
     change_percent,

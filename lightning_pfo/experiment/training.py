@@ -25,8 +25,8 @@ from lightning_pfo.experiment.accelerator import accelerator_of, devices_of_rank
 from lightning_pfo.experiment.command_line.instances import make_callbacks, make_loggers
 from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.optimizer.verifying.verification import verified
-from lightning_pfo.listeners.windows import Windowed, Windows
+from lightning_pfo.planner.adaptive.verification import verified
+from lightning_pfo.planner.adaptive.windows import Windowed, Windows
 from lightning_pfo.planner.settings import PlanSettings
 from lightning_pfo.strategy import PfoPipelineStrategy
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_pfo.listeners.windows import Windowed
+from lightning_pfo.planner.adaptive.windows import Windowed
 
 
 @dataclass(frozen=True)

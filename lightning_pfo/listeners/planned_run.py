@@ -27,9 +27,9 @@ from lightning_pfo.listeners.gpu_session import (
     ranks_on_this_node,
 )
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement, IterationMeter
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
 from lightning_pfo.listeners.online_envpipe import OnlineEnvPipe
 from lightning_pfo.listeners.plan_cursor import PlanCursor
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import load_frontier
 from lightning_pfo.planner.frontier.select import select_plan

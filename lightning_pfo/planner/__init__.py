@@ -4,7 +4,7 @@ The way of the data, and the order in which to read: `profile` (what was measure
 problem), `relaxation` (lower bounds), `search` (plans near the bound), `frontier` (the result and its files),
 `limits` (GPUs that change clocks slowly). `plan` tells it as a story; `policies` are other systems' plans,
 `policy_frontier` makes frontiers of them, `comparison` sets them side by side, and `cluster` calculates what
-they take where some of many replicas are slow.
+they take where some of many replicas are slow. `adaptive` plans while a job trains, and checks what it promised.
 
 Names are imported when they are first used, so that reading a frontier does not load a solver.
 """

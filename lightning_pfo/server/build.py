@@ -48,6 +48,7 @@ def _director(settings: ServerSettings) -> Director:
         )
         return FrontierDirector(frontier, settings.select)
     from lightning_pfo.server.jobs.online import OnlineDirector
+    from lightning_pfo.server.jobs.verifying import Verifying
 
     return OnlineDirector(
         _job_folder(settings),
@@ -56,6 +57,8 @@ def _director(settings: ServerSettings) -> Director:
         settings=plan_settings,
         select=settings.select,
         clock_step_mhz=settings.clock_step_mhz,
+        is_adaptive=settings.profiler == "adaptive",
+        verifying=Verifying(settings.verify_pairs, settings.tolerance),
     )
 
 

@@ -33,6 +33,7 @@ from lightning_pfo.planner.settings import PlanSettings
 VARIABLE, ZEUS_PREFIX = "LIGHTNING_PFO_SERVE", "ZEUS_PFO_"
 _SOURCES = ("frontier", "solution_path", "profile", "online")
 _SCHEDULERS = ("PointSolution", "PointSolution3D", "InstructionProfiler")
+_PROFILERS = ("scan", "adaptive")
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -51,7 +52,18 @@ class ServerSettings(PlanSettings):
     )
     schedule: str = field(default="1f1b", metadata={"help": "order of instructions, for profile and online"})
     select: str = field(default="no_slowdown", metadata={"help": f"plan to train under: {FORMS}"})
+    profiler: str = field(
+        default="scan", metadata={"help": "with online: scan (all clocks, from the highest down) or adaptive (a few)"}
+    )
     clock_step_mhz: int = field(default=30, metadata={"help": "with online: measured clocks are so far apart at least"})
+    verify_pairs: int = field(
+        default=6,
+        metadata={"help": "with online: windows at the top clocks and under the plan, each so often; 0: none"},
+    )
+    tolerance: float = field(
+        default=0.005,
+        metadata={"help": "with online: a plan that is later than promised by more makes way for a faster"},
+    )
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen at; 0.0.0.0 for all machines"})
     port: int = field(default=7787, metadata={"help": "port to listen at; 0 for any that is free"})
     state: str = field(
@@ -97,6 +109,10 @@ class ServerSettings(PlanSettings):
         check_selection(self.select)
         check_whole("port", self.port, 0, 65_535)
         check_whole("clock_step_mhz", self.clock_step_mhz, 1, 100_000)
+        if self.profiler not in _PROFILERS:
+            raise ConfigurationError(f"profiler is one of {listed(_PROFILERS)}; got {self.profiler!r}.")
+        check_whole("verify_pairs", self.verify_pairs, 0, 40)
+        check_between("tolerance", self.tolerance, 0.0, 1.0)
         check_whole("max_body_bytes", self.max_body_bytes, 1_000, 1_000_000_000)
         check_whole("max_jobs", self.max_jobs, 1, 100_000)
         check_between("wait_s", self.wait_s, 0.01, 86_400.0)

@@ -43,7 +43,7 @@ class Server:
 
 @pytest.fixture
 def follow(monkeypatch):
-    monkeypatch.setattr(plan_follower, "_EVERY_S", 0.001)
+    monkeypatch.setattr(plan_follower, "_SHORTEST_PAUSE_S", 0.001)
     monkeypatch.setattr(plan_follower, "_LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(plan_follower, "_IDLE_S", 0.01)
     started = []
@@ -76,7 +76,8 @@ def test_a_first_plan_is_waited_for_while_the_server_may_come(follow):
         follow(ServerRefusalError("gone")).wait_for_first(LONGEST_S)
 
 
-def test_the_last_plan_stays_while_the_server_is_away_and_reports_are_kept(follow):
+def test_the_last_plan_stays_while_the_server_is_away_and_reports_are_kept(follow, monkeypatch):
+    monkeypatch.setattr(plan_follower, "_LONGEST_HOLD_S", 0.01)
     follower = follow(plan(1))
     assert follower.wait_for_first(LONGEST_S)
     follower._link.answers = [ServerAwayError("away")]

@@ -8,8 +8,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
-from lightning_pfo.listeners.windows import Window, Windowed
+from lightning_pfo.planner.adaptive.windows import MeanEnergy, Window, Windowed
 
 SCHEDULE = make_schedule("1f1b", 2, 2)
 CLOCKS = ((1410,) * 4,) * 2

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from lightning_pfo.experiment.earlier import set_aside
-from lightning_pfo.listeners.windows import Windows, change_percent, median_interval
+from lightning_pfo.planner.adaptive.windows import Windows, change_percent, median_interval
 
 
 def test_windows_take_turns_and_every_other_pair_begins_with_the_plan():

@@ -19,6 +19,10 @@ def test_zeuss_variables_are_understood():
     assert (settings.solution_path, settings.dump_dir, settings.idle_s) == ("plan.py", "", 60.0)
 
 
+def test_only_this_machine_is_served_unless_told_otherwise():
+    assert ServerSettings().host == "127.0.0.1"
+
+
 def test_settings_as_on_the_command_line(tmp_path):
     settings = settings_from_environment(
         {"LIGHTNING_PFO_SERVE": "frontier='my plans' select=1.02x max_jobs=5", "ZEUS_PFO_DUMP_DIR": str(tmp_path)}
@@ -44,6 +48,8 @@ def test_settings_as_on_the_command_line(tmp_path):
         ({"LIGHTNING_PFO_SERVE": "frontier=a keyfile=b"}, "keyfile belongs to a certificate"),
         ({"LIGHTNING_PFO_SERVE": "frontier=a token_file=/no/such"}, "token_file is a file that can be read"),
         ({"LIGHTNING_PFO_SERVE": "frontier=a log_level=LOUD"}, "log_level is one of"),
+        ({"LIGHTNING_PFO_SERVE": "frontier=a profiler=adaptiv"}, "profiler is one of scan, adaptive"),
+        ({"LIGHTNING_PFO_SERVE": "frontier=a verify_pairs=-1"}, "verify_pairs is a whole number"),
     ],
 )
 def test_mistakes_are_told_with_what_would_work(environment, says):

@@ -16,7 +16,8 @@ from lightning_pfo.device import Gpu
 from lightning_pfo.device.energy.reader import EnergyReader
 from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.device_follower import DeviceFollower
-from lightning_pfo.listeners.meters.ticks import MeanEnergy, mean_energies
+from lightning_pfo.listeners.meters.ticks import mean_energies
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 _LOOK_EVERY_S = 0.1
 _KEPT_ITERATIONS = 10_000

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_pfo.device.energy.trace import EnergyTrace
+from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
@@ -32,14 +32,6 @@ _MISSED = 0.2
 """Of what power scatters by from tick to tick: standard error of the energy at a moment within one, by its time."""
 
 _SAME_MOMENT_S = 1e-6
-
-
-@dataclass(frozen=True)
-class MeanEnergy:
-    """Mean energy of some iterations, J, and its standard error."""
-
-    energy_j: float
-    stderr_j: float
 
 
 def mean_energies(trace: EnergyTrace, groups: Mapping[Key, Sequence[tuple[float, float]]]) -> dict[Key, MeanEnergy]:

@@ -14,9 +14,9 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.listeners.agreement import is_first
 from lightning_pfo.listeners.gpu_session import GpuSession
-from lightning_pfo.listeners.optimizer.choosing.choice import bracket
 from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
+from lightning_pfo.planner.adaptive.choice import bracket
 
 _FEWEST_CLOCKS = 3
 

@@ -33,8 +33,8 @@ from lightning_pfo.listeners.optimizer.ledger import Ledger, State
 from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.states import States
-from lightning_pfo.listeners.optimizer.verifying.verification import Verified
 from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.planner.adaptive.verification import Verified
 from lightning_pfo.planner.frontier.data import Frontier
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from lightning_pfo.listeners.gpu_session import GpuSession
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.optimizer.background import Background
 from lightning_pfo.listeners.optimizer.beginning import begin, measurable_clocks
-from lightning_pfo.listeners.optimizer.choosing.choice import bracket
 from lightning_pfo.listeners.optimizer.choosing.decision import Decision, decide, missing_clocks
 from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, objective_of
 from lightning_pfo.listeners.optimizer.following import Following
@@ -40,6 +39,7 @@ from lightning_pfo.listeners.optimizer.memory import Keeper, Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.verifying.trial import Trial
 from lightning_pfo.listeners.planned_run import PlannedRun
+from lightning_pfo.planner.adaptive.choice import bracket
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import save_frontier
 

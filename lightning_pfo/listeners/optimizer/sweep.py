@@ -30,7 +30,7 @@ from lightning_pfo.core.wording import counted, cut
 from lightning_pfo.listeners.agreement import check_together, is_first
 from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.planned_run import PlannedRun
-from lightning_pfo.listeners.windows import change_percent
+from lightning_pfo.planner.adaptive.windows import change_percent
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.frontier_files import load_frontier
 

@@ -9,10 +9,11 @@
 Barriers are sets of rank numbers, so that a repeated or stray request counts once or not at all. A rank that asks again
 gets the same answer. Clients that know versions ask at each step (`poll`) and wait for nobody: they are told up to
 which step nothing will change, and a new plan begins after all such promises, so that all ranks of a pipeline change at
-the same iteration::
+the same iteration. No rank begins a step that it was not promised, and a step that was promised may have begun: so
+that is the earliest there is for ranks that do not wait for each other::
 
-    rank 0   step 7: nothing changes up to 9        step 8: plan 2 from step 11 on
-    rank 1       step 8: nothing changes up to 10       step 9: plan 2 from step 11 on
+    rank 0   step 7: nothing changes up to 8              step 8: plan 2 from step 9 on
+    rank 1       step 7: nothing changes up to 8              step 8: plan 2 from step 9 on
                                             ^ plan 2 is chosen
 """
 
@@ -25,11 +26,13 @@ from typing import Any
 from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.server.jobs.answers import ConflictError, NotYet, UnknownError
 from lightning_pfo.server.jobs.messages import JobInfo, PlanRows, RankInfo, Report, VersionedPlan
+from lightning_pfo.server.jobs.plan_sequence import PlanSequence
 from lightning_pfo.server.jobs.wire import check_runs
 
 Event = dict[str, Any]
 """What has changed in a job, as JSON: `kind` and what belongs to it."""
 
+_UNHEARD = "not heard of since the server was started"
 _MOST_MEASURED = 200
 """Rounds whose measurements are kept; a scan has one for each clock."""
 
@@ -61,10 +64,10 @@ class Job:
         job_id: Its name.
         info: What rank 0 has told.
         ranks: Those that have registered, by number.
-        plan: The latest plan; None before all have registered.
+        plans: What ranks follow, now and next.
         round: How often all ranks have reported.
-        measured: What they have reported, round by round: `version`, `label`, `purpose`, the first `clock_mhz` of the
-            plan, and the means of `ranks`.
+        measured: What they have reported, round by round: `version`, `label`, `purpose` and `trial` of the plan, the
+            first of its `clocks_mhz` at each place, and the means of `ranks`.
         failure: Why there is no plan; empty while all is well.
         select: Which plan of the frontier was asked for; empty for what the server was started with.
         straggler_s: Iteration time of a replica that all others wait for; 0 if there is none.
@@ -76,7 +79,7 @@ class Job:
     def __init__(self, job_id: str, info: JobInfo, *, now_s: float = 0.0) -> None:
         self.job_id, self.info = job_id, info
         self.ranks: dict[int, RankInfo] = {}
-        self.plan: VersionedPlan | None = None
+        self.plans = PlanSequence()
         self.round = 0
         self.measured: list[dict[str, Any]] = []
         self.failure = ""
@@ -88,6 +91,16 @@ class Job:
         self.reported: dict[int, str] = {}
         self._reported_before: dict[int, str] = {}
         self._means: dict[int, dict[str, Any]] = {}
+
+    @property
+    def plan(self) -> VersionedPlan | None:
+        """The latest plan; None before all have registered."""
+        return self.plans.latest
+
+    @property
+    def unheard(self) -> set[int]:
+        """Ranks that ask by version and have not since the server was started: nobody knows what they were promised."""
+        return self.askers - self.contacts.keys()
 
     @property
     def missing(self) -> set[int]:
@@ -155,7 +168,9 @@ class Job:
             raise NotYet((), "the plan is being made")
         if rank in self.reported:
             waiting_for = self.ranks.keys() - self.reported.keys()
-            raise NotYet(waiting_for, "not reported") if waiting_for else NotYet((), "the next plan is being made")
+            if waiting_for:
+                raise NotYet(waiting_for, "not reported")
+            raise NotYet(self.unheard, _UNHEARD) if self.unheard else NotYet((), "the next plan is being made")
         return self.plan
 
     def report(self, report: Report) -> list[Event]:
@@ -192,8 +207,13 @@ class Job:
             return [event, {"kind": "round"}]
         return [event]
 
-    def poll(self, rank: int, step: int, version: int, ahead: int, now_s: float) -> list[Event]:
+    def poll(
+        self, rank: int, step: int, version: int, ahead: int, now_s: float
+    ) -> tuple[VersionedPlan | None, list[Event]]:
         """A rank that knows versions says at which step it is; `contacts` then knows what it is promised.
+
+        Returns:
+            The plan that it follows next, if it does not know it, and what has changed.
 
         Raises:
             UnknownError: If the job has no such rank, or it has not registered.
@@ -201,11 +221,14 @@ class Job:
         self._check_rank(rank)
         if rank not in self.ranks:
             raise UnknownError(f"A rank registers before it asks for plans; rank {rank} has not.")
-        promised_step = step + ahead
+        plan, over_at = self.plans.next_for(version, step)
+        promised_step = step + ahead if over_at is None else min(step + ahead, over_at - 1)
         if rank in self.contacts:
             promised_step = max(promised_step, self.contacts[rank].promised_step)
         self.contacts[rank] = Contact(step, promised_step, version, now_s)
-        return [] if rank in self.askers else [{"kind": "asker", "rank": rank}]
+        if not self.unheard:
+            self.plans.forget_before(min(contact.step for contact in self.contacts.values()))
+        return plan, [] if rank in self.askers else [{"kind": "asker", "rank": rank}]
 
     # What the server decides.
 
@@ -216,11 +239,10 @@ class Job:
             ConflictError: If ranks that ask by version have not been heard of since the server was started, so that
                 nobody knows what they were promised; or if the plan is not for this job.
         """
-        unheard = self.askers - self.contacts.keys()
-        if unheard and self.plan is not None:
+        if self.unheard and self.plan is not None:
             raise ConflictError(
                 f"Plans change when all ranks have been heard of since the server was started; not yet "
-                f"{counted(len(unheard), 'rank')} ({listed(sorted(unheard))}). Try again in some seconds."
+                f"{counted(len(self.unheard), 'rank')} ({listed(sorted(self.unheard))}). Try again in some seconds."
             )
         is_by_rank = self._is_by_rank(len(rows.rows))
         promised_step = max((contact.promised_step for contact in self.contacts.values()), default=-1)
@@ -274,7 +296,7 @@ class Job:
 
     def _apply_plan(self, event: Event) -> None:
         rows = tuple(tuple((str(name), int(mhz)) for name, mhz in row) for row in event["rows"])
-        self.plan = VersionedPlan(**{**event, "rows": rows})
+        self.plans.add(VersionedPlan(**{**event, "rows": rows}))
         self._begin_round()
 
     def _apply_report(self, event: Event) -> None:
@@ -284,8 +306,9 @@ class Job:
     def _apply_round(self, event: Event) -> None:
         assert self.plan is not None  # reports are of a plan
         self.round += 1
-        entry = {name: getattr(self.plan, name) for name in ("version", "label", "purpose")}
-        self.measured.append({**entry, "clock_mhz": self.plan.rows[0][0][1], "ranks": self._means})
+        entry = {name: getattr(self.plan, name) for name in ("version", "label", "purpose", "trial")}
+        clocks_mhz = [row[0][1] for row in self.plan.rows]
+        self.measured.append({**entry, "clocks_mhz": clocks_mhz, "ranks": self._means})
         del self.measured[:-_MOST_MEASURED]
 
     def _apply_next(self, event: Event) -> None:
@@ -323,5 +346,6 @@ def without_plan(job: Job) -> bool:
 
 
 def round_is_over(job: Job) -> bool:
-    """Whether all ranks have reported, and what follows is to be decided."""
-    return job.plan is not None and not job.failure and job.reported.keys() == job.ranks.keys()
+    """Whether all ranks have reported, and a plan can follow."""
+    has_reported = job.plan is not None and job.reported.keys() == job.ranks.keys()
+    return has_reported and not job.failure and not job.unheard

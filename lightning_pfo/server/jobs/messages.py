@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -72,6 +74,7 @@ class Report:
         iteration_energies_j: Energies of the rank's GPU meanwhile.
         times_s: By instruction, a list per iteration with the time of each microbatch.
         energies_j: Their energies, alike.
+        energy_stderrs_j: Standard errors of their mean energies, by instruction, where the client knows them.
         version: The version of the plan; None where the client does not know versions.
     """
 
@@ -80,6 +83,7 @@ class Report:
     iteration_energies_j: tuple[float, ...]
     times_s: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     energies_j: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    energy_stderrs_j: Mapping[str, float] = field(default_factory=dict)
     version: int | None = None
 
     @property
@@ -88,12 +92,15 @@ class Report:
         return hashlib.blake2b(json.dumps(asdict(self)).encode(), digest_size=12).hexdigest()
 
     def means(self) -> dict[str, Any]:
-        """What is kept of it: mean time (s) and energy (J) of an iteration and of each instruction."""
+        """What is kept: mean time (s) and energy (J) of an iteration and of each instruction, and their errors."""
         return {
             "iteration": [_mean(self.iteration_times_s), _mean(self.iteration_energies_j)],
             "instructions": {
                 name: [_mean(_flat(rows)), _mean(_flat(self.energies_j.get(name, ())))]
                 for name, rows in self.times_s.items()
+            },
+            "stderrs": {
+                name: [_stderr(_flat(rows)), self.energy_stderrs_j.get(name)] for name, rows in self.times_s.items()
             },
             "counts": {name: len(_flat(rows)) for name, rows in self.times_s.items()},
             "iterations": len(self.iteration_times_s),
@@ -107,10 +114,12 @@ class PlanRows:
     Attributes:
         rows: One row per place in the pipeline, or per rank of the job if there are as many.
         label: How it was chosen, e.g. `no_slowdown`, or `1410 MHz` in a scan.
-        purpose: `scan` if it is there to be measured, `plan` if it is to be trained under.
+        purpose: `scan` where clocks are measured, `verify` in windows of a trial, `plan` to be trained under.
         iteration_time_s: Predicted time of an iteration, where known.
         iteration_energy_j: Predicted energy of a pipeline, where known.
         saving_percent: Predicted saving of energy compared with the top clocks, where known.
+        trial: Which window it is, where it is verified: see `verifying.Trial`.
+        verified: What its trial has found: saving and slowdown, with 95 % intervals; None where it was not tried.
     """
 
     rows: tuple[PlanRow, ...]
@@ -119,6 +128,8 @@ class PlanRows:
     iteration_time_s: float | None = None
     iteration_energy_j: float | None = None
     saving_percent: float | None = None
+    trial: Mapping[str, int] | None = None
+    verified: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,10 @@ class VersionedPlan(PlanRows):
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _stderr(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> list[float]:

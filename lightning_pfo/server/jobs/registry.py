@@ -157,14 +157,19 @@ class JobRegistry:
     def poll(
         self, job_id: str, rank: int, step: int, version: int, ahead: int
     ) -> tuple[RankInfo, VersionedPlan | None, int]:
-        """A rank says at which step it is; returns the plan and up to which step nothing else will change.
+        """A rank says at which step it is; returns the plan it follows next and up to which step nothing else changes.
+
+        The plan is None if it is known already.
 
         Raises:
             Refusal: If there is no such job or rank.
         """
         job = self.job(job_id)
-        self._record(job, job.poll(rank, step, version, ahead, self._now()))
-        return job.ranks[rank], job.plan, job.contacts[rank].promised_step
+        plan, events = job.poll(rank, step, version, ahead, self._now())
+        promised_step = job.contacts[rank].promised_step
+        self._record(job, events)
+        self._go_on(job)  # after a restart: this may be the last rank that was to be heard of
+        return job.ranks[rank], plan, promised_step
 
     # What operators ask.
 
@@ -180,7 +185,7 @@ class JobRegistry:
             Refusal: If there is no such job or plan.
         """
         job = self.job(job_id)
-        if job.plan is None or job.plan.purpose != "plan":
+        if job.plan is None or job.plan.purpose == "scan":
             raise ConflictError("Plans are chosen when there is a frontier; this job has none yet.")
         select = job.select if select is None else select
         straggler_s = job.straggler_s if straggler_s is None else straggler_s

@@ -116,16 +116,16 @@ def _version_routes(service: Service) -> APIRouter:
         ahead: Annotated[int, Query(ge=1, le=100_000)] = 1,
         wait_s: Annotated[float, Query(ge=0, le=_LONGEST_POLL_S)] = 0.0,
     ) -> Response:
-        """The latest plan; 204 if it is not newer than `version` after `wait_s`."""
+        """The plan that follows on `version`; 204 if there is none after `wait_s`."""
 
-        def newer() -> tuple[dict[str, Any], int]:
-            info, latest, unchanged_until = registry.poll(job_id, rank, step, version, ahead)
-            if latest is None or latest.version <= version:
+        def next_plan() -> tuple[dict[str, Any], int]:
+            info, newer, unchanged_until = registry.poll(job_id, rank, step, version, ahead)
+            if newer is None:
                 raise NotYet((), "there is no newer plan")
-            return _plan_answer(latest) | {"rank": rank, "frequencies": latest.row_of(info)}, unchanged_until
+            return _plan_answer(newer) | {"rank": rank, "frequencies": newer.row_of(info)}, unchanged_until
 
         try:
-            answer, unchanged_until = await service.when_there(job_id, newer, request.is_disconnected, wait_s)
+            answer, unchanged_until = await service.when_there(job_id, next_plan, request.is_disconnected, wait_s)
         except UnavailableError:
             contact = registry.job(job_id).contacts[rank]
             return Response(
@@ -168,6 +168,7 @@ def _operator_routes(service: Service) -> APIRouter:
 def _plan_answer(plan: VersionedPlan) -> dict[str, Any]:
     names = (
         "version", "from_step", "label", "purpose", "iteration_time_s", "iteration_energy_j", "saving_percent",
+        "verified",
     )  # fmt: skip
     return {name: getattr(plan, name) for name in names}
 

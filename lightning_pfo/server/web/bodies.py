@@ -82,6 +82,7 @@ class ResultBody(BaseModel):
     iter_energy: Measurements
     time_breakdown: Breakdown = {}
     energy_breakdown: Breakdown = {}
+    energy_stderr: Annotated[dict[Text, Measurement], Field(max_length=_MOST_NAMES)] = {}
     version: int | None = Field(default=None, ge=1, le=1_000_000_000)
 
     def report(self) -> Report:
@@ -92,6 +93,7 @@ class ResultBody(BaseModel):
             tuple(self.iter_energy),
             self.time_breakdown,
             self.energy_breakdown,
+            self.energy_stderr,
             self.version,
         )
 

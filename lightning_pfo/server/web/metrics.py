@@ -15,6 +15,8 @@ _OF_JOBS = {
     "pfo_job_predicted_iteration_seconds": "Predicted time of an iteration under the latest plan.",
     "pfo_job_predicted_iteration_joules": "Predicted energy of a pipeline in an iteration under the latest plan.",
     "pfo_job_predicted_saving_ratio": "Predicted saving of energy compared with the top clocks, as a share.",
+    "pfo_job_measured_saving_ratio": "Saving of energy compared with the top clocks, as windows in turn have shown it.",
+    "pfo_job_measured_slowdown_ratio": "Slowdown, likewise.",
     "pfo_job_step": "Largest step that a rank was heard at.",
     "pfo_job_last_contact_seconds": "Time since anything was heard of the job.",
 }
@@ -60,6 +62,9 @@ def _values(job: Job, silent_s: float) -> dict[str, float]:
         values["pfo_job_predicted_iteration_seconds"] = plan.iteration_time_s
         values["pfo_job_predicted_iteration_joules"] = plan.iteration_energy_j
         values["pfo_job_predicted_saving_ratio"] = None if plan.saving_percent is None else plan.saving_percent / 100
+    if plan is not None and plan.verified is not None:
+        for name in ("saving", "slowdown"):
+            values[f"pfo_job_measured_{name}_ratio"] = plan.verified[f"{name}_percent"] / 100
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.server.jobs.job import Job
@@ -27,6 +29,7 @@ small {{ display: block; color: #57606a; white-space: normal; max-width: 20rem }
 {table}
 </body></html>
 """
+_UNDER_WAY = {"scan": "scanning", "verify": "verifying"}
 _HEADINGS = ("Job", "Ranks", "Plan", "Predicted", "Measured", "Heard of")
 
 
@@ -50,7 +53,7 @@ def _row(job: Job, silent_s: float) -> str:
     ranks = f"{len(job.ranks)} of {job.info.world_size}"
     if job.missing and job.ranks:
         ranks += _small(f"missing: {listed(sorted(job.missing))}")
-    cells = [ranks, _plan(job), _predicted(job), _measured(job), _ago(silent_s)]
+    cells = [ranks, _plan(job), _predicted(job), _measured(job) + _verified(job), _ago(silent_s)]
     return f"<tr>{job_cells}" + "".join(f'<td class="number">{cell}</td>' for cell in cells) + "</tr>"
 
 
@@ -60,8 +63,8 @@ def _plan(job: Job) -> str:
     if job.plan is None:
         return "not yet"
     text = f"{job.plan.version}" + _small(job.plan.label[:80])
-    if job.plan.purpose == "scan":
-        text += _small("scanning")
+    if job.plan.purpose in _UNDER_WAY:
+        text += _small(_UNDER_WAY[job.plan.purpose])
     if job.contacts and job.plan.from_step:
         text += _small(f"from step {job.plan.from_step}")
     return text
@@ -76,7 +79,7 @@ def _predicted(job: Job) -> str:
 
 
 def _measured(job: Job) -> str:
-    """The slowest rank's iteration, and the energy of all, in the last round under the plan."""
+    """The slowest rank's iteration and the energy of all in the last round under the plan; and what its trial found."""
     if job.plan is None or not job.measured or job.measured[-1]["version"] != job.plan.version:
         return "not yet"
     means = [means["iteration"] for means in job.measured[-1]["ranks"].values()]
@@ -84,6 +87,20 @@ def _measured(job: Job) -> str:
     parts = [f"{max(times_s):.4g} s"] if times_s else []
     parts += [f"{sum(energies_j):.4g} J"] if energies_j else []
     return ", ".join(parts) or "nothing"
+
+
+def _verified(job: Job) -> str:
+    found = None if job.plan is None else job.plan.verified
+    if found is None:
+        return ""
+    saving, slowdown = (_with_interval(found, name) for name in ("saving", "slowdown"))
+    return _small(f"verified: saves {saving}, takes {slowdown} longer")
+
+
+def _with_interval(found: Mapping[str, Any], name: str) -> str:
+    interval = found[f"{name}_interval_percent"]
+    between = "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f} %)"
+    return f"{found[f'{name}_percent']:.2f} %{between}"
 
 
 def _ago(silent_s: float) -> str:

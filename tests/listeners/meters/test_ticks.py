@@ -8,8 +8,8 @@ import pytest
 from lightning_pfo.device.energy.trace import EnergyTrace
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.meters.ticks import mean_energies
-from lightning_pfo.listeners.optimizer.verifying.verification import verified
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import verified
+from lightning_pfo.planner.adaptive.windows import Windows
 
 WAITING_W, TOP_W, PLAN_W = 70.0, 400.0, 300.0
 

@@ -12,9 +12,8 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
-from lightning_pfo.listeners.optimizer.choosing.choice import bracket, choose, fit_curve, fitted_profile, no_slowdown
-from lightning_pfo.listeners.optimizer.choosing.decision import is_worth_more
 from lightning_pfo.planner import InstructionProfile, PlanSettings, Profile, plan_frontier, read_profile, select_plan
+from lightning_pfo.planner.adaptive.choice import bracket, choose, fit_curve, fitted_profile, is_worth_more, no_slowdown
 from lightning_pfo.planner.pipeline.timeline import simulate_plan
 
 MODELS = tuple(f"emulated_{name}" for name in ("a100", "a40", "a6000", "h100", "h200", "rtx3090", "v100"))

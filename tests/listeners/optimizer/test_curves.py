@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lightning_pfo.device import load_gpu_config
-from lightning_pfo.listeners.optimizer.choosing.choice import bracket
-from lightning_pfo.listeners.optimizer.choosing.curves import fit_curve
 from lightning_pfo.planner import InstructionProfile
+from lightning_pfo.planner.adaptive.choice import bracket
+from lightning_pfo.planner.adaptive.curves import fit_curve
 from tests.listeners.optimizer.replay import at_clocks, emulated_profile
 
 

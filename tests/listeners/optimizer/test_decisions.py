@@ -15,9 +15,9 @@ from lightning_pfo.listeners.optimizer.memory import FILE_NAME, Keeper, Memory, 
 from lightning_pfo.listeners.optimizer.replicas import Busy, t_prime_of
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.verifying.trial import window_steps
-from lightning_pfo.listeners.optimizer.verifying.verification import faster_by, lateness_s, verified
 from lightning_pfo.listeners.profile_row import ProfileRow
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import faster_by, lateness_s, verified
+from lightning_pfo.planner.adaptive.windows import Windows
 from lightning_pfo.planner.settings import PlanSettings
 from tests.planner.conftest import frontier, profile  # noqa: F401
 

@@ -1,7 +1,9 @@
 """Ranks, retries, crashes and operators in any order: nobody waits for what cannot happen, or gets another's plan."""
 
+import contextlib
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import settings
@@ -21,6 +23,10 @@ LATE = 5
 def clock_of(pp_rank, number):
     """Says whose plan it is, and the how manieth."""
     return 1000 + 10 * number + pp_rank
+
+
+class KilledError(Exception):
+    """The server is not there any more."""
 
 
 class ScanningDirector:
@@ -49,7 +55,7 @@ class Model:
 
     def __init__(self, pp, dp):
         self.pp, self.dp, self.world = pp, dp, pp * dp
-        self.registered, self.reported, self.number = set(), set(), None
+        self.registered, self.reported, self.numbers = set(), set(), []
         self.promised, self.asked, self.heard, self.seen = {}, set(), set(), {}
         self.is_over, self.last_report, self.heard_s = False, {}, 0.0
 
@@ -59,12 +65,16 @@ class Model:
     def info(self, rank, clocks=(1410, 1005)):
         return RankInfo(rank, rank // self.pp, self.pp_rank(rank), 0, clocks and ())
 
-    def all_reported(self):
-        if self.reported != set(range(self.world)):
-            return
-        self.reported = set()
-        if self.number < NUM_SCANS and self.asked <= self.heard:
-            self.number += 1
+    @property
+    def number(self):
+        return self.numbers[-1] if self.numbers else None
+
+    def go_on(self):
+        """What follows when all have reported, and nobody's promises are forgotten."""
+        if self.reported == set(range(self.world)) and self.asked <= self.heard:
+            self.reported = set()
+            if self.number < NUM_SCANS:
+                self.numbers.append(self.number + 1)
 
 
 class Server(RuleBasedStateMachine):
@@ -84,7 +94,7 @@ class Server(RuleBasedStateMachine):
         for job_id, model in self.models.items():
             if model.is_over:
                 continue
-            for _ in range(2 * model.world + 2):
+            for _ in range(3 * model.world + 2):
                 waiting = self.missing(job_id, model)
                 if not waiting:
                     break
@@ -92,6 +102,9 @@ class Server(RuleBasedStateMachine):
                     if rank not in model.registered:
                         self.registry.register_rank(job_id, model.info(rank))
                         model.registered.add(rank)
+                    elif rank in model.asked - model.heard:
+                        self.registry.poll(job_id, rank, 0, 0, AHEAD)
+                        model.heard.add(rank)
                     else:
                         self.registry.report(job_id, Report(rank, (float(self.count),), ()))
                         self.count += 1
@@ -142,8 +155,12 @@ class Server(RuleBasedStateMachine):
         self.expect(expected, lambda: self.registry.register_rank(job_id, info))
         if expected is None:
             model.registered.add(rank)
+            for stranger in set(range(model.world)) - model.registered:
+                is_here, is_there = replace(info, rank=stranger), replace(model.info(stranger), rank=rank)
+                for claim in (is_here, is_there):
+                    self.expect(ConflictError, lambda claim=claim: self.registry.register_rank(job_id, claim))
             if model.registered == set(range(model.world)) and model.number is None:
-                model.number = 0
+                model.numbers.append(0)
         self.touch(model)
 
     @staticmethod
@@ -167,7 +184,7 @@ class Server(RuleBasedStateMachine):
     @rule(which=jobs, steps=st.integers(0, 3))
     def all_poll(self, which, steps):
         for rank in range(self.job(which)[1].world):
-            self.poll(which, rank, steps)
+            self.poll(which, rank, steps + rank)
 
     @precondition(lambda self: self.models)
     @rule(which=jobs)
@@ -190,7 +207,7 @@ class Server(RuleBasedStateMachine):
             missing = set(waiting.missing)
             unregistered = everybody - model.registered
             assert unregistered or rank in model.reported
-            assert missing == (unregistered or everybody - model.reported)
+            assert missing == (unregistered or everybody - model.reported or model.asked - model.heard)
         else:
             assert not model.is_over
             assert info.rank == rank
@@ -200,49 +217,64 @@ class Server(RuleBasedStateMachine):
         self.touch(model)
 
     @precondition(lambda self: self.models)
-    @rule(which=jobs, rank=ranks, repeats=st.integers(1, 2), is_old=st.booleans())
-    def report(self, which, rank, repeats, is_old):
-        """Reports arrive twice, and late."""
+    @rule(
+        which=jobs, rank=ranks, repeats=st.integers(1, 2), is_old=st.booleans(), told=st.sampled_from([None, 0, -1, 1])
+    )
+    def report(self, which, rank, repeats, is_old, told=None):
+        """Reports arrive twice, and late, and of other versions."""
         job_id, model = self.job(which)
         report = model.last_report.get(rank) if is_old else None
         if report is None:
-            report, is_old = Report(rank, (float(self.count),), ()), False
+            version = None if told is None else len(model.numbers) + told
+            report, is_old = Report(rank, (float(self.count),), (), version=version), False
             self.count += 1
+        is_late = not is_old and told == -1
         expected = None
         if model.is_over:
             expected = GoneError
         elif rank >= model.world:
             expected = UnknownError
-        elif model.number is None or (rank in model.reported and not is_old):
+        elif model.number is None or (not is_old and (told == 1 or (rank in model.reported and not is_late))):
             expected = ConflictError
         for _ in range(repeats):
             self.expect(expected, lambda: self.registry.report(job_id, report))
-        if expected is None and not is_old:
+        if expected is None:
+            unknown = Report(rank, (float(self.count),), (), version=1_000)
+            self.expect(ConflictError, lambda: self.registry.report(job_id, unknown))
+        if expected is None and not is_old and not is_late:
             model.reported.add(rank)
             model.last_report[rank] = report
-            model.all_reported()
+            model.go_on()
         self.touch(model)
 
     @precondition(lambda self: self.models)
-    @rule(which=jobs, rank=ranks, steps=st.integers(0, 3))
+    @rule(which=jobs, rank=ranks, steps=st.integers(-2, 3))
     def poll(self, which, rank, steps):
+        """Some questions arrive after later ones."""
         job_id, model = self.job(which)
         step = max(0, model.promised.get(rank, AHEAD) - AHEAD + steps)
         expected = GoneError if model.is_over else UnknownError if rank not in model.registered else None
         if expected is not None:
             self.expect(expected, lambda: self.registry.poll(job_id, rank, step, 0, AHEAD))
         else:
-            info, plan, unchanged_until = self.registry.poll(job_id, rank, step, 0, AHEAD)
             known = model.seen.get(rank, 0)
-            if plan is not None:
-                assert {mhz for _, mhz in plan.row_of(info)} == {clock_of(model.pp_rank(rank), model.number)}
-                if plan.version > max(known, 1):
+            held = 0 if rank in model.heard else model.promised.get(rank, 0) - step  # as a new server is told
+            info, plan, unchanged_until = self.registry.poll(job_id, rank, step, known, max(AHEAD, held))
+            if plan is None:
+                assert known == len(model.numbers)
+                assert unchanged_until >= step + AHEAD
+            else:
+                number = model.numbers[plan.version - 1]
+                assert {mhz for _, mhz in plan.row_of(info)} == {clock_of(model.pp_rank(rank), number)}
+                assert plan.version > known
+                if plan.version > 1:
                     assert plan.from_step > model.promised.get(rank, -1)
                 model.seen[rank] = plan.version
-            assert unchanged_until >= step + AHEAD
+            assert unchanged_until >= max(step, model.promised.get(rank, -1))
             model.promised[rank] = unchanged_until
             model.asked.add(rank)
             model.heard.add(rank)
+            model.go_on()
         self.touch(model)
 
     @precondition(lambda self: self.models)
@@ -255,20 +287,49 @@ class Server(RuleBasedStateMachine):
         plan = self.expect(expected, lambda: self.registry.operate(job_id, select=str(number)))
         if plan is not None and model.number != number:
             assert plan.from_step > max(model.promised.values(), default=-1)
-            model.number = number
+            model.numbers.append(number)
             model.reported = set()
         self.touch(model)
 
-    @rule(tears=st.booleans())
-    def crash(self, tears):
+    @rule(then_report=st.booleans())
+    def crash(self, then_report):
         """Whatever was answered is kept: the store is read by a new server."""
         self.store.close()
         self.begin()
         for model in self.models.values():
             model.heard = set()
             self.touch(model)  # the new server hears of nobody before it has begun
+        for which in range(len(self.models) * then_report):
+            self.all_report(which)
+            self.all_fetch(which)
 
-    @rule(passed_s=st.floats(1, IDLE_S / 2))
+    @precondition(lambda self: self.models)
+    @rule(which=jobs, rank=ranks)
+    def die_in_the_midst(self, which, rank):
+        """The last rank's report is kept, what follows from it is not."""
+        job_id, model = self.job(which)
+        if model.is_over or model.number is None or rank >= model.world or rank in model.reported:
+            return
+        for other in set(range(model.world)) - model.reported - {rank}:
+            self.report(which, other, repeats=1, is_old=False)
+        append, calls = self.store.append, []
+
+        def append_once(*arguments):
+            calls.append(arguments)
+            if len(calls) > 1:
+                raise KilledError
+            append(*arguments)
+
+        self.store.append = append_once
+        model.last_report[rank] = Report(rank, (float(self.count),), ())
+        self.count += 1
+        with contextlib.suppress(KilledError):
+            self.registry.report(job_id, model.last_report[rank])
+        model.reported.add(rank)
+        self.crash(then_report=False)
+        model.go_on()
+
+    @rule(passed_s=st.sampled_from([IDLE_S / 3] * 9 + [IDLE_S + 1]))
     def silence(self, passed_s):
         self.now_s += passed_s
         over = set(self.registry.sweep())
@@ -304,5 +365,5 @@ class Server(RuleBasedStateMachine):
             self.expect(UnknownError, lambda: self.registry.fetch("no+such+job", 0))
 
 
-Server.TestCase.settings = settings(max_examples=70, stateful_step_count=50)
+Server.TestCase.settings = settings(max_examples=150, stateful_step_count=50)
 test_server = Server.TestCase

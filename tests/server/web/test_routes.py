@@ -2,12 +2,14 @@ import asyncio
 import base64
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from lightning_pfo.planner import select_plan
 from lightning_pfo.planner.frontier.zeus_files import zeus_text
-from lightning_pfo.server.jobs.director import SolutionDirector
+from lightning_pfo.server.jobs.director import SolutionDirector, rows_of
+from lightning_pfo.server.web import app
 from tests.server.asking import JOB, ask, frontier_server, rank_body, registered_job, server_of
 
 
@@ -173,6 +175,33 @@ def test_operating_points_and_stragglers_take_effect_at_one_step(frontier):
         assert (plan["version"], plan["from_step"]) == (3, 12)
         assert [mhz for _, mhz in plan["frequencies"]] == list(least.clocks_mhz[rank])
     assert (json.loads(alone[2])["label"], json.loads(alone[2])["from_step"]) == ("1.1x", 13)
+
+
+def test_what_a_trial_has_found_is_told(frontier):
+    found = {
+        "pairs": 6, "saving_percent": 9.5, "saving_interval_percent": [9.25, 9.75], "slowdown_percent": 0.125,
+        "slowdown_interval_percent": None, "iteration_time_s": 0.25, "iteration_energy_j": 100.0,
+    }  # fmt: skip
+
+    async def watch():
+        server = frontier_server(frontier)
+        job_id = await registered_job(server)
+        job, plan = server.registry.jobs[job_id], select_plan(frontier, "1.1x")
+        server.registry._record(job, job.adopt(replace(rows_of(frontier, plan, "1.1x"), verified=found)))
+        told = await ask(server, "GET", f"/jobs/{job_id}/plan?rank=0&step=0&version=1")
+        return told[2], (await ask(server, "GET", "/metrics"))[2], (await ask(server, "GET", "/"))[2]
+
+    told, metrics, page = asyncio.run(watch())
+    assert json.loads(told)["verified"] == found
+    assert re.search(r'pfo_job_measured_saving_ratio\{job="[^"]+"\} 0.095\n', metrics)
+    assert re.search(r'pfo_job_measured_slowdown_ratio\{job="[^"]+"\} 0.00125\n', metrics)
+    assert "verified: saves 9.50 % (9.25 to 9.75 %), takes 0.12 % longer" in page
+
+
+def test_a_bug_is_answered_without_what_it_was():
+    answer = asyncio.run(app._failed(None, RuntimeError("secret")))
+    assert answer.status_code == 500
+    assert "secret" not in answer.body.decode()
 
 
 def test_a_secret_is_asked_for_before_anything_is_read(frontier):

@@ -13,20 +13,14 @@ from lightning_pfo.core.flags import POWER_CAP
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.listeners.optimizer.choosing.choice import Choice, Kind, choose
 from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective
 from lightning_pfo.listeners.optimizer.memory import Memory
 from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
+from lightning_pfo.planner.adaptive.choice import Kind, choose, is_worth_more
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.profile.profile_csv import read_profile, write_profile
 from lightning_pfo.planner.profile.switch_latency import summarised
 from lightning_pfo.planner.settings import PlanSettings
-
-_NEGLIGIBLE = 0.001
-"""Of the energy: less is not worth measuring for, however long the training is."""
-
-_LONG = 1000
-"""Iterations, where nobody knows how many are to come."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +102,6 @@ def _iterations_each(memory: Memory) -> float:
         clocks_of.setdefault(row.stage, set()).add(row.frequency)
     count = max(map(len, clocks_of.values())) - 1  # the top clock is measured before
     return max(1.0, memory.iterations / count) if count else 1.0
-
-
-def is_worth_more(choice: Choice, iterations_left: int | None, iterations_each: float = 1.0) -> bool:
-    """Whether measuring once more can save more than it costs: the saving of the plan while it is not applied.
-
-    Args:
-        choice: What is known.
-        iterations_left: How long the training is; None where nobody knows.
-        iterations_each: Iterations that a clock takes.
-    """
-    planned_j = choice.plan.iteration_energy_j
-    if choice.gain_j < _NEGLIGIBLE * planned_j:
-        return False
-    cost_j = (iterations_each * len(choice.next_mhz) + 1) * max(
-        choice.frontier.baseline.iteration_energy_j - planned_j, 0.0
-    )
-    return choice.gain_j * (_LONG if iterations_left is None else iterations_left) > cost_j
 
 
 def only_ranks(

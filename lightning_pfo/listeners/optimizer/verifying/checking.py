@@ -10,10 +10,10 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.listeners.gpu_session import GpuSession
 from lightning_pfo.listeners.meters.instructions import mean_and_stderr
 from lightning_pfo.listeners.optimizer.probe import Probe, ProbeMeter
-from lightning_pfo.listeners.optimizer.verifying.verification import Verified, verified
 from lightning_pfo.listeners.planned_run import PlannedRun
 from lightning_pfo.listeners.profile_row import ProfileRow
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import Verified, verified
+from lightning_pfo.planner.adaptive.windows import Windows
 
 _CHANGED = 0.03
 """Time or energy of an instruction at the top clock that differs by more has changed."""

@@ -13,9 +13,9 @@ from lightning_pfo.listeners.gpu_session import GpuSession
 from lightning_pfo.listeners.optimizer.memory import Memory
 from lightning_pfo.listeners.optimizer.settings import OptimizerSettings
 from lightning_pfo.listeners.optimizer.verifying.checking import Checking
-from lightning_pfo.listeners.optimizer.verifying.verification import Verified, faster_by, lateness_s
 from lightning_pfo.listeners.planned_run import PlannedRun
-from lightning_pfo.listeners.windows import Windows
+from lightning_pfo.planner.adaptive.verification import Verified, faster_by, lateness_s
+from lightning_pfo.planner.adaptive.windows import Windows
 from lightning_pfo.planner.frontier.data import Frontier
 
 _MOST_FALLBACKS = 3

@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import counted
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
-from lightning_pfo.listeners.windows import (
+from lightning_pfo.planner.adaptive.windows import (
+    MeanEnergy,
+    MeasuredIteration,
     Window,
     Windowed,
     Windows,
@@ -93,7 +93,7 @@ class Verified:
 def verified(
     windows: Windows,
     first: int,
-    measurements: Sequence[IterationMeasurement],
+    measurements: Sequence[MeasuredIteration],
     means: Mapping[tuple[int, bool, bool], MeanEnergy],
 ) -> Verified | None:
     """What was measured in the pairs of which both windows were; None if there is none.
@@ -104,7 +104,7 @@ def verified(
         measurements: What iterations took.
         means: Mean energies of groups, where counters tick; see `PlannedRun.mean_energies`.
     """
-    by_group: dict[tuple[int, bool, bool], list[IterationMeasurement]] = {}
+    by_group: dict[tuple[int, bool, bool], list[MeasuredIteration]] = {}
     for one in measurements:
         if first <= one.iteration < first + windows.num_steps:
             by_group.setdefault(windows.group_of(one.iteration - first), []).append(one)

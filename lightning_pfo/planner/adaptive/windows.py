@@ -16,14 +16,31 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.meters.ticks import MeanEnergy
+from typing import Any, Protocol
 
 _CONFIDENCE = 0.95
 FEWEST_PAIRS = 6
 """Fewer have no interval: the true median is above or below all of five values in 6 % of cases."""
+
+
+class MeasuredIteration(Protocol):
+    """What one iteration took, all ranks together."""
+
+    @property
+    def iteration(self) -> int:
+        """Its number."""
+
+    @property
+    def time_s(self) -> float:
+        """Its time."""
+
+    @property
+    def energy_j(self) -> float:
+        """Energy of all GPUs in that time."""
+
+    @property
+    def temperature_c(self) -> float | None:
+        """The hottest GPU's at the end, degrees Celsius; None where not known."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,14 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class MeanEnergy:
+    """Mean energy of some iterations, J, and its standard error."""
+
+    energy_j: float
+    stderr_j: float
+
+
+@dataclass(frozen=True)
 class Window:
     """The measured steps of one window, as the wall clock and the energy counters of all GPUs tell them.
 
@@ -76,7 +101,7 @@ class Window:
     temperature_c: float | None = None
 
     @classmethod
-    def of(cls, measured: Sequence[IterationMeasurement], mean_energy: MeanEnergy | None = None) -> Window:
+    def of(cls, measured: Sequence[MeasuredIteration], mean_energy: MeanEnergy | None = None) -> Window:
         """The window of these iterations."""
         times_s, energies_j = (tuple(getattr(one, name) for one in measured) for name in ("time_s", "energy_j"))
         return cls(times_s, energies_j, mean_energy, measured[-1].temperature_c)

@@ -22,7 +22,7 @@ import numpy as np
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.listeners.optimizer.choosing.curves import Array, Curve, fit_curve
+from lightning_pfo.planner.adaptive.curves import Array, Curve, fit_curve
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.select import select_plan
 from lightning_pfo.planner.plan import plan_frontier
@@ -37,6 +37,11 @@ BRACKET = (1.0, 0.87, 0.74, 0.6)
 _BELOW = 0.9  # of the lowest measured clock: how far below it is worth looking
 _HOPE = 1.0  # standard errors
 _HOPEFUL_PLANS = 8  # near the wanted time, few do
+_NEGLIGIBLE = 0.001
+"""Of the energy: less is not worth measuring for, however long the training is."""
+
+_LONG = 1000
+"""Iterations, where nobody knows how many are to come."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,23 @@ def choose(
     )
     gain_j = max(0.0, likely.iteration_energy_j - hopeful.iteration_energy_j)
     return Choice(profile, frontier, plan, gain_j, _most_useful(schedule, hopeful, measured, curves, num_next), curves)
+
+
+def is_worth_more(choice: Choice, iterations_left: int | None, iterations_each: float = 1.0) -> bool:
+    """Whether measuring once more can save more than it costs: the saving of the plan while it is not applied.
+
+    Args:
+        choice: What is known.
+        iterations_left: How long the training is; None where nobody knows.
+        iterations_each: Iterations that a clock takes.
+    """
+    planned_j = choice.plan.iteration_energy_j
+    if choice.gain_j < _NEGLIGIBLE * planned_j:
+        return False
+    cost_j = (iterations_each * len(choice.next_mhz) + 1) * max(
+        choice.frontier.baseline.iteration_energy_j - planned_j, 0.0
+    )
+    return choice.gain_j * (_LONG if iterations_left is None else iterations_left) > cost_j
 
 
 def fitted_profile(measured: Profile, curves: Mapping[Kind, Curve], lowest_mhz: int, hope: float = 0.0) -> Profile:
