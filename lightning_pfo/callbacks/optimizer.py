@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,16 @@ def _iterations_left(trainer: pl.Trainer) -> int | None:
 def _job(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, str]:
     """What measurements depend on, besides the pipeline and its GPUs."""
     shapes = [f"{name}{tuple(parameter.shape)}" for name, parameter in pl_module.named_parameters()]
-    held = sum(not parameter.is_meta for parameter in pl_module.parameters())
+    held = [name for name, parameter in pl_module.named_parameters() if not parameter.is_meta]
     return {
-        "model": f"{type(pl_module).__name__} of {len(shapes)} parameters",
-        "partition": str(held),
+        "model": f"{type(pl_module).__name__} of {len(shapes)} parameters ({_digest(shapes)})",
+        "partition": f"{len(held)} ({_digest(held)})",
         "precision": str(trainer.precision),
     }
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
 
 
 def _report(message: str) -> None:

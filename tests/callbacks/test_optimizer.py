@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from lightning_pfo.callbacks.optimizer import _job
 from lightning_pfo.planner import load_frontier, read_profile, select_plan
 from tests.launch import run_script
 
@@ -185,3 +188,14 @@ def test_without_permission_training_goes_on(ranks):
         assert run["problem"] == "rank 0: This user may not set clocks."
         assert set(run["states"]) == {"WarmUp", "Hold"}
         assert not any(run["planned"])
+
+
+def test_models_and_their_divisions_are_told_apart():
+    def job(width, held=("0", "1", "2")):
+        module = nn.Sequential(*(nn.Linear(width, width, device="cpu" if name in held else "meta") for name in "012"))
+        return _job(SimpleNamespace(precision="32-true"), module)
+
+    assert job(4) == job(4)
+    assert job(4)["model"] != job(8)["model"]
+    assert job(4, ("0", "1"))["partition"] != job(4, ("1", "2"))["partition"]
+    assert job(4, ("0", "1"))["model"] == job(4)["model"]

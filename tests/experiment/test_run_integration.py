@@ -208,7 +208,7 @@ def test_ranks_end_together(tmp_path, end, status, message):
 
 
 def test_one_run_measures_plans_verifies_and_reports(tmp_path):
-    overrides = ("gpu=emulated_a40", "plan=auto", "plan.select=1.02x", "profiler.min_clock_mhz=1000")
+    overrides = ("gpu=emulated_a40", "plan=auto", "plan.select=1.02x", "profiler.min_clock_mhz=1000", "model=gpt_tiny")
     output = run_example("gpt", tmp_path, *overrides).stdout
     for text in ("1/2 Training under '1.02x'", "Verify -> Hold", "EMULATED", "those without the optimizer: identical"):
         assert output.count(text) == 1, output

@@ -11,6 +11,8 @@ from lightning_pfo.device.gpu import Gpu
 
 logger = logging.getLogger(__name__)
 
+_USUAL_TICK_S = 0.1
+
 
 class EnergyReader:
     """Tells the energy used so far at any moment, until `close`.
@@ -46,8 +48,8 @@ class EnergyReader:
 
     @property
     def tick_s(self) -> float:
-        """How often the counter advances, s; 0 where it does so all the time, or that is not known yet."""
-        return self._sampler.tick_s if self._sampler is not None else 0.0
+        """How often the counter advances, s; 0: all the time. Until that is known, 0.1: few real ones are slower."""
+        return 0.0 if self._sampler is None else self._sampler.tick_s or _USUAL_TICK_S
 
     def trace(self, from_s: float) -> EnergyTrace | None:
         """Ticks since a time; None where the counter does not tick."""

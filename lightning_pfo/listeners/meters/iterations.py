@@ -76,7 +76,7 @@ class IterationMeter(InstructionListener):
 
     @property
     def tick_s(self) -> float:
-        """How often this rank's energy counter advances, s; 0 where it does so all the time, or not known yet."""
+        """How often this rank's energy counter advances, s; 0: all the time. See `EnergyReader.tick_s`."""
         return self._reader.tick_s
 
     def mean_energies(self, group_of: Callable[[int], Key | None]) -> dict[Key, MeanEnergy]:

@@ -189,7 +189,7 @@ class States:
         self.state, self.problem = State.WARM_UP, None
         self.frontier = self._measuring = self._changed = None
         self.following.take(None)
-        self._num_rounds = 0
+        self._num_rounds, self._is_recalled = 0, False
 
     def _after_warm_up(self, iteration: int, measured: IterationMeasurement) -> None:
         if self.memory.rows and self._changed is None:  # one iteration says what the top clocks take
@@ -285,8 +285,8 @@ class States:
         outcome = self.trial.after(iteration, measured.iteration)
         if outcome is None:
             return
-        if outcome.changed and (self.state is State.HOLD or self._is_recalled):  # measured lately otherwise
-            self._is_recalled = False
+        is_old, self._is_recalled = self.state is State.HOLD or self._is_recalled, False
+        if outcome.changed and is_old:  # measured lately otherwise
             self._remeasure(outcome.changed)
             return
         if outcome.found is not None:

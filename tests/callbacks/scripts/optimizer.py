@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 
 GPU = load_gpu_config("emulated_a100")
 SETTINGS = OptimizerSettings(num_iterations=100_000, most_rounds=2, pairs=2)
-STEPS, MOST_STEPS = 26, 44
+STEPS, MOST_STEPS = 26, 34
 results = {}
 
 

@@ -73,7 +73,7 @@ def main(folder):
         gpu=load_gpu_config("emulated_a100"), cluster="ideal", output_dir=Path(folder) / "pfo", settings=settings
     )
     slow = Slow(optimizer)
-    strategy = PfoPipelineStrategy(num_microbatches=6, data_parallel_size=2)
+    strategy = PfoPipelineStrategy(num_microbatches=4, data_parallel_size=2, check_loss=False)
     fit([optimizer, slow], max_steps=100, strategy=strategy, devices=8)
     found = {"place": slow.source.place, "rank": slow.source.rank, "phases": slow.phases, "notes": optimizer.run.notes}
     (Path(folder) / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(found))

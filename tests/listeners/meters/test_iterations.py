@@ -28,11 +28,13 @@ def meter_of_60_w(tick_s):
 
 def test_the_mean_energy_of_iterations_is_known_where_a_counter_ticks_within_them():
     meter, source, sleep = meter_of_60_w(tick_s=0.05)
+    assert meter.tick_s == 0.1  # is not known yet
     for _ in range(14):
         source.run_iteration(lambda instruction: sleep(0.02))
         sleep(0.01)
     meter.close()
     assert [end_s - begin_s for _, begin_s, end_s in meter._intervals_s] == pytest.approx([0.08] * 14)
+    assert meter.tick_s == pytest.approx(0.05, rel=0.05)
     means = meter.mean_energies(lambda iteration: iteration >= 7 if iteration else None)
     assert {group: mean.energy_j for group, mean in means.items()} == pytest.approx(dict.fromkeys((False, True), 4.8))
 
@@ -41,7 +43,7 @@ def test_single_iterations_are_exact_where_the_counter_does_not_tick():
     meter, source, sleep = meter_of_60_w(tick_s=0)
     source.run_iteration(lambda instruction: sleep(0.002))
     meter.close()
-    assert meter.mean_energies(bool) == {}
+    assert (meter.mean_energies(bool), meter.tick_s) == ({}, 0.0)
     assert meter.take().energy_j == pytest.approx(60 * 0.008)
 
 

@@ -83,7 +83,7 @@ class Trial:
         """Begin with windows.
 
         Args:
-            plan: What is tried; what was found of another one does not count any more.
+            plan: What is tried.
             pairs: How many.
             first: Number of the first iteration.
             memory: What was measured before at the top clock, which is compared.
@@ -142,7 +142,7 @@ class Trial:
             say: Is told why.
         """
         plan, found = self._plan, self.verified
-        if plan is None or found is None or plan is frontier.baseline:
+        if plan is None or found is None or plan is not self._verified_plan or plan is frontier.baseline:
             return None
         wanted_s, top_s = plan.iteration_time_s + self._late_s, frontier.baseline.iteration_time_s
         late_s = lateness_s(frontier, wanted_s, found, self._settings.tolerance)
