@@ -163,6 +163,7 @@ def test_several_plans_take_what_they_promise(folder, ranks):
         assert row["predicted_energy_j"] == plan.iteration_energy_j
         assert row["time_s"] == pytest.approx(plan.iteration_time_s, rel=0.003)
         assert row["energy_j"] == pytest.approx(plan.iteration_energy_j, rel=0.008)
+        assert 0 <= row["energy_stderr_j"] < 0.008 * row["energy_j"]
     written = (folder / "sweep.csv").read_text().splitlines()
     assert [int(line.split(",")[0]) for line in written[1:]] == sorted(row["plan"] for row in rows)
 

@@ -14,10 +14,11 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import math
 import os
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -39,7 +40,10 @@ log = logging.getLogger(__name__)
 COLUMNS = (
     *("plan", "predicted_time_s", "time_s", "time_error_percent"),
     *("predicted_energy_j", "energy_j", "energy_error_percent", "iterations"),
+    *("time_stderr_s", "energy_stderr_j"),  # of the medians; nan of a single iteration
 )
+_OF_MEDIAN = 1.2533
+"""By how much a median scatters more than a mean, where single values scatter normally."""
 
 
 FrontierChoice = Frontier | str | os.PathLike[str]
@@ -152,12 +156,14 @@ class PlanSweep(InstructionListener):
 
     def _finish(self, number: int) -> None:
         plan = self._plan(number)
-        time_s, energy_j = (statistics.median(values) for values in zip(*self._seen, strict=True))
+        columns = list(zip(*self._seen, strict=True))
+        (time_s, energy_j), stderrs = map(statistics.median, columns), map(_stderr_of_median, columns)
         values = (
             number,
             *(plan.iteration_time_s, time_s, change_percent(time_s, plan.iteration_time_s)),
             *(plan.iteration_energy_j, energy_j, change_percent(energy_j, plan.iteration_energy_j)),
             len(self._seen),
+            *stderrs,
         )
         self.rows[number] = dict(zip(COLUMNS, values, strict=True))
         self._waiting.pop(0)
@@ -183,7 +189,9 @@ class PlanSweep(InstructionListener):
         try:
             with self._output.open(newline="", encoding="utf-8") as file:
                 for row in csv.DictReader(file):
-                    values = {name: float(row[name]) for name in COLUMNS}
+                    values = {name: float(row.get(name) or math.nan) for name in COLUMNS}
+                    if any(math.isnan(values[name]) for name in COLUMNS[:-2]):
+                        raise ValueError(f"{row} lacks figures")
                     number = int(values["plan"])
                     promised = self._plan(number) if 0 <= number < len(self._frontier.plans) else None
                     if promised is None or abs(promised.iteration_time_s - values["predicted_time_s"]) > 1e-9:
@@ -209,3 +217,7 @@ class PlanSweep(InstructionListener):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stderr_of_median(values: Sequence[float]) -> float:
+    return _OF_MEDIAN * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -38,6 +39,15 @@ class Clone:
         """Send a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signum)
+
+
+def keep_memory_shared() -> None:
+    """Let no collection of garbage write to what there is by now: clones would each need a copy of their own.
+
+    What is part of a circle now is never collected, so this is for processes whose clones live as long as they do.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def clone_process() -> Clone | None:

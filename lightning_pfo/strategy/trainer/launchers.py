@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.strategy.trainer.clones import clone_process, why_not_clone
+from lightning_pfo.strategy.trainer.clones import clone_process, keep_memory_shared, why_not_clone
 from lightning_pfo.strategy.trainer.compat import ForkLauncherBase, ScriptLauncherBase, share_threads
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError
 
@@ -104,6 +104,7 @@ class CloneLauncher(ScriptLauncher):
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(self.num_processes * self.num_nodes),
         }
+        keep_memory_shared()
         for local_rank in range(1, self.num_processes):
             clone = clone_process()
             if clone is None:
