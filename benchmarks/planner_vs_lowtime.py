@@ -9,8 +9,7 @@ and why. The reasons are looked at where both have plans, that is up to the time
 lowtime goes on with plans that are slower and dearer. lowtime emits a plan per millisecond of iteration time, and all
 of them lie on the way to the fastest, so its time is that of the whole run: 52 minutes at 8 x 96. `lowtime_limit_s`
 stops it after so many CPU seconds. What it has used by then, without an end, is less than it needs, so the ratio
-printed is one that is at least reached; nothing is estimated. What lowtime needs to set up its graph is not counted,
-nor what making and checking the order of instructions takes (1 ms at 8 x 12).
+printed is one that is at least reached; nothing is estimated. What lowtime needs to set up its graph is not counted.
 Ours is the median of five runs, from a profile in memory to plans with bounds; nothing is warmed up but imports:
 another pipeline is planned before.
 """
@@ -106,9 +105,8 @@ def run_ours(profile: Profile, num_microbatches: int, power_w: float) -> tuple[F
     used_s = []
     for _ in range(REPEATS):
         schedule_network.cache_clear()
-        schedule = make_schedule("1f1b", profile.num_stages, num_microbatches)
         begin = time.process_time()
-        frontier = plan(schedule=schedule)
+        frontier = plan(num_microbatches=num_microbatches)
         used_s.append(time.process_time() - begin)
     return frontier, median(used_s)
 
