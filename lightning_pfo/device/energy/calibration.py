@@ -39,12 +39,11 @@ FEWEST_TICKS = 40
 _SMALL = 1e-3  # looks less likely than that are left out
 
 
-def calibrate(gpu: str, driver: str, trace: EnergyTrace, busy: Sequence[tuple[float, float]]) -> Calibration:
+def calibrate(gpu: Gpu, trace: EnergyTrace, busy: Sequence[tuple[float, float]]) -> Calibration:
     """Learn from a square wave how a counter looks at power.
 
     Args:
-        gpu: Model of the GPU.
-        driver: Version of its driver.
+        gpu: The GPU that it belongs to.
         trace: Readings of the counter, from before the first pulse until after the last one.
         busy: Begin and end of each pulse in s, ascending.
 
@@ -56,8 +55,8 @@ def calibrate(gpu: str, driver: str, trace: EnergyTrace, busy: Sequence[tuple[fl
     times_s, energies_j = times_s[is_ours], energies_j[is_ours]
     if len(times_s) < FEWEST_TICKS:
         raise DeviceError(
-            f"A calibration takes {FEWEST_TICKS} ticks of the energy counter or more; {gpu} showed {len(times_s)} "
-            "during the square wave. Give it longer."
+            f"A calibration takes {FEWEST_TICKS} ticks of the energy counter or more; {gpu.name} showed "
+            f"{len(times_s)} during the square wave. It cannot be calibrated in so short a time."
         )
     usage = [Usage(busy)]
     by_look: dict[Look, list[Fits]] = {}
@@ -80,7 +79,12 @@ def calibrate(gpu: str, driver: str, trace: EnergyTrace, busy: Sequence[tuple[fl
     looks = [look for look in looks if look.weight > _SMALL * whole]
     whole = sum(look.weight for look in looks)
     looks = sorted((replace(look, weight=look.weight / whole) for look in looks), key=lambda look: -look.weight)
-    return Calibration(gpu, driver, len(times_s) - 1, tuple(looks))
+    return Calibration(*_model_and_driver(gpu), len(times_s) - 1, tuple(looks))
+
+
+def _model_and_driver(gpu: Gpu) -> tuple[str, str]:
+    """What a calibration belongs to: a dry run reads the counter of the GPU itself."""
+    return gpu.name.removesuffix(DRY_RUN), gpu.driver_version
 
 
 def calibration_path(gpu: str, driver: str) -> Path:
@@ -99,7 +103,7 @@ def save_calibration(calibration: Calibration) -> Path:
 
 def known_calibration(gpu: Gpu) -> Calibration | None:
     """What was kept of a GPU's model and driver; None if nothing, or with a warning if the file is damaged."""
-    driver, model = gpu.driver_version, gpu.name.removesuffix(DRY_RUN)
+    model, driver = _model_and_driver(gpu)
     path = calibration_path(model, driver)
     try:
         return _read(path, path.stat().st_mtime_ns, model, driver) if driver else None

@@ -6,7 +6,7 @@ import random
 
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import Gpu
-from lightning_pfo.device.energy.calibration import FEWEST_TICKS, calibrate
+from lightning_pfo.device.energy.calibration import calibrate
 from lightning_pfo.device.energy.known_looks import Calibration
 from lightning_pfo.device.energy.sampler import EnergySampler
 from lightning_pfo.device.time import time_of
@@ -46,12 +46,7 @@ def calibrate_counter(gpu: Gpu, load: Load, seconds: float = SECONDS) -> Calibra
         trace = sampler.trace(busy[0][0])
         if sampler.error is not None:
             raise sampler.error
-        if sampler.tick_s * FEWEST_TICKS > seconds:
-            raise DeviceError(
-                f"A calibration takes {FEWEST_TICKS} ticks of the energy counter; that of {gpu.name} advances every "
-                f"{sampler.tick_s:.2g} s. It cannot be calibrated in {seconds:g} s."
-            )
     finally:
         sampler.stop()
         gpu.restore()
-    return calibrate(gpu.name, gpu.driver_version, trace, busy)
+    return calibrate(gpu, trace, busy)

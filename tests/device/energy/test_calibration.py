@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from lightning_pfo.device.energy.attribution import mean_powers
-from lightning_pfo.device.energy.calibration import calibration_path, known_calibration, save_calibration
+from lightning_pfo.device.energy.calibration import calibrate, calibration_path, known_calibration, save_calibration
 from lightning_pfo.device.energy.known_looks import Calibration, KnownLook
+from lightning_pfo.device.energy.trace import EnergyTrace
 from tests.device.energy import test_counters
 from tests.device.energy.test_counters import Counter, outcome
 
@@ -72,6 +73,15 @@ def test_it_is_kept_for_a_model_and_a_driver(gpu: Any, tmp_path: Path) -> None:
     assert known_calibration(gpu) is None
     gpu.driver_version = ""
     assert known_calibration(gpu) is None
+
+
+def test_a_dry_run_calibrates_the_gpu_itself(gpu: Any) -> None:
+    gpu.name += " (dry run)"
+    busy = [(0.37 * number, 0.37 * number + 0.1 + 0.002 * number) for number in range(30)]
+    trace = EnergyTrace([0.1 * tick for tick in range(100)], [20.0 * tick for tick in range(100)], 0.001)
+    save_calibration(calibrate(gpu, trace, busy))
+    gpu.name = WINDOW.gpu
+    assert known_calibration(gpu) is not None
 
 
 @pytest.mark.parametrize(
