@@ -29,7 +29,7 @@ from lightning_pfo.planner.plan import predict, solver_for, top_clocks
 from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.effort import EFFORTS, Aim, Effort, Round
-from lightning_pfo.planner.search.solver import TradeoffPoint
+from lightning_pfo.planner.search.pool import TradeoffPoint
 
 TOLERANCE = 1e-9
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from lightning_pfo.core.wording import shortened
 
@@ -43,9 +42,11 @@ class InstructionType(str, Enum):
         )
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Instruction:
-    """One computation of one microbatch on one stage; its text form is `2F0` (stage 2, forward, microbatch 0)."""
+class Instruction(NamedTuple):
+    """One computation of one microbatch on one stage; its text form is `2F0` (stage 2, forward, microbatch 0).
+
+    A named tuple, as schedules are large tables of them: it is made and hashed several times as fast as a dataclass.
+    """
 
     stage: int
     type: InstructionType

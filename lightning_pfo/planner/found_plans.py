@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import getitem
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.planner.limits.fewest_changes import equal_clocks, share_clocks
 from lightning_pfo.planner.limits.wait_clocks import play_with_wait_clocks
 from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.pipeline.timeline import Simulator
-from lightning_pfo.planner.search.solver import TradeoffPoint
+from lightning_pfo.planner.search.pool import TradeoffPoint
 
 
 def plans_of(problem: Problem, points: Sequence[TradeoffPoint], paid_w: float = 0.0) -> list[FrequencyPlan]:
@@ -26,9 +27,10 @@ def plans_of(problem: Problem, points: Sequence[TradeoffPoint], paid_w: float = 
     """
     # Where waits have clocks, equal instructions may leave unequal waits.
     equal = {} if problem.has_wait_clocks else equal_clocks(problem.profile)
+    clocks_of = [options.knobs for options in problem.options]
     plans = []
     for point in points:
-        clocks = [options.knobs[k] for options, k in zip(problem.options, point.assignment, strict=True)]
+        clocks = list(map(getitem, clocks_of, point.assignment))
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
         plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
     return _with_wait_clocks(problem, plans, paid_w) if problem.has_wait_clocks else plans

@@ -53,7 +53,8 @@ from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.profile.unreached import check_reached
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.long_solver import LONG_MARGIN, LONG_PIECES, LONG_PIPELINE, trace_long_tradeoff
-from lightning_pfo.planner.search.solver import TradeoffPoint, trace_tradeoff
+from lightning_pfo.planner.search.pool import TradeoffPoint
+from lightning_pfo.planner.search.solver import trace_tradeoff
 from lightning_pfo.planner.settings import PlanSettings, changed
 from lightning_pfo.planner.straggler_plans import straggler_plans
 

@@ -25,7 +25,7 @@ from lightning_pfo.planner.network.assignments import OptionTable
 from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.relaxation.bound import LowerBound
-from lightning_pfo.planner.search.solver import TradeoffPoint
+from lightning_pfo.planner.search.pool import TradeoffPoint
 from lightning_pfo.planner.settings import PlanSettings
 
 

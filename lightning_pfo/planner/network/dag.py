@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -252,16 +251,14 @@ def _levels(
 
     sizes = np.bincount(owners, minlength=len(order))
     begins = np.cumsum(sizes) - sizes
-    levels = []
-    for first, end in pairwise([0, *ends]):
-        here, before = slice(first, end), int(begins[first])
-        places = [
-            begins[here] + np.minimum(number, sizes[here] - 1)
-            for number in range(sizes[here].max() if sizes[here].max() <= _NARROW else 0)
-        ]
-        columns = tuple((flat[place], some_of(place)) for place in places)
-        whole = slice(before, before + int(sizes[here].sum()))
-        levels.append(Level(here, flat[whole], begins[here] - before, some_of(whole), columns))
+    # The first, second, ... neighbour of every node, for levels that have no node with more than a few.
+    places = begins + np.minimum(np.arange(_NARROW)[:, None], sizes - 1)
+    most = np.maximum.reduceat(sizes, [0, *ends[:-1]]).tolist() if len(sizes) else []
+    first_of, levels = [*begins.tolist(), len(flat)], []
+    for first, end, size in zip([0, *ends], ends, most, strict=False):
+        here, whole = slice(first, end), slice(first_of[first], first_of[end])
+        columns = tuple((flat[place], some_of(place)) for place in places[: size if size <= _NARROW else 0, here])
+        levels.append(Level(here, flat[whole], begins[here] - whole.start, some_of(whole), columns))
     return Levels(nodes, position_of, tuple(levels))
 
 

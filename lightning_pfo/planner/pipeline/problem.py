@@ -35,7 +35,7 @@ class Problem:
     schedule: PipelineSchedule
     blocking: tuple[BlockingPower, ...]
 
-    @property
+    @cached_property
     def network(self) -> ActivityNetwork:
         """The precedences; activity i is `schedule.instructions[i]`."""
         return pipeline_network(self.profile, self.schedule)

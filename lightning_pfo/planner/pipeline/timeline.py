@@ -94,10 +94,11 @@ class Simulator:
         self.dag = pipeline_network(profile, schedule)
         self.profile, self.schedule = profile, schedule
         self.blocking, self.latency = tuple(blocking), as_switch_latency(switch_latency_s)
-        kinds = {(inst.stage, inst.type): profile.of(inst.stage, inst.type) for inst in schedule.instructions}
-        at, near = ({kind: cache(getattr(m, name)) for kind, m in kinds.items()} for name in ("at", "near"))
-        self._measured_at = [at[inst.stage, inst.type] for inst in schedule.instructions]
-        self._cost_at = [near[inst.stage, inst.type] for inst in schedule.instructions]
+        kinds = [(inst.stage, inst.type) for inst in schedule.instructions]
+        measured = {kind: profile.of(*kind) for kind in dict.fromkeys(kinds)}
+        at, near = ({kind: cache(getattr(m, name)) for kind, m in measured.items()} for name in ("at", "near"))
+        self._measured_at = [at[kind] for kind in kinds]
+        self._cost_at = [near[kind] for kind in kinds]
         self._power_at = [cache(power.at) for power in blocking]
 
     def play(self, clocks_mhz: Sequence[Sequence[int]], wait_clocks: Sequence[WaitClock] = ()) -> Timeline:

@@ -235,7 +235,9 @@ class LowerBound:
             at_once = max(_VALUES_AT_ONCE // (num_options * len(members)), 1)
             for first in range(0, len(through), at_once):
                 some = slice(first, first + at_once)
-                least = (costs + times * through[some, members]).min(axis=0)
+                least = times * through[some, members]
+                least += costs  # in place, as these are the largest arrays of all
+                least = least.min(axis=0)
                 at_zero[some] += least.sum(axis=1)
                 size[some] += np.abs(least).sum(axis=1)
         at_zero += delay_costs - (2 * (through.shape[1] + 1) * UNIT * size + _TINY)

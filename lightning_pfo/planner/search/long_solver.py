@@ -21,7 +21,8 @@ from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedSolution
 from lightning_pfo.planner.search.effort import Effort, find_effort
 from lightning_pfo.planner.search.moves import EventMoves
-from lightning_pfo.planner.search.solver import TradeoffPoint, fastest_time, proven_point
+from lightning_pfo.planner.search.pool import TradeoffPoint, proven_points
+from lightning_pfo.planner.search.solver import fastest_time
 
 LONG_PIPELINE = 4000
 """Instructions from which a pipeline is planned by this module, if its schedule has a steady state."""
@@ -94,7 +95,8 @@ def trace_long_tradeoff(
             on_progress("relaxing and rounding", done, len(targets))
     bound.sharpen(np.array(targets))
     front = pareto_front([time for time, _, _ in found], [cost for _, cost, _ in found]).tolist()
-    return [proven_point(bound, *found[number]) for number in front]
+    times_of, costs, assignments = (np.array(column) for column in zip(*map(found.__getitem__, front), strict=True))
+    return proven_points(bound, times_of, costs, assignments.T)
 
 
 def _granted(table: OptionTable, relaxed: RelaxedSolution) -> Assignments:

@@ -1,9 +1,11 @@
-"""The solution pool: the assignments that a search has found, and which of them to take for the times wanted."""
+"""The solution pool: the assignments that a search has found, and which to take, with bounds, for the times wanted."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -15,6 +17,7 @@ from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.search.effort import Effort
 from lightning_pfo.planner.search.targets import Targets
 
+_log = logging.getLogger(__name__)
 _FEW_ASSIGNMENTS = 5000
 """Up to so many are all known from the beginning."""
 
@@ -23,6 +26,50 @@ SMALL_PROBLEM = 5000
 
 _PER_TIME = 3
 """So many assignments of about the same time are remembered."""
+
+
+@dataclass(frozen=True)
+class TradeoffPoint:
+    """An assignment of options.
+
+    Attributes:
+        time: Longest path in seconds.
+        cost: Cost of the options plus the rate times `time`, in joules.
+        bound: No assignment that takes at most `time` costs less.
+        assignment: Index into `options[node].times` for each node.
+    """
+
+    time: float
+    cost: float
+    bound: float
+    assignment: tuple[int, ...]
+
+
+def proven_points(bound: LowerBound, times: Floats, costs: Floats, assignments: Assignments) -> list[TradeoffPoint]:
+    """Assignments with what is proven about those as fast.
+
+    A bound above a real cost cannot be, if the proof is right; if it is wrong all the same, it is said and not claimed.
+
+    Args:
+        bound: What is proven.
+        times: Longest path of each assignment in seconds.
+        costs: Cost of each in joules, the rate included.
+        assignments: Shape (n, assignments).
+    """
+    points = []
+    for time, cost, proven, assignment in zip(
+        times.tolist(), costs.tolist(), bound.at(times).tolist(), assignments.T.tolist(), strict=True
+    ):
+        if proven > cost:
+            _log.error(
+                "A plan that takes %r s costs %r J, less than the %r J that were taken for the least possible. It is "
+                "kept, without a bound. This is an error of the planner's: please report it with the profile and the "
+                "settings.",
+                *(time, cost, proven),
+            )
+            proven = -math.inf
+        points.append(TradeoffPoint(time, cost, proven, tuple(assignment)))
+    return points
 
 
 class SolutionPool:

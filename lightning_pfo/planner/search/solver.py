@@ -9,10 +9,8 @@ Networks that repeat themselves for long have an aggregated relaxation, which bo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +18,6 @@ import numpy as np
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.wording import rounded_up
-from lightning_pfo.planner.network.arrays import Integers
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet, pareto_front
@@ -32,11 +29,10 @@ from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.effort import EFFORTS, Effort, Round, find_effort
 from lightning_pfo.planner.search.guide import Guide
 from lightning_pfo.planner.search.moves import EventMoves
-from lightning_pfo.planner.search.pool import SMALL_PROBLEM, SolutionPool
+from lightning_pfo.planner.search.pool import SMALL_PROBLEM, SolutionPool, TradeoffPoint, proven_points
 from lightning_pfo.planner.search.splice import recombine, splice
 from lightning_pfo.planner.search.targets import make_targets
 
-_log = logging.getLogger(__name__)
 _FEWEST_RELAXATIONS = 6
 """However few points are wanted."""
 
@@ -63,39 +59,6 @@ _MOVED_PER_KEPT = 3
 
 _RECOMBINED = 8
 """So many assignments for a time to keep to are joined with each other."""
-
-
-@dataclass(frozen=True)
-class TradeoffPoint:
-    """An assignment of options.
-
-    Attributes:
-        time: Longest path in seconds.
-        cost: Cost of the options plus the rate times `time`, in joules.
-        bound: No assignment that takes at most `time` costs less.
-        assignment: Index into `options[node].times` for each node.
-    """
-
-    time: float
-    cost: float
-    bound: float
-    assignment: tuple[int, ...]
-
-
-def proven_point(bound: LowerBound, time: float, cost: float, assignment: Integers) -> TradeoffPoint:
-    """An assignment with what is proven about those as fast.
-
-    A bound above a real cost cannot be, if the proof is right; if it is wrong all the same, it is said and not claimed.
-    """
-    proven = float(bound.at(time))
-    if proven > cost:
-        _log.error(
-            "A plan that takes %r s costs %r J, less than the %r J that were taken for the least possible. It is kept, "
-            "without a bound. This is an error of the planner's: please report it with the profile and the settings.",
-            *(time, cost, proven),
-        )
-        proven = -math.inf
-    return TradeoffPoint(time, cost, proven, tuple(assignment.tolist()))
 
 
 def trace_tradeoff(
@@ -259,10 +222,8 @@ class _Search:
             wanted += np.flatnonzero(pool.times <= self.fastest)[:1].tolist()
         chosen = [wanted[number] for number in pareto_front(pool.times[wanted], pool.costs[wanted]).tolist()]
         chosen = pool.fill_up(chosen, num_points)
-        return [
-            proven_point(self._bound, float(pool.times[found]), float(pool.costs[found]), pool.assignments[:, found])
-            for found in sorted(chosen, key=pool.times.__getitem__)
-        ]
+        chosen.sort(key=pool.times.__getitem__)
+        return proven_points(self._bound, pool.times[chosen], pool.costs[chosen], pool.assignments[:, chosen])
 
     def _report(self, activity: str, done: int, total: int) -> None:
         if self._on_progress is not None:
@@ -337,6 +298,8 @@ class _Search:
 
     def _move_events(self, work: Round) -> None:
         """Move events of the best assignments where the gap is still too large."""
+        if not work.moved_per_target:
+            return
         pool, targets = self._pool, self._targets
         best, _ = pool.best(targets)
         moved: list[tuple[int, float]] = []

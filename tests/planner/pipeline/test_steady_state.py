@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 
 import pytest
@@ -26,7 +25,7 @@ def test_every_instruction_of_a_run_recurs_a_period_later(name):
             if (inst.stage, inst.type) == (later.stage, later.type)
         }
         assert inside[run.period :] == tuple(
-            dataclasses.replace(inst, microbatch=inst.microbatch + shift) for inst in inside[: -run.period]
+            inst._replace(microbatch=inst.microbatch + shift) for inst in inside[: -run.period]
         )
         assert shift
 

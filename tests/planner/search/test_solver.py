@@ -15,7 +15,8 @@ from lightning_pfo.planner.pipeline.problem import schedule_network
 from lightning_pfo.planner.relaxation.linear_programme import RelaxedTradeoff
 from lightning_pfo.planner.search.beam import order_of_time, search_beam
 from lightning_pfo.planner.search.guide import Guide
-from lightning_pfo.planner.search.solver import proven_point, trace_tradeoff
+from lightning_pfo.planner.search.pool import proven_points
+from lightning_pfo.planner.search.solver import trace_tradeoff
 from lightning_pfo.planner.search.splice import recombine, splice
 from tests.planner.problems import problems
 
@@ -181,13 +182,14 @@ def test_as_many_points_as_wanted_where_there_are_so_many(pipeline):
 
 def test_a_bound_above_a_cost_is_said_and_not_claimed(caplog):
     class Wrong:
-        def at(self, time):
-            return 5.0
+        def at(self, times):
+            return np.full(len(times), 5.0)
 
-    point = proven_point(Wrong(), 1.0, 4.0, np.array([0, 1]))
-    assert point.bound == -math.inf
-    assert "error of the planner's" in caplog.text
-    assert proven_point(Wrong(), 1.0, 5.0, np.array([0])).bound == 5.0
+    too_cheap, right = proven_points(Wrong(), np.array([1.0, 2.0]), np.array([4.0, 5.0]), np.array([[0, 1], [1, 0]]))
+    assert too_cheap.bound == -math.inf
+    assert caplog.text.count("error of the planner's") == 1
+    assert right.bound == 5.0
+    assert (too_cheap.assignment, right.assignment) == ((0, 1), (1, 0))
 
 
 @settings(deadline=None, max_examples=60)
