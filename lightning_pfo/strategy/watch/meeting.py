@@ -39,9 +39,8 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     if dist.get_world_size(group) == 1:
         return list(votes)
     code = zlib.crc32(what.encode())
-    said = torch.zeros(2 + _MOST_VOTES, dtype=torch.int64)  # of one size everywhere
-    said[:2] = torch.tensor([code, -code])
-    said[2 : 2 + len(votes)] = torch.tensor(votes, dtype=torch.int64)
+    unasked = [False] * (_MOST_VOTES - len(votes))  # of one size everywhere
+    said = torch.tensor([code, -code, *votes, *unasked], dtype=torch.int64)
     dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
     largest, smallest, *answers = said.tolist()
     if largest == -smallest:
