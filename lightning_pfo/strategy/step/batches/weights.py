@@ -25,7 +25,7 @@ ITEMS = "num_items_in_batch"
 
 
 def is_divided_by_items(part: Any) -> bool:
-    """Whether a microbatch says by what its loss is divided; losses of microbatches add up to that of the batch then."""
+    """Whether a microbatch says by what its loss is divided: losses of microbatches add up to that of the batch."""
     ends = (f"['{ITEMS}']", f".{ITEMS}")
     return any(path.endswith(ends) and leaf is not None for path, leaf in leaves_of(part))
 
