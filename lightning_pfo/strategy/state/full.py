@@ -91,7 +91,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     }
     with unwarned(".*copying from a non-meta parameter in the checkpoint to a meta.*"):  # layers of other ranks
         found = module.load_state_dict(placed, strict=strict)
-    return ([], []) if found is None else (list(found.missing_keys), list(found.unexpected_keys))
+    return ([], []) if not isinstance(found, tuple) else (list(found.missing_keys), list(found.unexpected_keys))
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

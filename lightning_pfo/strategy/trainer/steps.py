@@ -32,7 +32,7 @@ from lightning_pfo.strategy.step.microbatches import (
 )
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED
+from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
@@ -322,7 +322,7 @@ def gradients_are_stale(module: pl.LightningModule) -> bool:
         module: The user's module, in training.
     """
     trainer = module.trainer
-    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or skips_backward(trainer):
         return False
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return (
