@@ -96,7 +96,7 @@ PRIVATE = {
         "SLURM's request to be requeued would save from within a signal handler, on each rank at another batch."
     ),
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
-        "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms, unlike on one device."
+        "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
     ),
     "lightning.pytorch.callbacks.StochasticWeightAveraging._average_model": (
         "Averages of weights would keep the layers of all stages on every rank."
