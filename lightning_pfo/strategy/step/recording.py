@@ -64,9 +64,9 @@ class LogRecorder:
             self.metrics[name] = kwargs.get("metric_attribute") or path_of(self.owner, value)
             if not self.metrics[name]:
                 raise ConfigurationError(
-                    f"`self.log({name}, ...)` was given a {type(value).__name__} that no attribute of the module holds, "
-                    f"so its state would be lost. You can fix this by setting an attribute for the metric in your "
-                    f"module's `__init__`, or name the one it belongs to: `self.log({name}, ..., metric_attribute=name)`."
+                    f"`self.log({name}, ...)` was given a {type(value).__name__} that no attribute of the module "
+                    f"holds, so its state would be lost. You can fix this by setting an attribute for the metric in "
+                    f"your module's `__init__`, or by `self.log({name}, ..., metric_attribute=name)`."
                 )
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch

@@ -316,7 +316,7 @@ class PfoPipelineStrategy(StepStrategy):
                 return None
             batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
         number = self._num_microbatches
-        size = self._batching.size_of(batch)
+        size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
         microbatch = self._batching.split(batch, number)[0]
 

@@ -569,6 +569,23 @@ def splits(where):
     return module.hooks
 
 
+class Plain(Quiet):
+    """Its batches have no samples."""
+
+    def predict_step(self, batch, batch_idx):
+        return self.loss(DATA[batch["index"]])
+
+    validation_step = test_step = predict_step
+
+
+def without_samples(where):
+    trainer, _ = trainer_of(where)
+    L.seed_everything(3, verbose=False)
+    batches, module = DataLoader([{"index": 0}, {"index": 1}], batch_size=None), Plain()
+    trainer.validate(module, batches, verbose=False)
+    return [plain(trainer.predict(module, batches)), module.hooks[:2]]
+
+
 class OfClass(Skips):
     """Keeps what it has seen in its class, prints to another stream, and returns what nobody can send."""
 
@@ -651,7 +668,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, splits, of_class, after_fit, unfreezes, *([] if where == "two" else [whole]))
+    parts = (*parts, splits, without_samples, of_class, after_fit, unfreezes, *([] if where == "two" else [whole]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

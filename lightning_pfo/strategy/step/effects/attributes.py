@@ -13,8 +13,8 @@ batch the changes of all microbatches are put together as one batch would have m
 - Floating-point numbers grow by the sum where the module counts samples and does not count batches.
 - Simple objects, such as average meters, are not taken back on the last stage: microbatches are their batches.
 
-Attributes, containers in them and in the user's class, tensors and simple objects of the module itself count, not those of
-its layers.
+Attributes, containers in them and in the user's class, tensors and simple objects of the module itself count, not
+those of its layers.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class Attributes:
         self._containers[()] = (vars(owner), attributes)
         for name, value in attributes.items():
             self._note((name,), value)
-        for name in _names_of_containers(type(owner)):
+        cls: Any = type(owner)
+        for name in _names_of_containers(cls):
             if name not in attributes:
-                self._note((name,), getattr(type(owner), name))
+                self._note((name,), getattr(cls, name))
         self.enter()
 
     def _note(self, path: Path, value: Any) -> None:
