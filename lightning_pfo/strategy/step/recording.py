@@ -71,7 +71,7 @@ class LogRecorder:
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().reshape(())
+            value = value.detach().clone().reshape(())  # the step may write into it afterwards
         elif not isinstance(value, (int, float)):
             raise ConfigurationError(
                 f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
