@@ -83,12 +83,12 @@ class ModelCall:
         """The number of microbatches of a training batch."""
         if self.num_microbatches is not None:
             return self.num_microbatches
-        return default_num_microbatches(self.batching.size_of(batch), self.num_ranks, self.make_schedule)
+        size = self.batching.size_of(batch, self.num_ranks)
+        return default_num_microbatches(size, self.num_ranks, self.make_schedule)
 
     def of_evaluation(self, batch: Batch) -> int:
         """The number of microbatches of a batch that is only run forward."""
-        size = None if self.batching.split_batch is not None else self.batching.size_of(batch)
-        return evaluation_microbatches(size, self.num_microbatches, self.num_ranks)
+        return evaluation_microbatches(self.batching.evaluation_size_of(batch), self.num_microbatches, self.num_ranks)
 
 
 def first_batch(loader: Any, device: torch.device) -> Any:

@@ -242,7 +242,12 @@ def remember_split(split: Split, stages: Sequence[int]) -> None:
         ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
     """
     attributes = split.units.layers[0].module.__dict__
-    before, stages_before = attributes.setdefault(_SPLIT, (split, tuple(stages)))
+    if _SPLIT not in attributes:
+        # without what units run, so that the module can be pickled
+        bare = {unit: Unit(unit.name, unit.module, unit.is_layer) for unit in split.units.all}
+        units = Units(split.units.name, list(bare.values()), tuple(bare[unit] for unit in split.units.layers))
+        attributes[_SPLIT] = (_with_units(split, units, bare), tuple(stages))
+    before, stages_before = attributes[_SPLIT]
     if before.boundaries != split.boundaries or stages_before != tuple(stages):
         raise ConfigurationError(
             f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of "
@@ -259,6 +264,11 @@ def earlier_split(units: Units) -> Split | None:
     split: Split = before[0]
     of_module = {unit.module: unit for unit in units.all}  # the same modules, in units of now
     renewed = {unit: of_module[unit.module] for unit in split.units.all if unit.module in of_module}
+    return _with_units(split, units, renewed)
+
+
+def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
+    """The same division of the same modules, in other units."""
     calls = LayerCalls(
         tuple(renewed[unit] for unit in split.calls.layers),
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),

@@ -90,8 +90,9 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
         if key not in placed and _is_placeholder(value) and first_names.get(key, key) in loaded
     }
     with unwarned(".*copying from a non-meta parameter in the checkpoint to a meta.*"):  # layers of other ranks
-        found = module.load_state_dict(placed, strict=strict)
-    return ([], []) if found is None else (list(found.missing_keys), list(found.unexpected_keys))
+        found: Any = module.load_state_dict(placed, strict=strict)
+    missing, unexpected = found if isinstance(found, tuple) else ((), ())  # a user's own need not return torch's
+    return list(missing), list(unexpected)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

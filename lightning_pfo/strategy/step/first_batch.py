@@ -26,6 +26,7 @@ from lightning_pfo.strategy.step.loss_check import (
     Losses,
     describe,
     differ,
+    is_no_sum,
     is_no_weighted_mean,
     tolerance_of,
 )
@@ -142,7 +143,7 @@ class LossComparison:
                 draws.append(Losses(of_parts, of_all[0], weights))
         if len(draws) <= EXTRA_DRAWS or not differ(draws, tolerance):
             return None
-        is_error = is_no_weighted_mean(draws, tolerance)
+        is_error = is_no_sum(draws) or is_no_weighted_mean(draws, tolerance)
         return is_error, describe(draws, None if whole is not None else num_microbatches, tolerance)
 
     def _tell(self, value: int) -> list[int]:

@@ -81,6 +81,14 @@ def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
     return outside > max(_NO_WEIGHTED_MEAN, _BEYOND_ROUNDING * tolerance) * _scale(draws)
 
 
+def is_no_sum(draws: Sequence[Losses]) -> bool:
+    """Whether losses that are added up, since weights say so, are means: their sum is as many times the loss of all."""
+    number = len(draws[0].of_microbatches)
+    if draws[0].weights != (1.0,) * number:
+        return False
+    return _is_times(number, [draw.of_all for draw in draws], [draw.mean for draw in draws])
+
+
 def _scale(draws: Sequence[Losses]) -> float:
     """What differences are relative to: losses may cancel each other, in the mean or among the samples."""
     return max(_SMALLEST, *(abs(loss) for draw in draws for loss in (draw.of_all, *draw.of_microbatches)))
@@ -108,7 +116,14 @@ def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: f
         )
     number = len(first.of_microbatches)
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
-    if _is_sum(draws):
+    trains_on = "the mean"
+    if is_no_sum(draws):
+        trains_on = "the sum"
+        cause = (
+            f"It is {number} times as large, so the loss of each is a mean: leave microbatch_weight='sum' out, and "
+            f"num_items_in_batch, by which the model does not divide."
+        )
+    elif _is_sum(draws):
         cause = (
             f"It is {number} times as large, so the loss is a sum. Use microbatch_weight='sum', or reduction='mean'."
         )
@@ -127,7 +142,7 @@ def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: f
             "loss_over='batch' with schedule='gpipe'."
         )
     return (
-        f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on the mean of its "
+        f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on {trains_on} of its "
         f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
         f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
@@ -135,8 +150,12 @@ def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: f
 
 
 def _is_sum(draws: Sequence[Losses]) -> bool:
-    """Whether the loss of all samples is as many times the mean as there are microbatches, up to chance."""
-    number = len(draws[0].of_microbatches)
-    means, wholes = [number * draw.mean for draw in draws], [draw.of_all for draw in draws]
-    chance = max(means) - min(means) + max(wholes) - min(wholes)
-    return fmean(means) != 0 and abs(fmean(wholes) - fmean(means)) < 0.01 * abs(fmean(means)) + chance
+    """Whether the loss of all samples is as many times the mean as there are microbatches."""
+    return _is_times(len(draws[0].of_microbatches), [draw.mean for draw in draws], [draw.of_all for draw in draws])
+
+
+def _is_times(number: int, losses: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether the others are `number` times the losses, up to chance."""
+    times = [number * loss for loss in losses]
+    chance = max(times) - min(times) + max(others) - min(others)
+    return fmean(times) != 0 and abs(fmean(others) - fmean(times)) < 0.01 * abs(fmean(times)) + chance

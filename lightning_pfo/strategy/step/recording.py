@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.compat import batch_value
 from lightning_pfo.strategy.step.metrics import is_metric, path_of
@@ -60,15 +61,21 @@ class LogRecorder:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `LightningModule.log`."""
         if is_metric(value):
-            self.metrics[name] = path_of(self.owner, value)
+            self.metrics[name] = kwargs.get("metric_attribute") or path_of(self.owner, value)
+            if not self.metrics[name]:
+                raise ConfigurationError(
+                    f"`self.log({name}, ...)` was given a {type(value).__name__} that no attribute of the module "
+                    f"holds, so its state would be lost. You can fix this by setting an attribute for the metric in "
+                    f"your module's `__init__`, or by `self.log({name}, ..., metric_attribute=name)`."
+                )
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().reshape(())
+            value = value.detach().clone().reshape(())  # the step may write into it afterwards
         elif not isinstance(value, (int, float)):
             raise ConfigurationError(
-                f"self.log in a pipelined step takes a number, a one-element tensor or a metric object; {name!r} is a "
-                f"{type(value).__name__}. Log its mean, or the parts one by one."
+                f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
+                f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
             )
         if args:  # prog_bar, logger, on_step, on_epoch may be given by position
             kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))

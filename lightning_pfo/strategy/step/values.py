@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
@@ -46,6 +47,7 @@ class ValueExchange:
         self._hosts = hosts
         self._last_rank = last_rank
         self._is_last = dist.get_rank(group) == last_rank
+        self._is_alone = dist.get_world_size(group) == 1
         self._known: tuple[bytes, int, list[Any]] = (b"", 0, [])
 
     def share(self, value: Any, error: BaseException | None = None) -> Any:
@@ -62,6 +64,10 @@ class ValueExchange:
             BaseException: The error of this rank, if it was the first to fail or all fail alike; else a
                 `StepFailedError` that quotes the first.
         """
+        if self._is_alone:  # nothing need be sent: objects stay what they are
+            if error is not None:
+                raise error
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         parcel = Parcel(b"")
         if self._is_last and error is None:
             parcel = pack(value, self._device)

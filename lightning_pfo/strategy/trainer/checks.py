@@ -23,6 +23,7 @@ def check_configuration(
     device: torch.device,
     *,
     synchronises_batch_norm: bool,
+    is_divided: bool,
     divides_layers: bool,
     compiles: bool,
     shards_checkpoints: bool = False,
@@ -33,6 +34,7 @@ def check_configuration(
         trainer: The Trainer.
         device: This rank's device.
         synchronises_batch_norm: Whether `sync_batchnorm=True` was given.
+        is_divided: Whether this rank holds a part of the module.
         divides_layers: Whether layers are divided over processes, by tensor parallelism or FSDP2.
         compiles: Whether layers are compiled.
         shards_checkpoints: Whether checkpoints are written in shards.
@@ -54,8 +56,8 @@ def check_configuration(
     check_precision(trainer.precision_plugin)
     if compiles:
         check_compiler(device)
-    check_averages(trainer, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
-    if any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    check_averages(trainer, in_stages=is_divided, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
+    if is_divided and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigurationError(
             "ModelPruning reads and replaces the weights of all layers, but a pipeline rank holds those of its own "
             "stages. Prune the checkpoint on one device, or leave the callback out."

@@ -95,6 +95,9 @@ PRIVATE = {
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn": (
         "SLURM's request to be requeued would save from within a signal handler, on each rank at another batch."
     ),
+    "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
+        "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
+    ),
     "lightning.pytorch.callbacks.StochasticWeightAveraging._average_model": (
         "Averages of weights would keep the layers of all stages on every rank."
     ),
@@ -177,6 +180,11 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 def training_data(trainer: pl.Trainer) -> Any:
     """The training data as the user gave them: loaders, alone or in lists and dicts."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def skips_backward(trainer: pl.Trainer) -> bool:
+    """Whether batches are run for the statistics of batch norms alone, as `StochasticWeightAveraging` does."""
+    return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
 
 
 def average_of(callback: Any) -> Any:

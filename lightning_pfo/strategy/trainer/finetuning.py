@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -29,4 +30,13 @@ def _finetuning(trainer: pl.Trainer) -> list[BaseFinetuning]:
 
 def _filter_by_identity(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [parameter for parameter in params if id(parameter) not in known]
+    given = list(params)
+    added = [parameter for parameter in given if id(parameter) not in known]
+    if len(added) < len(given):
+        rank_zero_warn(
+            f"{len(given) - len(added)} of the {len(given)} parameters that are unfrozen exist already in a group of "
+            f"this optimizer, and are left out of the new one. Did you init your optimizer in `configure_optimizers` "
+            f"with frozen parameters? Use {type(optimizer).__name__}(filter(lambda p: p.requires_grad, "
+            f"self.parameters()), ...)."
+        )
+    return added

@@ -128,11 +128,13 @@ def _checked_until_connected(strategy: Any, check: Callable[[], None]) -> Iterat
         while not ended.wait(0.5) and strategy.rank_watch is None:
             check()
 
-    threading.Thread(target=look, name="pfo-launch-watch", daemon=True).start()
+    watch = threading.Thread(target=look, name="pfo-launch-watch", daemon=True)
+    watch.start()
     try:
         yield
     finally:
         ended.set()
+        watch.join()
 
 
 def _end(reason: str, status: int = 1) -> None:

@@ -123,12 +123,12 @@ class MeshStrategy(StrategyBase):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.replica}
+        return {"num_replicas": self._data_parallel_size, "rank": self._replica}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         # Lightning would seed workers by process, and the ranks of a pipeline augment the same batch differently
-        seed_workers(dataloader, self.mesh.replica)
+        seed_workers(dataloader, self._replica)
         return super().process_dataloader(dataloader)
 
     @property
@@ -141,6 +141,10 @@ class MeshStrategy(StrategyBase):
         if self._mesh is None:
             raise RuntimeError("Accessing the mesh before setup_environment() is not possible; use it from setup on.")
         return self._mesh
+
+    @property
+    def _replica(self) -> int:
+        return self.mesh.replica if self._data_parallel_size > 1 else 0
 
     @override
     def make_launcher(self) -> ScriptLauncher | ForkLauncher:

@@ -32,7 +32,7 @@ from lightning_pfo.strategy.step.microbatches import (
 )
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED
+from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
@@ -109,7 +109,7 @@ class StepStrategy(CheckpointStrategy):
         self.meet(f"training step of batch {batch_idx}")
         batch, rest = batch_of(args)
         if self._num_microbatches is None:
-            self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch))
+            self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch, self.mesh.num_ranks))
         assert self._num_microbatches is not None
         self._check_batch(batch, batch_idx)
         # what comes before it must be reduced too, and together with it
@@ -156,7 +156,7 @@ class StepStrategy(CheckpointStrategy):
         runner = self._get_pipeline().runner
         if kind != "predict" and not self._are_wanted(f"on_{kind}_batch_end"):
             outputs = "nobody"
-        size = None if runner.batching.split_batch is not None else runner.batching.size_of(batch)
+        size = runner.batching.evaluation_size_of(batch)
         return runner.evaluate(
             kind,
             self._step(f"{kind}_step"),
@@ -322,7 +322,7 @@ def gradients_are_stale(module: pl.LightningModule) -> bool:
         module: The user's module, in training.
     """
     trainer = module.trainer
-    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches:
+    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or skips_backward(trainer):
         return False
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return (

@@ -223,6 +223,12 @@ class PfoPipelineStrategy(StepStrategy):
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of a Trainer, and other processes: without what belongs to the processes of a run."""
+        state = {**super().__getstate__(), "_pipeline": None, "_mesh": None, "_meeting": None, "rank_watch": None}
+        state.pop("_restore", None)
+        return {**state, "_signals": SignalsAtBatchEnd(), "_patches": Patches()}
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -239,6 +245,7 @@ class PfoPipelineStrategy(StepStrategy):
             trainer,
             self.root_device,
             synchronises_batch_norm=self.synchronises_batch_norm,
+            is_divided=self.mesh.num_ranks > 1 or self._zero_stage > 0 or self.mesh.tensor_group is not None,
             divides_layers=self._zero_stage > 0 or self.mesh.tensor_group is not None,
             compiles=self._compile,
             shards_checkpoints=bool(self._save_distributed_checkpoint),
@@ -303,13 +310,13 @@ class PfoPipelineStrategy(StepStrategy):
     def _first_step(self) -> Callable[[torch.device], Any] | None:
         """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
         module = self._module()
-        data = training_data(module.trainer)
-        if self._partition != "profile" and not can_be_read_again(data):
-            return None
-        with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
+        with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
+            data = training_data(module.trainer)
+            if self._partition != "profile" and not can_be_read_again(data):
+                return None
             batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
         number = self._num_microbatches
-        size = self._batching.size_of(batch)
+        size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
         microbatch = self._batching.split(batch, number)[0]
 

@@ -37,11 +37,12 @@ def _averages(trainer: pl.Trainer) -> Iterator[tuple[Any, nn.Module]]:
             yield callback, average.module if isinstance(average, AveragedModel) else average
 
 
-def check_averages(trainer: pl.Trainer, *, divided: bool, sharded_checkpoints: bool) -> None:
+def check_averages(trainer: pl.Trainer, *, in_stages: bool, divided: bool, sharded_checkpoints: bool) -> None:
     """Check that weights can be averaged.
 
     Args:
         trainer: The Trainer with its callbacks.
+        in_stages: Whether ranks hold different parts of the module.
         divided: Whether layers are divided over processes (tensor parallelism, FSDP2).
         sharded_checkpoints: Whether checkpoints are written in shards.
 
@@ -61,7 +62,7 @@ def check_averages(trainer: pl.Trainer, *, divided: bool, sharded_checkpoints: b
                 f"save_distributed_checkpoint=False."
             )
         has_batch_norm = any(isinstance(module, _BATCH_NORMS) for module in average.modules())
-        if isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
+        if in_stages and isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
             raise ConfigurationError(
                 f"{name} resets the statistics of batch norm also in layers that other ranks hold. Use "
                 f"lightning.pytorch.callbacks.WeightAveraging, which averages them with the weights."

@@ -8,7 +8,8 @@ from net import NetWithLoss, make_loaders
 from users_setup import (
     FOLDER,
     IDS,
-    SumOverItems,
+    MeanInAnyCase,
+    SumOverOthers,
     make_accelerator,
     make_llama,
     make_net,
@@ -36,9 +37,13 @@ def term_over_parameters():
 
 
 def items_without_weights():
-    model, _, _ = prepare(make_accelerator(), SumOverItems(), pipeline_module="layers")
-    batch = train_loader()[0]
-    model(**batch, num_items_in_batch=16)
+    model, _, _ = prepare(make_accelerator(), SumOverOthers(), pipeline_module="layers")
+    model(**train_loader()[0], number=16)
+
+
+def items_that_nobody_divides_by():
+    model, _, _ = prepare(make_accelerator(), MeanInAnyCase(), pipeline_module="layers")
+    model(**train_loader()[0], num_items_in_batch=16)
 
 
 def norm_of_a_rank():
@@ -131,6 +136,7 @@ REFUSALS = (
     outputs_in_training,
     term_over_parameters,
     items_without_weights,
+    items_that_nobody_divides_by,
     norm_of_a_rank,
     saved_placeholders,
     state_on_the_main_process,

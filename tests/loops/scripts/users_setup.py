@@ -59,9 +59,25 @@ def make_net():
 class SumOverItems(NetWithLoss):
     """Its loss is a sum divided by the number of items of several batches."""
 
-    def forward(self, *, x, labels, num_items_in_batch):
+    def forward(self, *, x, labels, num_items_in_batch=None):
+        if num_items_in_batch is None:
+            return super().forward(x=x, labels=labels)
         logits = super(NetWithLoss, self).forward(x)
         return {"loss": nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch}
+
+
+class SumOverOthers(SumOverItems):
+    """Gives the number another name."""
+
+    def forward(self, *, x, labels, number):
+        return super().forward(x=x, labels=labels, num_items_in_batch=number)
+
+
+class MeanInAnyCase(NetWithLoss):
+    """Takes the number, and does not divide by it, as some models of transformers."""
+
+    def forward(self, *, x, labels, num_items_in_batch):
+        return super().forward(x=x, labels=labels)
 
 
 def train_loader():

@@ -49,6 +49,23 @@ def test_hosts_wait_at_no_barrier_for_what_is_logged(folder):
         assert [read(folder, f"dp_pp_{replica}_{stage}")["barriers"] for stage in (0, 1)] == [0, 0]
 
 
+@pytest.mark.parametrize("order", ["dp_pp", "pp_dp"])
+def test_collectives_in_steps_and_hooks_see_the_replicas(folder, order):
+    """Gathering, reducing, barriers, metrics that synchronise in steps, and values logged with `sync_dist` or without."""
+    of_ddp = [read(folder, f"ddp_{replica}_0")["talked"] for replica in (0, 1)]
+    alone = [found["metrics"].pop("alone") for found in of_ddp]
+    assert alone[0] != alone[1]
+    for replica, expected in enumerate(of_ddp):
+        expected["metrics"]["alone"] = sum(alone) / 2  # replicas of a pipeline log the same
+        for stage in (0, 1):
+            found = read(folder, f"{order}_{replica}_{stage}")["talked"]
+            assert found["metrics"] == pytest.approx(expected["metrics"], abs=2e-5)
+            assert len(found["seen"]) == len(expected["seen"])
+            for values, others in zip(found["seen"], expected["seen"], strict=True):
+                for value, other in zip(*(v if isinstance(v, list) else [v] for v in (values, others)), strict=True):
+                    assert value == pytest.approx(other, abs=2e-5), (values, others)
+
+
 def test_the_mesh_order_places_processes(folder):
     places = {
         order: sorted(

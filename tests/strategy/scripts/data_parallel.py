@@ -8,6 +8,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from plain_module import PlainModule, make_loaders
+from torchmetrics import MeanMetric
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -36,13 +37,64 @@ class Barriers(L.Callback):
         self.barrier(*args, **kwargs)
 
 
+class Collective(PlainModule):
+    """Talks to the other replicas in steps and in hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric, self.seen = MeanMetric(dist_sync_on_step=True), []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)[0]
+        self.trainer.strategy.barrier()
+        gathered = self.all_gather(loss.detach())
+        self.metric(loss.detach(), weight=len(batch[0]))
+        self.log("train_loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("most", loss, sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("metric", self.metric, on_step=True, on_epoch=True)
+        self.log_dict({"alone": loss, "number": float(batch_idx)}, rank_zero_only=False)
+        return {"loss": loss, "gathered": gathered.mean(), "reduced": self.trainer.strategy.reduce(loss.detach())}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.strategy.barrier("in a hook")
+        values = [outputs["gathered"], outputs["reduced"], *self.all_gather({"loss": outputs["loss"]})["loss"]]
+        decision = self.trainer.strategy.reduce_boolean_decision(batch_idx == 1, all=False)
+        self.seen.append([*(value.tolist() for value in values), decision])
+        self.log("hook", outputs["loss"], sync_dist=True, on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.seen.append(self.metric.compute().item())
+        self.log("ended", self.seen[0][1], sync_dist=True)
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch)[0]
+        self.log("val_loss", loss, sync_dist=True)
+        return self.all_gather(loss).mean()
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(outputs.tolist())
+
+
+def options_of(kind):
+    if kind == "ddp":
+        return {"strategy": "ddp", "devices": 2}
+    strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4)
+    return {"strategy": strategy, "devices": 4}
+
+
+def talk(kind):
+    L.seed_everything(3)
+    module, loaders = Collective(), make_loaders(num_samples=96, batch_size=16)
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **silent, **options_of(kind))
+    trainer.fit(module, *loaders)
+    return {"seen": module.seen, "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()}}
+
+
 def main(kind, folder):
     folder = Path(folder)
-    if kind == "ddp":
-        options = {"strategy": "ddp", "devices": 2}
-    else:
-        strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4)
-        options = {"strategy": strategy, "devices": 4}
+    options = options_of(kind)
+    strategy = options["strategy"]
     L.seed_everything(3)
     module = Synchronised(metrics=True)
     train, val = make_loaders(num_samples=96, batch_size=16)
@@ -66,6 +118,7 @@ def main(kind, folder):
     replica = trainer.global_rank if kind == "ddp" else strategy.mesh.replica
     stage = 0 if kind == "ddp" else strategy.mesh.rank
     result["place"] = [trainer.global_rank, replica, stage]
+    result["talked"] = talk(kind)
     (folder / f"{kind}_{replica}_{stage}.json").write_text(json.dumps(result))
     trainer.strategy.barrier()
     if trainer.is_global_zero:

@@ -4,14 +4,24 @@ The same runs by a plain Trainer, and by the pipeline on one and two ranks; each
 """
 
 import json
+import pickle
 import sys
+import threading
+import warnings
 from functools import partial
 from pathlib import Path
 
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, Checkpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BasePredictionWriter,
+    Checkpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
 from torch import nn
@@ -357,6 +367,20 @@ class LogsTwice(Skips):
         return self.loss(batch[0])
 
 
+class LogsNone(Skips):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.log("foo", {"a": 1})
+        return loss
+
+
+class LogsForeignMetric(Skips):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.log("foo", MeanMetric())
+        return loss
+
+
 class Leaves(Skips):
     """One rank alone ends its epoch."""
 
@@ -369,7 +393,7 @@ class Leaves(Skips):
 
 def errors(where):
     found = {}
-    for cls in (FailsBeforeTheModel, LogsTwice, *([Leaves] if where == "two" else [])):
+    for cls in (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, *([Leaves] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])
@@ -528,10 +552,114 @@ def hooks(where):
     return called
 
 
-def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
+class Splits(Quiet):
+    """Makes its loader with random numbers."""
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(DATA[torch.randperm(len(DATA))]), batch_size=6)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(batch[0].sum()), plain(outputs["loss"])])
+
+
+def splits(where):
+    L.seed_everything(3, verbose=False)
+    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module := Splits())
+    return module.hooks
+
+
+class Plain(Quiet):
+    """Its batches have no samples."""
+
+    def predict_step(self, batch, batch_idx):
+        return self.loss(DATA[batch["index"]])
+
+    validation_step = test_step = predict_step
+
+
+def without_samples(where):
+    trainer, _ = trainer_of(where)
+    L.seed_everything(3, verbose=False)
+    batches, module = DataLoader([{"index": 0}, {"index": 1}], batch_size=None), Plain()
+    trainer.validate(module, batches, verbose=False)
+    return [plain(trainer.predict(module, batches)), module.hooks[:2]]
+
+
+class OfClass(Skips):
+    """Keeps what it has seen in its class, prints to another stream, and returns what nobody can send."""
+
+    of_all = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.of_all.append(loss)
+        self.print("to stderr", file=sys.stderr)
+        return {"loss": loss, "function": (lambda: batch_idx) if self.trainer.world_size == 1 else None}
+
+    def print(self, *texts, file):
+        self.hooks.append([*texts, file is sys.stderr])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.hooks.append([plain(self.of_all), outputs["function"] is not None or self.trainer.world_size > 1])
+
+
+def of_class(where):
+    OfClass.of_all.clear()
+    return fit(where, OfClass).hooks
+
+
+def after_fit(where):
+    """Module and Trainer can be copied and sent to other processes, and no thread is left but the watch of ranks."""
+    module = fit(where, Skips)
+    trainer = module.trainer
+    threads = {thread.name for thread in threading.enumerate()} - {"MainThread", "pfo-rank-watch"}
+    copied = pickle.loads(pickle.dumps(module))
+    trainer_of_copy = pickle.loads(pickle.dumps(trainer))
+    same = [
+        bool((a == b).all()) for a, b in zip(copied.parameters(), module.parameters(), strict=True) if not a.is_meta
+    ]
+    trainer_of_copy.fit_loop.max_epochs = 2
+    trainer_of_copy.fit(copied, DataLoader(TensorDataset(DATA), batch_size=6))
+    return [sorted(threads), all(same), trainer_of_copy.current_epoch, copied.hooks[-1]]
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.layers[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            self.unfreeze_and_add_param_group(module.layers[0], optimizer)
+        module.hooks.append(["Did you init your optimizer" in str(warning.message) for warning in found])
+
+
+def unfreezes(where):
+    return fit(where, Skips, callbacks=[Unfreezes()]).hooks
+
+
+class Normed(Skips):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].append(nn.BatchNorm1d(4))
+
+
+def whole(where):
+    """What needs the whole module runs where one rank has it."""
+    pruned = fit(where, Skips, callbacks=[ModelPruning("l1_unstructured", amount=0.5, apply_pruning=True)])
+    averaged = fit(
+        where, Normed, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3, num_microbatches=1
+    )
+    tensors = [*pruned.state_dict().values(), *averaged.state_dict().values()]
+    return [[tensor.double().sum().item(), int((tensor == 0).sum())] for tensor in tensors]
+
+
+def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **strategy_options):
     L.seed_everything(3, verbose=False)
     module = make()
-    trainer, _ = trainer_of(where, callbacks, max_epochs=max_epochs, limit_val_batches=0)
+    options = {"max_epochs": max_epochs, "limit_val_batches": 0, "strategy_options": strategy_options}
+    trainer, _ = trainer_of(where, callbacks, **options)
     trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=6), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -540,6 +668,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1):
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
+    parts = (*parts, splits, without_samples, of_class, after_fit, unfreezes, *([] if where == "two" else [whole]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

@@ -72,6 +72,20 @@ def test_every_batch_of_an_evaluation_has_noise_of_its_own(seen):
 
 
 @pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("part", ["of_class", "after_fit", "unfreezes", "splits", "without_samples"])
+def test_what_is_left_after_a_step_or_a_fit_is_that_of_one_device(seen, part, rank):
+    """Containers of the user's class, streams; copies of the Trainer, threads; parameters that an optimizer has."""
+    expected = seen["plain_0"][part]
+    if (part, rank) == ("unfreezes", "two_1"):  # the first rank warns
+        expected = [[], *expected[1:]]
+    check(seen[rank][part], expected, part)
+
+
+def test_one_rank_has_the_whole_module_for_pruning_and_batch_norms_averages(seen):
+    check(seen["one_0"]["whole"], seen["plain_0"]["whole"], "whole")
+
+
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("part", ["in_steps", "skips", "fetches", "stops", "restores", "scales"])
 def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
     """Collectives in steps, skipped batches, dataloader_iter, should_stop, checkpoints, out of memory on one rank."""
@@ -92,6 +106,9 @@ def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
     assert errors["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
     assert errors["LogsTwice"] == seen["plain_0"]["errors"]["LogsTwice"]
     assert "twice in `training_step` with different arguments" in errors["LogsTwice"][1]
+    for errors in (seen[rank]["errors"], seen["plain_0"]["errors"]):
+        assert "`self.log(foo, {'a': 1})` was called" in errors["LogsNone"][1]
+        assert "fix this by setting an attribute for the metric" in errors["LogsForeignMetric"][1]
 
 
 def test_ranks_at_different_places_end_with_their_names(seen):

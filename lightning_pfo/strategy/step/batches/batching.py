@@ -14,6 +14,7 @@ from lightning_pfo.strategy.step.batches.splitting import (
     SplitBatch,
     batch_size_of,
     first_samples,
+    size_or_one,
     split_batch,
 )
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight, check_microbatch_weight, weights_of
@@ -85,11 +86,17 @@ class Batching:
         """Divide a batch into microbatches; fewer, if it has fewer samples."""
         return split_batch(batch, num_microbatches, batch_dim=self.batch_dim, split=self.split_batch)
 
-    def size_of(self, batch: Any) -> int:
-        """Number of samples of a batch."""
+    def size_of(self, batch: Any, num_ranks: int) -> int:
+        """Number of samples of a batch to train on; on one rank 1, if it cannot be divided."""
+        if num_ranks == 1 and self.split_batch is None:
+            return size_or_one(batch, self.batch_dim)
         if self.split_batch is not None:
             return split_batch(batch, 1, batch_dim=self.batch_dim).size
         return batch_size_of(batch, self.batch_dim)
+
+    def evaluation_size_of(self, batch: Any) -> int | None:
+        """Number of samples of a batch that is only run forward; 1: it need not be divided; None: it is not known."""
+        return None if self.split_batch is not None else size_or_one(batch, self.batch_dim)
 
     def first_parts(self, batch: Any, microbatches: Microbatches, number: int) -> Any:
         """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""

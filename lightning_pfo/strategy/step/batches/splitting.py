@@ -92,7 +92,7 @@ def split_batch(
     if split is not None:
         return _split_by(split, batch, num_microbatches, batch_dim)
     if num_microbatches == 1:  # whatever it is
-        return Microbatches((batch,), (_size_or_one(batch, batch_dim, expected),))
+        return Microbatches((batch,), (size_or_one(batch, batch_dim, expected),))
     reading = read(batch, batch_dim, expected)
     sizes = even_sizes(reading.size, num_microbatches)
     if len(sizes) == 1:
@@ -114,7 +114,8 @@ def first_samples(batch: Any, number: int, batch_dim: int = 0, expected: Collect
     return _take(reading.root, reading, 0, number, batch_dim)
 
 
-def _size_or_one(batch: Any, batch_dim: int, expected: Collection[int] = ()) -> int:
+def size_or_one(batch: Any, batch_dim: int, expected: Collection[int] = ()) -> int:
+    """The number of samples of a batch, or 1 if it cannot be divided."""
     try:
         return batch_size_of(batch, batch_dim, expected)
     except BatchError:
@@ -134,7 +135,7 @@ def _split_by(split: SplitBatch, batch: Any, num_microbatches: int, batch_dim: i
         parts, sizes = found.parts, found.sizes
     elif isinstance(found, (list, tuple)):
         parts = tuple(found)
-        sizes = tuple(_size_or_one(part, batch_dim) for part in parts)
+        sizes = tuple(size_or_one(part, batch_dim) for part in parts)
     else:
         raise BatchError(f"{name} returns a list or tuple of microbatches; got a {type(found).__name__}.")
     if not 1 <= len(parts) <= num_microbatches or len(parts) != len(sizes):

@@ -20,6 +20,14 @@ MicrobatchWeight = str | Callable[[Any], Any]
 IGNORED_LABEL = -100
 """Positions with this label have no part in a loss: the `ignore_index` of torch's cross entropy."""
 WEIGHTS = ("samples", "tokens", "sum")
+ITEMS = "num_items_in_batch"
+"""What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
+
+
+def is_divided_by_items(part: Any) -> bool:
+    """Whether a microbatch says by what its loss is divided: losses of microbatches add up to that of the batch."""
+    ends = (f"['{ITEMS}']", f".{ITEMS}")
+    return any(path.endswith(ends) and leaf is not None for path, leaf in leaves_of(part))
 
 
 def check_microbatch_weight(how: MicrobatchWeight) -> None:
@@ -47,7 +55,8 @@ def weights_of(
         parts: The microbatches.
         sizes: How many samples each has.
         how: `samples`: the loss is a mean over samples. `tokens`: it is a mean over labels that are not -100. `sum`: it
-            is a sum over samples. A function: the loss is a mean over something that it counts in a microbatch.
+            is a sum over samples. A function: the loss is a mean over something that it counts in a microbatch. A
+            batch with `num_items_in_batch` is a `sum`, unless a function is given.
         shifted_labels: Whether the first label of each sequence has no part in the loss, see `shifts_labels`.
 
     Raises:
@@ -55,7 +64,7 @@ def weights_of(
         BatchError: If there are no labels, or the function does not return numbers from 0 on.
     """
     check_microbatch_weight(how)
-    if how == "sum":
+    if how == "sum" or (not callable(how) and is_divided_by_items(parts[0])):
         return (1.0,) * len(parts)
     return shares_of(counts_of(parts, sizes, how, shifted_labels=shifted_labels), sizes)
 

@@ -13,13 +13,15 @@ batch the changes of all microbatches are put together as one batch would have m
 - Floating-point numbers grow by the sum where the module counts samples and does not count batches.
 - Simple objects, such as average meters, are not taken back on the last stage: microbatches are their batches.
 
-Attributes, containers in them, tensors and simple objects of the module itself count, not those of its layers.
+Attributes, containers in them and in the user's class, tensors and simple objects of the module itself count, not
+those of its layers.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from operator import is_, is_not
 from typing import Any
 
@@ -68,6 +70,10 @@ class Attributes:
         self._containers[()] = (vars(owner), dict(vars(owner)))
         for name, value in attributes.items():
             self._note((name,), value)
+        cls: Any = type(owner)
+        for name in _names_of_containers(cls):
+            if name not in attributes:
+                self._note((name,), getattr(cls, name))
         self.enter()
 
     def _note(self, path: Path, value: Any) -> None:
@@ -201,6 +207,14 @@ class Attributes:
 
 
 _ITEMS = "all items"
+
+
+@cache
+def _names_of_containers(cls: type) -> list[str]:
+    """The containers that a user's class holds for all of its modules."""
+    of_users = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "lightning.", "builtins"))]
+    names = dict.fromkeys(name for base in of_users for name in vars(base) if not name.startswith("__"))
+    return [name for name in names if isinstance(getattr(cls, name), (dict, list, deque, set))]
 
 
 def _items_of(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -7,6 +7,7 @@ step ends with.
 from __future__ import annotations
 
 import pickle
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
+_STREAMS = ("stdout", "stderr")
 _EXACT = 2**53
 """Up to here float64 holds every integer."""
 
@@ -33,6 +35,13 @@ class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_on_cpu: bool
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Stands for `sys.stdout` or `sys.stderr`, of which each rank has its own."""
+
+    name: str
 
 
 @dataclass
@@ -76,7 +85,8 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
                 marks.append(_Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu"))
                 parcel.tensors.append(leaf.contiguous())
         else:
-            marks.append(leaf)
+            streams = [name for name in _STREAMS if leaf is getattr(sys, name)]
+            marks.append(_Stream(streams[0]) if streams else leaf)
     try:
         parcel.outline = pickle.dumps(tree_unflatten(marks, structure))
     except Exception:  # anything may be among the leaves
@@ -122,5 +132,5 @@ def unpack(outline: bytes, numbers: torch.Tensor, tensors: list[torch.Tensor], d
         elif isinstance(mark, _Tensor):
             leaves.append(next(several).to("cpu" if mark.is_on_cpu else device))
         else:
-            leaves.append(mark)
+            leaves.append(getattr(sys, mark.name) if isinstance(mark, _Stream) else mark)
     return tree_unflatten(leaves, structure)
