@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.parallel.compat import base_of, tree_leaves
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.parallel.compat import base_of
 
 FOREVER = math.inf
 
@@ -86,6 +87,9 @@ class Event:
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads.
         changes_state: Of units, whether they change buffers of their own.
+        rewrites: Of units, whether they change containers that they are given: what they return stands in `results`
+            together with their arguments and named arguments as they are then.
+        returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
     """
 
@@ -98,6 +102,8 @@ class Event:
     reads: bool = False
     line: str = ""
     changes_state: bool = False
+    rewrites: bool = False
+    returns: int = -1
     saved_bytes: int = 0
 
 

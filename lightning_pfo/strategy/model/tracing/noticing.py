@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
     TorchDispatchMode,
     memory_of,
     named_tensors,
     recompute_with,
-    tree_leaves,
     version_of,
 )
 from lightning_pfo.strategy.parallel.patches import Patches

@@ -21,6 +21,7 @@ from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.trace import returned_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -31,19 +32,17 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     natively,
     no_longer_tracked,
     ordinary,
-    plain,
+    plain_in_place,
     tracked,
     unflattened,
     untracked,
     value_of,
 )
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     Recompute,
     recompute_with,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -240,9 +239,10 @@ class StageRun:
             else leaf
             for leaf in event.results
         ]
-        return tree_unflatten(found, event.structure)
+        return returned_of(event, tree_unflatten(found, event.structure), (args, kwargs))
 
     def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args, kwargs
         leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
         if any(leaf.held is not None or leaf.is_absent for leaf in ours):
@@ -251,6 +251,8 @@ class StageRun:
             )
         with following(None), self._around(), ordinary(ours):
             result = compute(*args, **kwargs)
+        if event.rewrites:
+            result = result if event.returns < 0 else None, (args, kwargs)
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
             raise _deviates()
@@ -268,7 +270,7 @@ class StageRun:
             tensor = tracked(adopted.of(leaves))
             self._adopted.append(tensor)
             self._keep(adopted.label, tensor)
-        return found[0] if form is None else tree_unflatten(found, form)
+        return found[0] if form is None else returned_of(event, tree_unflatten(found, form), given)
 
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
@@ -276,8 +278,8 @@ class StageRun:
             follow_no_more()
         else:
             with following(None), self._around():
-                return compute(*plain(args), **plain(kwargs))
-        return compute(*plain(args), **plain(kwargs))
+                return compute(*plain_in_place(args), **plain_in_place(kwargs))
+        return compute(*plain_in_place(args), **plain_in_place(kwargs))
 
     def _keep(self, label: int, tensor: torch.Tensor) -> None:
         if label in self._wanted:

@@ -37,14 +37,12 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
+from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
     has_memory,
     memory_of,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
     version_of,
 )
 
@@ -132,12 +130,14 @@ class _TraceRun:
         position = self._begin(event, leaves)
         outline = self.outline(event, unit, args, kwargs)
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
+        event.rewrites, event.returns = outline.rewrites, outline.returns
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
         found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        return self._end(event, leaves, found, outline.structure, changed, self._line_of(leaves))
+        result = self._end(event, leaves, found, outline.structure, changed, self._line_of(leaves))
+        return returned_of(event, result, (args, kwargs))
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
@@ -291,7 +291,7 @@ class _Inside:
             else leaf
             for leaf in outline.leaves
         ]
-        return tree_unflatten(found, outline.structure)
+        return returned_of(outline, tree_unflatten(found, outline.structure), (args, kwargs))
 
     def enter(self, unit: Any) -> None:
         """Layers inside of events are no places for boundaries."""
@@ -299,6 +299,15 @@ class _Inside:
     def note(self, values: Any) -> None:
         self.was_asked = True
         self._run.note(values)
+
+
+def returned_of(call: Event | Outline, result: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """What a call returns, after what it has written into containers is written into those that it was given."""
+    if not call.rewrites:
+        return result
+    result, changed = result
+    rewrite(given, changed)
+    return result if call.returns < 0 else [*given[0], *given[1].values()][call.returns]
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -16,11 +16,9 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
+from lightning_pfo.strategy.model.tracing.trees import attributes_of, tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
     without_memory,
 )
 
@@ -200,6 +198,26 @@ def plain(values: Any) -> Any:
     if kind is dict:
         return {key: plain(value) for key, value in values.items()}
     return tree_map_only(Tracked, value_of, values)
+
+
+def plain_in_place(values: Any) -> Any:
+    """As `plain`, but lists, dicts and objects stay who they are: what is called may write into them."""
+    kind = type(values)
+    if kind is Tracked:
+        return value_of(values)
+    if kind in _LEAVES:
+        return values
+    if isinstance(values, tuple):
+        return tree_map_only(Tracked, value_of, values) if kind is not tuple else tuple(map(plain_in_place, values))
+    if isinstance(values, (list, dict)):
+        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+            if (now := plain_in_place(value)) is not value:
+                values[key] = now
+        return values
+    for name, value in attributes_of(values).items():
+        if (now := plain_in_place(value)) is not value:
+            object.__setattr__(values, name, now)
+    return values
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
