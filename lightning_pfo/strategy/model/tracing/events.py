@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +149,11 @@ class Trace:
             if isinstance(leaf, Tracked) and leaf.label >= 0:
                 value = self.values[leaf.label]
                 value.last_use = max(value.last_use, when)
+
+    def use_sizes(self, labels: Iterable[int], when: float) -> None:
+        """Note that the sizes of values are needed."""
+        for label in labels:
+            self.values[label].last_use = max(self.values[label].last_use, when)
 
     def live(self, position: int) -> list[int]:
         """The values that are there before an event, and needed by it or later."""

@@ -6,7 +6,7 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -155,6 +155,13 @@ class StageRun:
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a function of torch."""
         return self._event(function, function, args, kwargs)
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Of the form of a tensor; in a run sizes are what they are."""
+        return answer
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """See `told`."""
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""

@@ -509,6 +509,37 @@ def nonzero_of_a_stage(net, x, y):
     return net.loss(x, y) + x[rows[:, 0]].sum()
 
 
+@case(refused=rf"{DEPENDS}.*cases.py")
+def chosen_rows_per_layer(net, x, y):
+    """Between two layers nothing is of varying size."""
+    x = net.stem(x)
+    chosen = x[:, : len(net.layers)].argmax(-1)
+    for index, layer in enumerate(net.layers):
+        rows, _ = torch.where((chosen == index)[:, None])
+        part = layer(x[rows]).reshape(-1, x.shape[1]) * net.scale[index]
+        x = x.index_add(0, rows, part / part.shape[1] ** 0.5)
+    return net.loss(x, y)
+
+
+@case(refused=rf"{DEPENDS}.*cases.py")
+def number_of_chosen_rows(net, x, y):
+    """Python's numbers are of the stage that has the tensor, also where only its size is wanted later."""
+    x = net.stem(x)
+    number = x[x[:, 0] > 0].shape[0]
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x / (1 + 2 * number), y)
+
+
+@case(refused=rf"{DEPENDS}.*cases.py")
+def number_of_chosen_rows_in_a_tensor_of_the_step(net, x, y):
+    x = net.stem(x)
+    weight = torch.ones(1, 6) / max((x[:, 0] > 0).nonzero().size(0), 1)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x * weight, y)
+
+
 @case(layer=Pair)
 def tuples(net, x, y):
     value = (net.stem(x), (x[:, :1] > 0).long())
