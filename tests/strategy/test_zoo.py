@@ -25,6 +25,7 @@ EQUAL = [
     "in_place_relu_first",
     "raw_parameters",
     "activation_checkpointing",
+    "experts_by_index",
     "deep_supervision",
     "encode_and_call_twice",
     "vq_vae",

@@ -109,7 +109,7 @@ PRIVATE = {
     ),
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": (
         "A group of layers under `checkpoint` that a stage boundary cuts would run in backward from its begin, with "
-        "layers that are elsewhere."
+        "layers that are elsewhere. From torch 2.15 on what is used has this name with `_impl` at its end."
     ),
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": (
         "`torch.nn.utils.clip_grad_norm_` would clip by the norm of one rank's gradients without a word, as a loop may "
@@ -247,9 +247,14 @@ Recompute = Callable[..., Generator[None, None, None]]
 """What surrounds the forward of a function under `torch.utils.checkpoint`, without reentrance: up to its `yield`."""
 
 
+_RECOMPUTES = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+"""What `checkpoint` calls: up to torch 2.14, and from 2.15 on, where the former is for others only."""
+
+
 def recompute_with(make: Callable[[Recompute], Recompute], patches: Patches) -> None:
     """Let `torch.utils.checkpoint` do something else around forwards, made from what it does."""
-    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    module, older, newer = torch.utils.checkpoint, *_RECOMPUTES
+    name = newer if hasattr(module, newer) else older
     patches.set(module, name, make(getattr(module, name)))
 
 

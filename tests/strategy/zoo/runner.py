@@ -132,7 +132,7 @@ def _train_alone(module: L.LightningModule, batches: list[Any], path: Path) -> _
     for index, batch in enumerate(batches):
         parts = []
         for number, microbatch in enumerate(split_batch(batch, NUM_MICROBATCHES)):
-            random_state.seed(_CPU, 0, 0, 0, index, index, number, 0)  # what a microbatch's step draws first
+            random_state.seed(_CPU, 0, 0, 0, 0, index, index, number, 0)  # what a microbatch's step draws first
             output = module.training_step(microbatch, index)
             loss = output["loss"] if isinstance(output, dict) else output
             (loss / NUM_MICROBATCHES).backward()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.parallel.compat import base_of, tree_leaves
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.parallel.compat import base_of
 
 FOREVER = math.inf
 
@@ -86,6 +88,9 @@ class Event:
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads.
         changes_state: Of units, whether they change buffers of their own.
+        rewrites: Of units, whether they change containers that they are given: what they return stands in `results`
+            together with their arguments and named arguments as they are then.
+        returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
     """
 
@@ -98,6 +103,8 @@ class Event:
     reads: bool = False
     line: str = ""
     changes_state: bool = False
+    rewrites: bool = False
+    returns: int = -1
     saved_bytes: int = 0
 
 
@@ -142,6 +149,11 @@ class Trace:
             if isinstance(leaf, Tracked) and leaf.label >= 0:
                 value = self.values[leaf.label]
                 value.last_use = max(value.last_use, when)
+
+    def use_sizes(self, labels: Iterable[int], when: float) -> None:
+        """Note that the sizes of values are needed."""
+        for label in labels:
+            self.values[label].last_use = max(self.values[label].last_use, when)
 
     def live(self, position: int) -> list[int]:
         """The values that are there before an event, and needed by it or later."""

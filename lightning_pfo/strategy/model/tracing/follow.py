@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.tracked import current_run, plain
+from lightning_pfo.strategy.model.tracing.tracked import current_run, plain_in_place
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -29,13 +29,13 @@ def _followed(unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
             run.enter(unit)
             return forward(*args, **kwargs)
         if unit.outside is not None and not unit.followed_into:
-            return unit.outside(unit, plain(args), plain(kwargs))
+            return unit.outside(unit, plain_in_place(args), plain_in_place(kwargs))
         if unit.is_elsewhere:
             raise ConfigurationError(
                 f"{unit.name!r} can only be called inside a step (training_step, validation_step, test_step or "
                 f"predict_step; in a loop of one's own, the model's call): elsewhere this process holds the layers of "
                 f"its own stage only. Move the call there."
             )
-        return unit.compute(*plain(args), **plain(kwargs))
+        return unit.compute(*plain_in_place(args), **plain_in_place(kwargs))
 
     return call

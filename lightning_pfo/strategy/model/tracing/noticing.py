@@ -16,13 +16,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
     TorchDispatchMode,
     memory_of,
     named_tensors,
     recompute_with,
-    tree_leaves,
     version_of,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -77,6 +78,8 @@ class TensorsSeen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_metadata(func) or current_run() is not self._run:  # what a unit is given is its own affair
             return func(*args, **(kwargs or {}))
+        if sizes := labels_in(tree_leaves((args, kwargs))):  # an ordinary tensor of such a size may come to any stage
+            self._run.decide(sizes)
         leaves = list(_tensors_in((args, kwargs or {})))
         if any(isinstance(leaf, Tracked) for leaf in leaves):
             return func(*args, **(kwargs or {}))

@@ -14,13 +14,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
     memory_of,
     tensors_of,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
     version_of,
 )
 from lightning_pfo.strategy.parallel.holder import Holder
@@ -52,6 +50,9 @@ class Outline:
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
         from_values: Whether it was found with values, on which it may depend.
+        rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
+            its arguments and named arguments are afterwards.
+        returns: Which of its arguments and named arguments it returns, if it changes containers and returns one; else -1.
     """
 
     leaves: list[Any]
@@ -60,6 +61,8 @@ class Outline:
     saved_bytes: int = 0
     changes_state: bool = False
     from_values: bool = False
+    rewrites: bool = False
+    returns: int = -1
 
 
 def outline_call(
@@ -132,7 +135,10 @@ def _call(
         saved = _Saved(tensors.values())
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
-    found, structure = tree_flatten(result)
+    given, given_structure = tree_flatten((args, kwargs))
+    rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
+    returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
+    found, structure = tree_flatten((result if returns < 0 else None, (args, kwargs)) if rewrites else result)
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
@@ -144,6 +150,8 @@ def _call(
         changed,
         saved.num_bytes,
         any(version_of(tensors[name]) != version for name, version in state.items()),
+        rewrites=rewrites,
+        returns=returns,
     )
 
 

@@ -138,7 +138,7 @@ Bound = list[tuple[str, frozenset[int]]]
 def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
     """Where to cut so that the event at each position begins a stage: where the least has to be sent.
 
-    Between the last unit with parameters before the position and the position itself.
+    Rather where no size depends on values, which cannot cross. Between the last unit with parameters before the position and the position itself.
 
     Args:
         trace: The step.
@@ -153,7 +153,7 @@ def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) 
             for cut in possible
             if _all_have(bound[possible[0] : cut], stage - 1) and _all_have(bound[cut:position], stage)
         ]
-        cuts.append(min(allowed or possible, key=lambda cut: (_bytes(trace, cut), -cut)))
+        cuts.append(min(allowed or possible, key=lambda cut: (_num_varying(trace, cut), _bytes(trace, cut), -cut)))
     return cuts
 
 
@@ -166,6 +166,10 @@ def _possible(trace: Trace, position: int) -> range:
     while first > 0 and not any(unit.num_parameters for unit in trace.events[first - 1].units):
         first -= 1
     return range(max(first, 1), position + 1)
+
+
+def _num_varying(trace: Trace, cut: int) -> int:
+    return sum(bool(trace.values[label].line) for label in trace.live(cut))
 
 
 def _bytes(trace: Trace, cut: int) -> int:

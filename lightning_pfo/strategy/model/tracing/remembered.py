@@ -79,7 +79,7 @@ class Outlines:
     def keep(self, call: Call | None, leaves: list[Any], outline: Outline) -> None:
         """Remember the outline of a call."""
         returns = [leaf for leaf in outline.leaves if not isinstance(leaf, torch.Tensor)]
-        if call is None or not all(isinstance(leaf, (*_PLAIN, Same)) for leaf in returns):
+        if call is None or outline.rewrites or not all(isinstance(leaf, (*_PLAIN, Same)) for leaf in returns):
             return
         self._values_decide = self._values_decide or outline.from_values
         outline = _without_values(outline)

@@ -6,7 +6,7 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.trace import returned_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -31,19 +32,17 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     natively,
     no_longer_tracked,
     ordinary,
-    plain,
+    plain_in_place,
     tracked,
     unflattened,
     untracked,
     value_of,
 )
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     Recompute,
     recompute_with,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -157,6 +156,13 @@ class StageRun:
         """Run, or leave out, a function of torch."""
         return self._event(function, function, args, kwargs)
 
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Of the form of a tensor; in a run sizes are what they are."""
+        return answer
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """See `told`."""
+
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
         compute = partial(checkpoint, unit.compute, use_reentrant=False) if self._recomputes else unit.compute
@@ -240,9 +246,10 @@ class StageRun:
             else leaf
             for leaf in event.results
         ]
-        return tree_unflatten(found, event.structure)
+        return returned_of(event, tree_unflatten(found, event.structure), (args, kwargs))
 
     def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = args, kwargs
         leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
         if any(leaf.held is not None or leaf.is_absent for leaf in ours):
@@ -251,6 +258,8 @@ class StageRun:
             )
         with following(None), self._around(), ordinary(ours):
             result = compute(*args, **kwargs)
+        if event.rewrites:
+            result = result if event.returns < 0 else None, (args, kwargs)
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
             raise _deviates()
@@ -268,7 +277,7 @@ class StageRun:
             tensor = tracked(adopted.of(leaves))
             self._adopted.append(tensor)
             self._keep(adopted.label, tensor)
-        return found[0] if form is None else tree_unflatten(found, form)
+        return found[0] if form is None else returned_of(event, tree_unflatten(found, form), given)
 
     def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
@@ -276,8 +285,8 @@ class StageRun:
             follow_no_more()
         else:
             with following(None), self._around():
-                return compute(*plain(args), **plain(kwargs))
-        return compute(*plain(args), **plain(kwargs))
+                return compute(*plain_in_place(args), **plain_in_place(kwargs))
+        return compute(*plain_in_place(args), **plain_in_place(kwargs))
 
     def _keep(self, label: int, tensor: torch.Tensor) -> None:
         if label in self._wanted:

@@ -8,7 +8,7 @@ computed as it is; every rank has the batch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,14 +37,21 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
+from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.tracing.varying import (
+    all_varying,
+    differing,
+    labels_in,
+    larger_arguments,
+    told,
+    varying_of_operation,
+    without_memory_of_sizes,
+)
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
     has_memory,
     memory_of,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
     version_of,
 )
 
@@ -102,22 +109,27 @@ class _TraceRun:
         self.see(leaves)
         versions = [version_of(leaf) if _is_ordinary(leaf) else 0 for leaf in leaves]
         position = self._begin(event, leaves)
+        if sizes := labels_in(leaves):
+            self.trace.use_sizes(sizes, position)
         depends = ShapesFromValues(leaves, function)
         with self._nothing_drawn(), following(_Inside(self, event)), depends:
-            result = natively(function, args, kwargs)
+            result = natively(function, *_without_memory_of_sizes(args, kwargs, sizes))
         changed = [
             index
             for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
             if _is_ordinary(leaf) and version_of(leaf) != version
         ]
-        dynamic = users_line() if depends.found else ""
-        dynamic = dynamic or self._line_of(leaves)
         for leaf in leaves:
             if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
                 self._change(self._held_values.get(leaf.label))
         found, structure = tree_flatten(result)
-        return self._end(event, leaves, found, structure, changed, dynamic)
+        line = users_line() if depends.found else self._line_of(leaves, sizes)
+        varying = all_varying(found) if line else []
+        if line and not all(leaf is None or id(leaf) in set(map(id, leaves)) for leaf in found):
+            with self._nothing_drawn():
+                varying = varying_of_operation(function, args, kwargs, found, from_values=depends.found)
+        return self._end(event, leaves, found, structure, changed, line, varying)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
@@ -130,14 +142,41 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         self.see(leaves)
         position = self._begin(event, leaves)
+        line = ""
+        if (sizes := labels_in(leaves)) or any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves):
+            self.trace.use_sizes(sizes, position)
+            line = self._line_of(leaves, sizes)
+        given = args, kwargs
+        args, kwargs = _without_memory_of_sizes(args, kwargs, sizes)
         outline = self.outline(event, unit, args, kwargs)
+        varying = self._varying_of_unit(unit, given, outline) if line else []
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
+        event.rewrites, event.returns = outline.rewrites, outline.returns
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
         found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        return self._end(event, leaves, found, outline.structure, changed, self._line_of(leaves))
+        result = self._end(event, leaves, found, outline.structure, changed, line, varying)
+        return returned_of(event, result, given)
+
+    def _varying_of_unit(self, unit: Any, given: Any, outline: Outline) -> list[frozenset[int]]:
+        """The dimensions of what a unit returns that depend on values: those that change with sizes of its arguments."""
+        leaves, structure = tree_flatten(given)
+        try:
+            with self._nothing_drawn(), following(None):
+                larger = tree_unflatten(larger_arguments(leaves), structure)
+                return differing(outline.leaves, outline_call(unit.module, unit.forward, larger, self._device).leaves)
+        except Exception:  # what does not run so may depend on anything
+            return all_varying(outline.leaves)
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Sizes remember what they are sizes of."""
+        return told(function, args, kwargs, answer, self.decide)
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """Python has looked at sizes of values, which may decide all that follows."""
+        self.trace.use_sizes(labels, FOREVER)
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
@@ -192,25 +231,32 @@ class _TraceRun:
         return position
 
     def _end(
-        self, event: Event, leaves: list[Any], found: list[Any], structure: Any, changed: list[int], line: str
+        self,
+        event: Event,
+        leaves: list[Any],
+        found: list[Any],
+        structure: Any,
+        changed: list[int],
+        line: str,
+        varying: list[frozenset[int]],
     ) -> Any:
         returned: list[Any] = []
         event.structure = structure
         own = {id(plain(leaf)): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        for leaf in found:
+        for index_of, leaf in enumerate(found):
             if isinstance(leaf, Same) or (isinstance(leaf, torch.Tensor) and id(leaf) in own):
                 index = leaf.argument if isinstance(leaf, Same) else own[id(leaf)]
                 event.results.append(Same(index))
                 returned.append(leaves[index])
             elif isinstance(leaf, torch.Tensor):
                 value = tracked(leaf)
-                event.results.append(New(self._new(value, line)))
+                event.results.append(New(self._new(value, line, varying[index_of] if line else frozenset())))
                 returned.append(value)
             else:
                 event.results.append(leaf)
                 returned.append(leaf)
         for index in changed:
-            self._adopt(event, leaves[index], index, line)
+            self._adopt(event, leaves[index], index)
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
         if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or _returns_nothing(found)):
             event.reads = True
@@ -218,16 +264,16 @@ class _TraceRun:
             self.trace.use(leaves, FOREVER)
         return tree_unflatten(returned, structure)
 
-    def _line_of(self, leaves: list[Any]) -> str:
+    def _line_of(self, leaves: list[Any], sizes: Iterable[int]) -> str:
         """The user's line for which the shape of one of the leaves depends on values, if one does."""
-        lines = (self.trace.values[leaf.label].line for leaf in leaves if is_value(leaf))
+        lines = (self.trace.values[n].line for n in (*sizes, *(leaf.label for leaf in leaves if is_value(leaf))))
         return next((line for line in lines if line), "")
 
     def _change(self, name: str | None) -> None:
         if name is not None:
             self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
 
-    def _adopt(self, event: Event, tensor: torch.Tensor, index: int, line: str) -> None:
+    def _adopt(self, event: Event, tensor: torch.Tensor, index: int) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
         name = self._names[index]
         self._change(name)
@@ -239,7 +285,7 @@ class _TraceRun:
             if each is not None and type(each) is torch.Tensor:
                 adopted = tracked(each)
                 self._adopted.append(adopted)
-                event.adopted.append(Adopted(index, is_base, self._new(adopted, line)))
+                event.adopted.append(Adopted(index, is_base, self._new(adopted)))
                 if name is not None:
                     self._held_values[adopted.label] = name
 
@@ -249,7 +295,8 @@ class _TraceRun:
             if _is_ordinary(leaf) and has_memory(leaf) and memory_of(leaf) in self._changed_memory:
                 self.trace.stale.append((self._changed_memory[memory_of(leaf)], users_line()))
 
-    def _new(self, value: Tracked, line: str) -> int:
+    def _new(self, value: Tracked, line: str = "", varies: frozenset[int] = frozenset()) -> int:
+        value.varies, line = varies, line if varies else ""
         value.label = len(self.trace.values)
         position = len(self.trace.events) - 1
         with following(None):
@@ -265,12 +312,25 @@ class _TraceRun:
             yield
 
 
+def _without_memory_of_sizes(args: Any, kwargs: Any, sizes: frozenset[int]) -> Any:
+    if not sizes:
+        return args, kwargs
+    leaves, structure = tree_flatten((args, kwargs))
+    return tree_unflatten(map(without_memory_of_sizes, leaves), structure)
+
+
 class _Inside:
     """Follows what happens inside an event of a trace: units that a function calls, tracked tensors that it finds."""
 
     def __init__(self, run: _TraceRun, event: Event) -> None:
         self.was_asked = False
         self._run, self._event = run, event
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        return answer
+
+    def decide(self, labels: Iterable[int]) -> None:
+        self._run.decide(labels)
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.was_asked = True
@@ -291,7 +351,7 @@ class _Inside:
             else leaf
             for leaf in outline.leaves
         ]
-        return tree_unflatten(found, outline.structure)
+        return returned_of(outline, tree_unflatten(found, outline.structure), (args, kwargs))
 
     def enter(self, unit: Any) -> None:
         """Layers inside of events are no places for boundaries."""
@@ -299,6 +359,15 @@ class _Inside:
     def note(self, values: Any) -> None:
         self.was_asked = True
         self._run.note(values)
+
+
+def returned_of(call: Event | Outline, result: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """What a call returns, after what it has written into containers is written into those that it was given."""
+    if not call.rewrites:
+        return result
+    result, changed = result
+    rewrite(given, changed)
+    return result if call.returns < 0 else [*given[0], *given[1].values()][call.returns]
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -7,7 +7,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,11 +16,9 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
+from lightning_pfo.strategy.model.tracing.trees import attributes_of, tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
     without_memory,
 )
 
@@ -32,6 +30,12 @@ class Run(Protocol):
 
     def operation(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of torch is called with a tracked tensor."""
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Python is told of the form of a tensor whose sizes depend on values."""
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """Python looks at such sizes."""
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called."""
@@ -80,11 +84,13 @@ class Tracked(torch.Tensor):
         held: What it stands for; None: itself.
         is_absent: Whether nobody has its value here.
         label: The number of the value in a trace.
+        varies: In a trace, the dimensions whose size depends on values of tensors.
     """
 
     held: torch.Tensor | None
     is_absent: bool
     label: int
+    varies: frozenset[int] = frozenset()
 
     @staticmethod
     def standing_for(value: torch.Tensor) -> Tracked:
@@ -103,10 +109,12 @@ class Tracked(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in MAKERS:
+        varies = _current is not None and bool(args) and isinstance(args[0], Tracked) and bool(args[0].varies)
+        if func in MAKERS and not varies:
             return make(func, args, kwargs)
         if _current is None or is_metadata(func):
-            return natively(func, args, kwargs)
+            answer = natively(func, args, kwargs)
+            return _current.told(func, args, kwargs, answer) if _current is not None and varies else answer
         return _current.operation(func, args, kwargs)
 
     @classmethod
@@ -200,6 +208,26 @@ def plain(values: Any) -> Any:
     if kind is dict:
         return {key: plain(value) for key, value in values.items()}
     return tree_map_only(Tracked, value_of, values)
+
+
+def plain_in_place(values: Any) -> Any:
+    """As `plain`, but lists, dicts and objects stay who they are: what is called may write into them."""
+    kind = type(values)
+    if kind is Tracked:
+        return value_of(values)
+    if kind in _LEAVES:
+        return values
+    if isinstance(values, tuple):
+        return tree_map_only(Tracked, value_of, values) if kind is not tuple else tuple(map(plain_in_place, values))
+    if isinstance(values, (list, dict)):
+        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+            if (now := plain_in_place(value)) is not value:
+                values[key] = now
+        return values
+    for name, value in attributes_of(values).items():
+        if (now := plain_in_place(value)) is not value:
+            object.__setattr__(values, name, now)
+    return values
 
 
 def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:

@@ -72,6 +72,46 @@ class WithAux(nn.Module):
         return x, x.square().mean()
 
 
+class Writes(Block):
+    """Writes into the dict that it is given, and into a list in it."""
+
+    def forward(self, values):
+        values["x"] = values["x"] + super().forward(values["x"])
+        values["means"].append(values["x"].mean())
+        values.pop("first", None)
+        return values["x"].sum()
+
+
+class Graph:
+    """An object with tensors of which torch knows nothing."""
+
+    def __init__(self, x, edges):
+        self.x, self.edges, self.count = x, edges, 0
+
+
+class OfGraphs(Block):
+    """Changes attributes of what it is given, and returns it."""
+
+    def forward(self, graph):
+        graph.x = super().forward(graph.x) + graph.edges[0]
+        graph.count += 1
+        return graph
+
+
+class OfOutputs(Block):
+    """Takes a dataclass and returns a new one."""
+
+    def forward(self, output):
+        return Output(super().forward(output.x), output.aux + output.x.mean())
+
+
+class Distributions(Block):
+    """Returns an object of torch with tensors."""
+
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 0.5 + x.square(), validate_args=False)
+
+
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -469,6 +509,37 @@ def nonzero_of_a_stage(net, x, y):
     return net.loss(x, y) + x[rows[:, 0]].sum()
 
 
+@case(refused=rf"{DEPENDS}.*cases.py")
+def chosen_rows_per_layer(net, x, y):
+    """Between two layers nothing is of varying size."""
+    x = net.stem(x)
+    chosen = x[:, : len(net.layers)].argmax(-1)
+    for index, layer in enumerate(net.layers):
+        rows, _ = torch.where((chosen == index)[:, None])
+        part = layer(x[rows]).reshape(-1, x.shape[1]) * net.scale[index]
+        x = x.index_add(0, rows, part / part.shape[1] ** 0.5)
+    return net.loss(x, y)
+
+
+@case(refused=rf"{DEPENDS}.*cases.py")
+def number_of_chosen_rows(net, x, y):
+    """Python's numbers are of the stage that has the tensor, also where only its size is wanted later."""
+    x = net.stem(x)
+    number = x[x[:, 0] > 0].shape[0]
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x / (1 + 2 * number), y)
+
+
+@case(refused=rf"{DEPENDS}.*cases.py")
+def number_of_chosen_rows_in_a_tensor_of_the_step(net, x, y):
+    x = net.stem(x)
+    weight = torch.ones(1, 6) / max((x[:, 0] > 0).nonzero().size(0), 1)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x * weight, y)
+
+
 @case(layer=Pair)
 def tuples(net, x, y):
     value = (net.stem(x), (x[:, :1] > 0).long())
@@ -500,6 +571,38 @@ def dataclasses_between_layers(net, x, y):
     for layer in net.layers:
         value = Output(layer(value.x), value.x + value.aux)
     return net.loss(value.x + value.aux, y)
+
+
+@case(layer=OfOutputs)
+def layers_of_dataclasses(net, x, y):
+    output = Output(net.stem(x), x.mean())
+    for layer in net.layers:
+        output = layer(output)
+    return net.loss(output.x, y) + output.aux
+
+
+@case(layer=OfGraphs)
+def layers_of_objects(net, x, y):
+    graph = same = Graph(net.stem(x), [x])
+    for layer in net.layers:
+        graph = layer(graph)
+    return net.loss(same.x, y) * graph.count
+
+
+@case(layer=Writes)
+def layers_that_write_into_a_dict(net, x, y):
+    values = {"x": net.stem(x), "means": [], "first": True}
+    sums = [layer(values) for layer in net.layers]
+    return net.loss(values["x"], y) + sum(values["means"]) + 0.1 * sum(sums) + len(values)
+
+
+@case(layer=Distributions)
+def distributions_between_layers(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        normal = layer(x)
+        x = normal.mean + 0.1 * normal.log_prob(x)
+    return net.loss(x, y)
 
 
 @case()

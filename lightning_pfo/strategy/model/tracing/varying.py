@@ -1,0 +1,212 @@
+"""Sizes that depend on the values of tensors, as after `nonzero`: which dimensions of what is computed have them.
+
+A trace runs on zeros, so such a size is one of many. Each operation on such tensors is asked once more, without
+computing, with other sizes: what changes in the form of its results depends on them. Sizes that Python is told remember
+where they come from, so that whatever takes them needs those tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
+
+_OTHER = 7
+"""By so much sizes are larger when an operation is asked once more."""
+
+_ARITHMETIC = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv"),
+    *("mod", "rmod", "pow", "rpow", "neg", "pos", "abs", "round"),
+)
+_DECIDING = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index", "hash", "trunc", "floor", "ceil")
+
+
+class _Number:
+    """A number that has been computed from sizes of tensors.
+
+    Attributes:
+        other: What it would be if these sizes were larger.
+        labels: The numbers of the tensors.
+        decides: Is told if Python looks at it.
+    """
+
+    other: Any
+    labels: frozenset[int]
+    decides: Callable[[frozenset[int]], None]
+
+
+def _operator(kind: type, name: str, *, decides: bool) -> Callable[..., Any]:
+    original = getattr(kind, name, None)
+
+    def call(self: Any, *others: Any) -> Any:
+        if original is None:
+            return NotImplemented
+        result = original(self, *map(_plain, others))
+        if decides:
+            self.decides(self.labels)
+            return result
+        if result is NotImplemented:
+            return result
+        labels = self.labels.union(*(each.labels for each in others if isinstance(each, _Number)))
+        try:
+            other = getattr(type(self.other), name)(self.other, *map(other_of, others))
+        except ArithmeticError:
+            other = None
+        return number(result, other, labels, self.decides)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    return plain_number(value) if isinstance(value, _Number) else value
+
+
+def _class(kind: type) -> type:
+    names = {name: False for name in _ARITHMETIC} | {name: True for name in _DECIDING}
+    operators = {f"__{n}__": _operator(kind, f"__{n}__", decides=d) for n, d in names.items() if hasattr(kind, f"__{n}__")}
+    return type(f"{kind.__name__.capitalize()}OfSizes", (_Number, kind), operators)
+
+
+_CLASSES = {kind: _class(kind) for kind in (int, float)}
+
+
+def number(value: Any, other: Any, labels: frozenset[int], decides: Callable[[frozenset[int]], None]) -> Any:
+    """A number that remembers which tensors it comes from; see `_Number`."""
+    if type(value) not in _CLASSES:
+        return value
+    made = _CLASSES[type(value)](value)
+    made.other, made.labels, made.decides = other, labels, decides
+    return made
+
+
+def plain_number(value: Any) -> Any:
+    """A number without memory."""
+    kind = int if isinstance(value, int) else float
+    return kind.__add__(value, 0)
+
+
+def other_of(value: Any) -> Any:
+    """What a number, or anything else, would be if sizes were larger."""
+    return value.other if isinstance(value, _Number) else value
+
+
+def labels_in(leaves: Iterable[Any]) -> frozenset[int]:
+    """The tensors that numbers among the leaves of arguments come from."""
+    found: frozenset[int] = frozenset()
+    for leaf in leaves:
+        if isinstance(leaf, _Number):
+            found |= leaf.labels
+        elif isinstance(leaf, torch.Size):
+            found |= labels_in(leaf)
+    return found
+
+
+def without_memory_of_sizes(leaf: Any) -> Any:
+    """A leaf of arguments with plain numbers."""
+    if isinstance(leaf, _Number):
+        return plain_number(leaf)
+    return torch.Size(map(_plain, leaf)) if isinstance(leaf, torch.Size) else leaf
+
+
+def told(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any, decides: Callable[[frozenset[int]], None]
+) -> Any:
+    """What Python is told of the form of a tensor of varying size, the first of the arguments."""
+    tensor: Tracked = args[0]
+    labels = frozenset({tensor.label})
+    sizes = _larger_size(tensor)
+    if isinstance(answer, torch.Size):
+        pairs = zip(answer, sizes, strict=True)
+        return torch.Size(number(a, b, labels, decides) if a != b else a for a, b in pairs)
+    name = getattr(function, "__name__", "")
+    if name == "__len__" and 0 in tensor.varies:  # Python takes a plain number only
+        decides(labels)
+    if name == "size":
+        larger = sizes[kwargs.get("dim", args[-1])]
+    elif name in ("numel", "nelement"):
+        larger = prod(sizes)
+    else:
+        return answer
+    return number(answer, larger, labels, decides) if larger != answer else answer
+
+
+def varying_of_operation(
+    function: Callable[..., Any], args: Any, kwargs: Any, found: Sequence[Any], *, from_values: bool
+) -> list[frozenset[int]]:
+    """The dimensions of the results of a function of torch whose size depends on values.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        found: The leaves of what it returned.
+        from_values: Whether it makes such a size itself.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def ask(convert: Callable[[Any], Any]) -> list[Any]:
+        args, kwargs = tree_unflatten(map(convert, leaves), structure)
+        with following(None), torch.no_grad():
+            return tree_flatten(natively(function, args, kwargs))[0]
+
+    try:
+        if not from_values:
+            return differing(found, ask(_larger))
+        has_mask = any(isinstance(leaf, Tracked) and leaf.dtype == torch.bool for leaf in leaves)
+        one, other = (ask(lambda leaf, fill=fill: _filled(leaf, fill, masks=has_mask)) for fill in (0, 1))  # type: ignore[misc]
+        varying = differing(one, other)
+        return varying if any(varying) else all_varying(found)
+    except Exception:  # what does not run so may depend on anything
+        return all_varying(found)
+
+
+def larger_arguments(leaves: Iterable[Any]) -> list[Any]:
+    """The leaves of the arguments of a call, of larger sizes, with tensors that have values."""
+    return [
+        torch.zeros(_larger_size(leaf), dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tracked) else leaf
+        for leaf in map(other_of, leaves)
+    ]
+
+
+def differing(one: Sequence[Any], other: Sequence[Any]) -> list[frozenset[int]]:
+    """For each of some leaves the dimensions in which it has another size than its counterpart."""
+    return [_differing_dims(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def _differing_dims(one: Any, other: Any) -> frozenset[int]:
+    if not isinstance(one, torch.Tensor):
+        return frozenset()
+    if one.dim() != other.dim():
+        return frozenset(range(one.dim()))
+    return frozenset(dim for dim, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b)
+
+
+def all_varying(found: Sequence[Any]) -> list[frozenset[int]]:
+    """All dimensions of all results."""
+    return [frozenset(range(leaf.dim())) if isinstance(leaf, torch.Tensor) else frozenset() for leaf in found]
+
+
+def _larger_size(tensor: Tracked) -> list[int]:
+    with following(None):  # who asks is not the step
+        return [size + _OTHER if dim in tensor.varies else size for dim, size in enumerate(tensor.shape)]
+
+
+def _larger(leaf: Any) -> Any:
+    if isinstance(leaf, Tracked):
+        return torch.empty(_larger_size(leaf), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_like(leaf, device="meta")
+    if isinstance(leaf, torch.Size):
+        return torch.Size(map(other_of, leaf))
+    return torch.device("meta") if isinstance(leaf, torch.device) else other_of(leaf)
+
+
+def _filled(leaf: Any, fill: int, *, masks: bool) -> Any:
+    if isinstance(leaf, Tracked) and (leaf.dtype == torch.bool or not masks):
+        return torch.full(leaf.shape, fill, dtype=leaf.dtype, device=leaf.device)
+    return leaf
