@@ -26,6 +26,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.memory.report import MemoryReport
+from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
     default_num_microbatches,
     evaluation_microbatches,
@@ -34,7 +35,6 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.compat import SKIPPED
-from lightning_pfo.strategy.trainer.memory import MemoryWatch
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 

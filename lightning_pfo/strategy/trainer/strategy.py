@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
@@ -44,7 +46,6 @@ from lightning_pfo.strategy.trainer.compat import (
     training_data,
 )
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
-from lightning_pfo.strategy.trainer.memory import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
@@ -304,7 +305,8 @@ class PfoPipelineStrategy(StepStrategy):
             for warning in pipeline.warnings:
                 rank_zero_warn(f"pfo_pipeline: {warning}")
             reports = is_worth_a_report(module) if self._reports_memory is None else self._reports_memory
-            self._memory = MemoryWatch(pipeline) if reports else None
+            say = partial(rank_zero_info, "pfo_pipeline: %s")
+            self._memory = MemoryWatch(pipeline.forecast, say) if reports else None
         return pipeline
 
     def _first_step(self) -> Callable[[torch.device], Any] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 
 _MEASURED_STEP = 3
@@ -26,15 +26,17 @@ class MemoryWatch:
     """Makes the report of one `fit`.
 
     Args:
-        pipeline: This rank's part of the model.
+        forecast: Foretells the memory of this rank.
+        say: Says it to people; called on every rank.
 
     Attributes:
         report: The report, from the first step on.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, forecast: MemoryForecast, say: Callable[[str], object]) -> None:
         self.report: MemoryReport | None = None
-        self._pipeline = pipeline
+        self._forecast = forecast
+        self._say = say
         self._steps = 0
 
     def before_step(self, *args: Any, **kwargs: Any) -> None:
@@ -44,9 +46,9 @@ class MemoryWatch:
             *args: What `MemoryForecast.of` takes.
             **kwargs: The same.
         """
-        engine = self._pipeline.engine
+        engine = self._forecast.engine
         if self.report is None:
-            mine = self._pipeline.forecast.of(*args, **kwargs)
+            mine = self._forecast.of(*args, **kwargs)
             self._tell(MemoryReport(tuple(engine.all_gather(mine, everywhere=True))))
         if engine.device.type == "cuda":
             if self._steps == _MEASURED_STEP:
@@ -59,4 +61,4 @@ class MemoryWatch:
 
     def _tell(self, report: MemoryReport) -> None:
         self.report = report
-        rank_zero_info(f"pfo_pipeline: {report}")
+        self._say(str(report))
