@@ -116,6 +116,10 @@ MAY_KNOW = {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel"),
         *("strategy.step.batches", "strategy.step.programs"),
     },
+    "strategy.step.memory": {
+        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
+        *("strategy.step.gradients", "strategy.step.metrics", "strategy.step.programs"),
+    },
     "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},

@@ -47,6 +47,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
+from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.outside import allow_calls_outside_steps
 from lightning_pfo.strategy.step.programs import trace_untouched
 from lightning_pfo.strategy.step.runner import StepRunner
@@ -65,6 +66,7 @@ class Pipeline:
         shared: What this rank holds together with others.
         held: Parameters this rank holds.
         means: Averages gradients over replicas; None where there is one.
+        forecast: Foretells the memory of training.
         description: The stages, for people.
         warnings: What people should know of how memory is divided.
     """
@@ -74,6 +76,7 @@ class Pipeline:
     shared: list[Shared]
     held: list[nn.Parameter]
     means: ReplicaMeans | None
+    forecast: MemoryForecast
     description: str
     warnings: list[str]
 
@@ -190,11 +193,12 @@ def build_pipeline(
     means = None
     if replica_group is not None:
         means = ReplicaMeans(replica_group, groups.hosts(replica_group), precise=precise_gradients)
+    parameters = parameters_by_end(model, split.held, stages)
     runner = StepRunner(
         engine,
         model,
         split,
-        parameters_by_end(model, split.held, stages),
+        parameters,
         shared,
         patches,
         replica_group,
@@ -205,6 +209,18 @@ def build_pipeline(
         means=means,
         precise_gradients=precise_gradients,
     )
+    forecast = MemoryForecast(
+        engine,
+        model,
+        split,
+        runner.programs,
+        batching,
+        parameters,
+        shared,
+        means,
+        precise_gradients,
+        sharding,
+    )
     if meet is not None:
         allow_calls_outside_steps(split, engine, meet)
     groups.destroy_unused()  # now that those of this pipeline are made
@@ -213,7 +229,8 @@ def build_pipeline(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
     warnings = warnings_of(memory, split, placement)
-    return Pipeline(engine, runner, shared, local_parameters(model), means, f"{partitioned}\n{memory}", warnings)
+    description = f"{partitioned}\n{memory}"
+    return Pipeline(engine, runner, shared, local_parameters(model), means, forecast, description, warnings)
 
 
 def _split(

@@ -20,6 +20,7 @@ from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
+from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
@@ -116,11 +117,7 @@ class Stage:
 
     def make_buffers(self, instruction: Instruction) -> Tensors:
         """Make tensors to receive what `instruction` needs from another rank."""
-        program = self.programs[instruction.microbatch]
-        if instruction.type is InstructionType.FORWARD:
-            forms = [program.forms[label] for label in program.received]
-        else:
-            forms = [form for label in program.sent if (form := program.forms[label]).requires_grad]
+        forms = received_forms(self.programs[instruction.microbatch], instruction.type)
         return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
 
     def forget(self) -> None:
@@ -179,6 +176,15 @@ class Stage:
         with self._noting_failures():
             self._weight_gradients.pop(microbatch)()
         return ()
+
+
+def received_forms(program: StageProgram, kind: InstructionType) -> list[Tracked]:
+    """The forms of what an instruction needs of a neighbouring stage: activations, or gradients of what was sent."""
+    if kind is InstructionType.FORWARD:
+        return [program.forms[label] for label in program.received]
+    if kind is InstructionType.WEIGHT_GRADIENT:
+        return []
+    return [form for label in program.sent if (form := program.forms[label]).requires_grad]
 
 
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.parallel.dtensor import from_local, is_divided_over, local, placed_like
-from lightning_pfo.strategy.parallel.reductions import Gradients, gradient_type
+from lightning_pfo.strategy.parallel.reductions import Gradients, gradient_type, hand_out
 
 BUCKET_BYTES = 32 << 20
 
@@ -64,8 +65,7 @@ class ReplicaMeans:
 
     def start(self, parameters: Iterable[nn.Parameter], gradients: Gradients) -> None:
         """Begin with some parameters, whose gradients are taken out of `gradients`; does not wait for others."""
-        averaged = [p for p in parameters if p.requires_grad and not is_divided_over(p, "data_parallel")]
-        for bucket in self._divide(averaged):
+        for bucket in self._divide(self._averaged(parameters)):
             self._under_way.append(self._start(bucket, [gradients.pop(parameter, None) for parameter in bucket]))
 
     def finish(self, gradients: Gradients) -> None:
@@ -87,8 +87,18 @@ class ReplicaMeans:
             parameter.grad = None
         self.start(parameters, gradients)
         self.finish(gradients)
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient.to(parameter.dtype)
+        hand_out(gradients)
+
+    def largest_bucket_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """What a bucket of parameters takes while its gradients are copied into it; several are not copied at once."""
+        buckets = [bucket for bucket in self._divide(self._averaged(parameters)) if len(bucket) > 1]
+        sizes = [gradient_type(bucket[0], precise=self._precise).itemsize for bucket in buckets]
+        elements = [sum(local(parameter).numel() for parameter in bucket) for bucket in buckets]
+        return max(map(mul, sizes, elements), default=0)
+
+    @staticmethod
+    def _averaged(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [p for p in parameters if p.requires_grad and not is_divided_over(p, "data_parallel")]
 
     def _divide(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         by_type: dict[torch.dtype, list[nn.Parameter]] = {}

@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DisableTorchFunctionSubclass",
+    "FakeTensor",
     "FakeTensorMode",
     "IncompatibleKeys",
     "TorchDispatchMode",
@@ -58,6 +59,9 @@ PRIVATE = {
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
         "What a module returns could only be found by computing it, with the memory that this takes."
+    ),
+    "torch._subclasses.fake_tensor.FakeTensor": (
+        "Tensors without values could not be told from others, nor could the memory that they stand for be counted."
     ),
     "torch._C.DisableTorchFunctionSubclass": (
         "The values of tensors that are followed could not be computed with: each function would be followed again. "

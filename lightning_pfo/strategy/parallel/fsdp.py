@@ -81,7 +81,7 @@ class ShardedLayers:
                 fully_shard(
                     holder,
                     mesh=sharding.mesh,
-                    mp_policy=_as_traced(sharding.precision),
+                    mp_policy=as_traced(sharding.precision),
                     ignored_params=ignored,
                 )
                 layer.__dict__[_SHARDED] = holder
@@ -129,7 +129,7 @@ def forget_division(module: nn.Module) -> None:
         each.__dict__.pop(_SHARDED, None)
 
 
-def _as_traced(precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+def as_traced(precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     """A policy under which layers return what they return in the trace, where nothing is divided."""
     if precision is None or precision.output_dtype is not None:
         return precision or MixedPrecisionPolicy()

@@ -26,6 +26,19 @@ def gradient_type(parameter: nn.Parameter, *, precise: bool) -> torch.dtype:
     return torch.float32 if precise and parameter.dtype.itemsize < torch.float32.itemsize else parameter.dtype
 
 
+def hand_out(gradients: Gradients) -> None:
+    """Add gradients to those that parameters have, in the type of the parameters; none are left.
+
+    One by one, so that in another type too there never is a second copy of all.
+    """
+    while gradients:
+        parameter, gradient = gradients.popitem()
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            local(parameter.grad).add_(local(gradient))
+
+
 def sum_shared_gradients(shared: Sequence[Shared], gradients: Gradients, *, precise: bool = False) -> None:
     """Sum the gradients of parameters that several ranks hold, so that their copies stay equal; a collective call.
 

@@ -18,7 +18,12 @@ from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import scale_in_place
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
 from lightning_pfo.strategy.parallel.groups import Shared
-from lightning_pfo.strategy.parallel.reductions import Gradients, gradient_type, sum_shared_gradients
+from lightning_pfo.strategy.parallel.reductions import (
+    Gradients,
+    gradient_type,
+    hand_out,
+    sum_shared_gradients,
+)
 
 
 def do_nothing() -> None:
@@ -93,12 +98,8 @@ def _add_gradients(gradients: Gradients, factor: torch.Tensor) -> None:
     present = list(map(local, gradients.values()))
     if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
         scale_in_place(present, factor)
-    for parameter, gradient in gradients.items():
-        if parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
-        else:
-            local(parameter.grad).add_(local(gradient))
-    gradients.clear()
+    del present
+    hand_out(gradients)
 
 
 class _LossWithGradients(torch.autograd.Function):

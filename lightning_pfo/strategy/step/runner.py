@@ -89,8 +89,8 @@ class StepRunner:
         self.engine = engine
         self.owner = owner
         self._split = split
-        self._programs = Programs(owner, split, engine.device, patches)
-        self._ends = Ends(engine, owner, self._programs)
+        self.programs = Programs(owner, split, engine.device, patches)
+        self._ends = Ends(engine, owner, self.programs)
         self._metrics = metrics_of(owner)
         self._deferred = deferred
         self._parameters_of = parameters
@@ -333,7 +333,7 @@ class StepRunner:
                 return step(index)
 
         with random_state.isolated(engine.device):
-            found = self._programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
+            found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             kept = Effects(self.owner) if effects is None else effects
             changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
             # what the end of the step changes is among its effects

@@ -25,6 +25,8 @@ from lightning_pfo.strategy.parallel.clipping import global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.memory.report import MemoryReport
+from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
     default_num_microbatches,
     evaluation_microbatches,
@@ -50,6 +52,7 @@ class StepStrategy(CheckpointStrategy):
     """Base of strategies that run the user's steps on a pipeline, once it is split."""
 
     _pipeline: Pipeline | None = None
+    _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
     _accumulating = False
     _is_averaged = False
@@ -71,6 +74,11 @@ class StepStrategy(CheckpointStrategy):
             RuntimeError: Before `setup`.
         """
         return self._get_pipeline().engine
+
+    @property
+    def memory_report(self) -> MemoryReport | None:
+        """How much memory each rank takes in training; None before the first step, or if nobody asked for it."""
+        return None if self._memory is None else self._memory.report
 
     def _get_pipeline(self) -> Pipeline:
         if self._pipeline is None:
@@ -115,13 +123,13 @@ class StepStrategy(CheckpointStrategy):
         # what comes before it must be reduced too, and together with it
         fresh = gradients_are_stale(self._module())
         self._is_averaged = fresh and not self._accumulating
+        what = (self._step("training_step"), self._num_microbatches, self._training_seed(), batch, rest)
         with self.precision_plugin.train_step_context():
+            if self._memory is not None:
+                keeps = not fresh or self._module().trainer.accumulate_grad_batches > 1
+                self._memory.before_step(*what, self.optimizers, keeps_gradients=keeps)
             result = self._get_pipeline().runner.train(
-                self._step("training_step"),
-                self._num_microbatches,
-                self._training_seed(),
-                batch,
-                rest,
+                *what,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
                 average=self._is_averaged,
                 keep_gradients=not fresh,

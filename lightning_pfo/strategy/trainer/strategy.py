@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
@@ -103,6 +105,8 @@ class PfoPipelineStrategy(StepStrategy):
             accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
         precise_gradients: Whether the gradients of a batch's microbatches, and of replicas, are added up in 32 bits
             where parameters have 16 (`precision="bf16-true"`); takes 4 bytes for each parameter.
+        memory_report: Whether it is said before the first training step how much memory each rank will take, and of
+            what; `memory_report` of the strategy has it as data. None: if there are 16 MiB of parameters or more.
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
             stage's rank alone has it. Prediction writers write on one of them.
         save_distributed_checkpoint: Whether checkpoints are folders into which every rank writes its shard, rather than
@@ -159,6 +163,7 @@ class PfoPipelineStrategy(StepStrategy):
         check_loss: bool = True,
         batch_norm: str = "microbatch",
         precise_gradients: bool = False,
+        memory_report: bool | None = None,
         gather: str = "all",
         start_method: str = "popen",
         process_group_backend: str | None = None,
@@ -220,6 +225,7 @@ class PfoPipelineStrategy(StepStrategy):
         if gather not in ("all", "rank0", "none"):
             raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
         self._gather = gather
+        self._reports_memory = memory_report
         self._signals = SignalsAtBatchEnd()
         self._patches = Patches()
 
@@ -305,6 +311,9 @@ class PfoPipelineStrategy(StepStrategy):
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
             for warning in pipeline.warnings:
                 rank_zero_warn(f"pfo_pipeline: {warning}")
+            reports = is_worth_a_report(module) if self._reports_memory is None else self._reports_memory
+            say = partial(rank_zero_info, "pfo_pipeline: %s")
+            self._memory = MemoryWatch(pipeline.forecast, say) if reports else None
         return pipeline
 
     def _first_step(self) -> Callable[[torch.device], Any] | None:

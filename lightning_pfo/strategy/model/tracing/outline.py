@@ -93,7 +93,7 @@ def outline_call(
     failures: list[Exception] = []
     for attempt in attempts:
         try:
-            with _without_reports():
+            with without_reports():
                 return attempt()
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
@@ -133,7 +133,7 @@ def _call(
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), saved:
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
@@ -156,7 +156,7 @@ def _call(
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
+def without_reports() -> Iterator[None]:
     """Torch writes tracebacks of operators that do not run without values; we try another way."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True  # a level would clear the caches of all loggers
@@ -180,18 +180,35 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Saved:
-    """Adds up the memory that autograd keeps, each piece once."""
+    """Adds up the memory that autograd keeps, each piece once, and keeps nothing of it when the context is closed.
+
+    What autograd keeps would be kept for ever if it led to itself, as a result does that is kept for its own backward.
+    """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self.num_bytes = 0
         # the tensors are held, so that no other memory gets the place of theirs
         self._known = {memory_of(tensor): tensor for tensor in known}
+        self._boxes: list[list[torch.Tensor]] = []
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Note a tensor that is kept."""
         if self._known.setdefault(memory_of(tensor), tensor) is tensor:
             self.num_bytes += tensor.numel() * tensor.element_size()
-        return tensor
+        self._boxes.append([tensor])
+        return self._boxes[-1]
+
+    def unpack(self, box: list[torch.Tensor]) -> torch.Tensor:
+        """The tensor that was kept."""
+        return box[0]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        for box in self._boxes:
+            box.clear()
+        self._known.clear()
 
 
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:
