@@ -82,7 +82,7 @@ def end_if_stuck(
     patience_s: float = 3.0,
     grace_s: float = 1.0,
 ) -> None:
-    """Watch the main thread from another one; if it waits at one place for long, break off, and end the process at last.
+    """Watch the main thread from another; if it waits at one place for long, break off, and end the process at last.
 
     Args:
         break_off: Makes transfers that wait for others fail.
@@ -109,7 +109,8 @@ def end_if_stuck(
     while not waits_for(patience_s):
         if ended.is_set() or not main.is_alive():
             return
-    _log.error("SIGTERM ends this process while it waits for others, because they do not come: %s.", _place(main, files))
+    place = _place(main, files)
+    _log.error("SIGTERM ends this process while it waits for others, because they do not come: %s.", place)
     try:
         break_off()
     except Exception:  # there may be nothing to break off
