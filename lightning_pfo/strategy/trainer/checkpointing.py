@@ -105,6 +105,8 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._mesh is None:  # before any run the module is whole
+            return super().lightning_module_state_dict()
         self.meet("collecting the state of the module")
         if not self._save_distributed_checkpoint:
             return self.gather_module_state()
@@ -122,6 +124,9 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
+        if self._mesh is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
         self.meet("saving a checkpoint")
         self.finish_saving()
         filepath = self.broadcast(filepath)  # names may hold the time, which differs

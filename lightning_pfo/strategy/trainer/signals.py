@@ -4,11 +4,13 @@ That is SIGTERM, SLURM's request to save and be requeued, and `trainer.should_st
 handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts each rank;
 between the transfers of a pipeline that would be a wait for each other until the timeout. Here a signal is only noted,
 and when each batch is done the hosts agree on what was noted, in place of the broadcast Lightning does for SIGTERM.
-Where others do not come, a process ends nevertheless.
+Where others do not come, a process ends nevertheless, also one that waits in a collective where no handler can run.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -19,7 +21,7 @@ from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.compat import Handler, after_batches, end_after_batch, handle_signals
-from lightning_pfo.strategy.watch.stuck import end_if_stuck
+from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
 
 
 class SignalsAtBatchEnd:
@@ -34,12 +36,18 @@ class SignalsAtBatchEnd:
         """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
         self._terminate, self._requeue = False, None
 
+        ended = threading.Event()
+
         def note_sigterm(signum: int, frame: FrameType | None) -> None:
-            if not self._terminate:
-                if trainer.strategy.launcher is not None:
-                    trainer.strategy.launcher.kill(signum)
-                end_if_stuck(abort_process_group, WAITS_IN, progress)
             self._terminate = True
+
+        def heed_sigterm() -> None:
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGTERM)
+            end_if_stuck(abort_process_group, WAITS_IN, progress, ended)
+
+        patches.enter_context(heard(signal.SIGTERM, heed_sigterm))
+        patches.callback(ended.set)
 
         def note_requeue(signum: int, frame: FrameType | None) -> None:
             self._requeue = (signum, frame)

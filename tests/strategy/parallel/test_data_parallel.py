@@ -51,7 +51,7 @@ def test_hosts_wait_at_no_barrier_for_what_is_logged(folder):
 
 @pytest.mark.parametrize("order", ["dp_pp", "pp_dp"])
 def test_collectives_in_steps_and_hooks_see_the_replicas(folder, order):
-    """Gathering, reducing, barriers, metrics that synchronise in steps, and values logged with `sync_dist` or without."""
+    """Gathering, reducing, barriers, metrics that synchronise in steps, and logs with `sync_dist` and without."""
     of_ddp = [read(folder, f"ddp_{replica}_0")["talked"] for replica in (0, 1)]
     alone = [found["metrics"].pop("alone") for found in of_ddp]
     assert alone[0] != alone[1]

@@ -624,6 +624,16 @@ def after_fit(where):
     return [sorted(threads), all(same), trainer_of_copy.current_epoch, copied.hooks[-1]]
 
 
+def saved_before(where):
+    """Without any run, as users turn weights into a checkpoint."""
+    L.seed_everything(3, verbose=False)
+    trainer, _ = trainer_of(where)
+    trainer.strategy.connect(Skips())
+    trainer.save_checkpoint(path := FOLDER / f"{where}_before.ckpt")
+    state = torch.load(path, weights_only=True)
+    return [sorted(state), [value.sum().item() for value in state["state_dict"].values()]]
+
+
 class Unfreezes(BaseFinetuning):
     def freeze_before_training(self, module):
         self.freeze(module.layers[0])
@@ -668,7 +678,8 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, splits, without_samples, of_class, after_fit, unfreezes, *([] if where == "two" else [whole]))
+    parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
+    parts = (*parts, *([] if where == "two" else [whole]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)
