@@ -26,6 +26,7 @@ EQUAL = [
     "raw_parameters",
     "activation_checkpointing",
     "experts_by_index",
+    "parts_of_layers_called",
     "deep_supervision",
     "encode_and_call_twice",
     "vq_vae",

@@ -457,6 +457,33 @@ def experts_by_index() -> Any:
     return Regressor(Routed()), vectors()
 
 
+class Attention(nn.Module):
+    """Holds its parts; the model calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class PartsCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            scores = torch.einsum("bid,bjd->bij", layer.query(x), layer.key(x)) / 4
+            x = x + layer.out(torch.einsum("bij,bjd->bid", scores.softmax(-1), layer.value(x)))
+        return self.head(x.mean(1))
+
+
+@case("own")
+def parts_of_layers_called() -> Any:
+    return Classifier(PartsCalled()), tokens()
+
+
 @case("own")
 def transformer_of_torch() -> Any:
     class Encoder(nn.Module):

@@ -6,7 +6,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +134,16 @@ class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call
 
 @contextmanager
 def functions_followed(run: Run) -> Iterator[None]:
-    """Let a run follow `torch.autograd.Function`s of the user, which are no functions of torch."""
+    """Let a run follow `autograd.Function`s and scripted functions of the user, which are no functions of torch."""
     original = torch.autograd.Function.__dict__["apply"]
+    script = torch.jit.ScriptFunction
+    original_script = script.__call__
+
+    def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        current = current_run()
+        if current is None or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs))):
+            return original_script(function, *args, **kwargs)
+        return current.operation(AppliedFunction(function, original_script), args, kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         current = current_run()
@@ -149,9 +157,11 @@ def functions_followed(run: Run) -> Iterator[None]:
         return current.operation(call, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    script.__call__ = call_script  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        script.__call__ = original_script  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
@@ -180,19 +190,21 @@ def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, 
 
 @dataclass(frozen=True)
 class AppliedFunction:
-    """An `autograd.Function` of the user as a function of torch.
+    """An `autograd.Function`, or a scripted function, of the user as a function of torch.
 
     Attributes:
         cls: The function.
-        original: torch's own `apply`, as it stands in the class.
+        original: torch's own `apply`, as it stands in the class; of scripted functions their `__call__`.
     """
 
     cls: Any
-    original: Any
+    original: Any = field(compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it."""
-        return self.original.__get__(None, self.cls)(*args, **kwargs)
+        if isinstance(self.cls, type):
+            return self.original.__get__(None, self.cls)(*args, **kwargs)
+        return self.original(self.cls, *args, **kwargs)
 
 
 _NOT_THE_USERS = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent), "<"

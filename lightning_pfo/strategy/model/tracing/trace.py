@@ -161,7 +161,7 @@ class _TraceRun:
         return returned_of(event, result, given)
 
     def _varying_of_unit(self, unit: Any, given: Any, outline: Outline) -> list[frozenset[int]]:
-        """The dimensions of what a unit returns that depend on values: those that change with sizes of its arguments."""
+        """The dimensions of what a unit returns that change with such sizes of its arguments."""
         leaves, structure = tree_flatten(given)
         try:
             with self._nothing_drawn(), following(None):

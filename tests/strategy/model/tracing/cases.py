@@ -824,6 +824,28 @@ def a_view_of_a_written_buffer(net, x, y):
     return net.loss(x, y) + (transposed.t() * x).sum() + buf.sum()
 
 
+@torch.jit.script
+def gate(x: torch.Tensor, y: torch.Tensor):
+    return x * torch.sigmoid(y) + y
+
+
+@case()
+def scripted_functions(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = gate(x, layer(x))
+    return net.loss(x, y)
+
+
+@case()
+def masks_made_by_vmap(net, x, y):
+    x = net.stem(x)
+    mask = torch.vmap(lambda row, scale: (row + 1) * scale)(torch.arange(6), net.scale)
+    for layer in net.layers:
+        x = layer(x) * mask
+    return net.loss(x, y)
+
+
 @case()
 def changed_by_a_function_of_the_user(net, x, y):
     @torch.no_grad()
