@@ -484,6 +484,27 @@ def parts_of_layers_called() -> Any:
     return Classifier(PartsCalled()), tokens()
 
 
+class Packed(nn.Module):
+    """Leaves padding out by the batch's own mask, so that microbatches of one form have other numbers of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.layers = blocks(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        keep = (ids > 0) & (ids % 5 != 0)
+        x = self.embedding(ids[keep])
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.new_zeros(*ids.shape, WIDTH).masked_scatter(keep[..., None], x).mean(1))
+
+
+@case("own")
+def tokens_packed_by_a_mask() -> Any:
+    return Classifier(Packed()), tokens()
+
+
 @case("own")
 def transformer_of_torch() -> Any:
     class Encoder(nn.Module):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
@@ -27,6 +29,7 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        selects: Whether the values of the batch decide sizes of what stages send.
         changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
             the step changes it alike on all.
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
@@ -42,6 +45,7 @@ class StageProgram:
     applies: bool
     draws: bool
     divided: frozenset[int] = frozenset()
+    selects: bool = False
     changes: Mapping[str, int | None] = field(default_factory=dict)
 
 
@@ -70,6 +74,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
                 f"made of stages' values instead (x = x.clone()), or use what was changed itself."
             )
+    if cuts and any(event.what is torch.autograd.grad and None in event.results for event in trace.events):
+        raise differentiates("torch.autograd.grad(..., allow_unused=True).", "it found no way between them")
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
     changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
     forms = [value.form for value in trace.values]
@@ -87,10 +93,20 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
+                bool(cuts) and any(position <= cuts[-1] for position in trace.selects),
                 changes,
             )
         )
     return programs
+
+
+def differentiates(line: str, error: object) -> ConfigurationError:
+    """What is said where a step differentiates by itself, over a stage boundary."""
+    return ConfigurationError(
+        f"torch.autograd.grad in a step can only differentiate what the same stage has computed, and here it asks for "
+        f"the gradient by a tensor from before it ({error}): {line} Put all that is differentiated into one module, "
+        f"and call torch.autograd.grad in its forward, so that one stage has both; or use one stage."
+    )
 
 
 def _stage_of_changes(trace: Trace, cuts: Sequence[int], name: str) -> int:
@@ -206,10 +222,10 @@ def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
 
 # ---- where a loss of the whole batch begins ----
 #
-# Up to there samples are treated one by one, so that microbatches can be joined. Known from the forms of values alone, in
-# the traces of a microbatch and of the whole batch: a value that grows with the number of samples in one dimension has
-# them there in a row. One that does not grow (a mean), or grows in two dimensions (similarities of all pairs), has been
-# made by comparing samples, or is the same for all.
+# Up to there samples are treated one by one, so that microbatches can be joined. Known from the forms of values alone,
+# in the traces of a microbatch and of the whole batch: a value that grows with the number of samples in one dimension
+# has them there in a row. One that does not grow (a mean), or grows in two dimensions (similarities of all pairs), has
+# been made by comparing samples, or is the same for all.
 
 
 def growing(part: Sequence[int], whole: Sequence[int]) -> list[int]:
