@@ -254,7 +254,8 @@ def _split(
     else:
         if step is not None:
             on_cpu = partial(step, torch.device("cpu"))
-            units, trace = _trace(model, units, on_cpu, num_stages if pipeline_module is None else None)
+            find = partial(find_units, model, pipeline_module, num_stages)
+            units, trace = _trace(model, units, on_cpu, find, may_look_elsewhere=pipeline_module is None)
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
@@ -267,11 +268,19 @@ def _split(
     return split, times_s
 
 
-def _trace(model: nn.Module, units: Units, step: Callable[[], Any], at_least: int | None) -> tuple[Units, Trace | None]:
-    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet.
+def _trace(
+    model: nn.Module,
+    units: Units,
+    step: Callable[[], Any],
+    find: Callable[..., Units],
+    *,
+    may_look_elsewhere: bool,
+    opened: frozenset[str] = frozenset(),
+) -> tuple[Units, Trace | None]:
+    """The step on a first microbatch, and the units that it needs (`find` finds them); no trace if it cannot run yet.
 
-    Where the step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for
-    in what it does call, if they may be chosen (`at_least`: how many there should be).
+    Of layers that the step does not call, but parts of which it uses, the parts are layers. Where the step calls none
+    of the layers, as those of a large image encoder with a batch of text, they are looked for in what it does call.
     """
     split = Split(units, layer_calls(units, None), (), {}, {})
     with Patches() as patches:
@@ -282,16 +291,31 @@ def _trace(model: nn.Module, units: Units, step: Callable[[], Any], at_least: in
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
         return units, None
+    used_in_parts = opened | _used_in_parts(units, trace)
+    if used_in_parts != opened:
+        again = find(opened=used_in_parts)
+        return _trace(model, again, step, find, may_look_elsewhere=may_look_elsewhere, opened=used_in_parts)
     if not trace.marks:
         called = {unit.name for event in trace.events for unit in event.units}
-        if at_least is not None and called:
+        if may_look_elsewhere and called:
             with suppress(ConfigurationError):  # what is said of those that were found first helps more
-                return _trace(model, find_units(model, None, at_least, called), step, None)
+                return _trace(model, find(called=called), step, find, may_look_elsewhere=False)
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
         )
     return units, trace
+
+
+def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:
+    """The names of layers that are not called, but of which a part is."""
+    called = {unit for unit, _ in trace.marks}.union(*(event.units for event in trace.events))
+    used = {name for event in trace.events for name in event.held}
+    return frozenset(
+        unit.name
+        for unit in units.layers
+        if unit not in called and any(name.rpartition(".")[0].startswith(f"{unit.name}.") for name in used)
+    )
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

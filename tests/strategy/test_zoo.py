@@ -26,6 +26,8 @@ EQUAL = [
     "raw_parameters",
     "activation_checkpointing",
     "experts_by_index",
+    "parts_of_layers_called",
+    "tokens_packed_by_a_mask",
     "deep_supervision",
     "encode_and_call_twice",
     "vq_vae",

@@ -84,7 +84,11 @@ class Units:
 
 
 def find_units(
-    root: nn.Module, name: str | None = None, at_least: int = 1, called: Collection[str] | None = None
+    root: nn.Module,
+    name: str | None = None,
+    at_least: int = 1,
+    called: Collection[str] | None = None,
+    opened: Collection[str] = (),
 ) -> Units:
     """Find the units of the user's module.
 
@@ -93,12 +97,14 @@ def find_units(
         name: Dotted name of the module whose layers are divided, or of a list of layers; None finds the layers.
         at_least: How many layers there should be, if layers can be divided further.
         called: Names of modules; lists of layers that have nothing to do with them are not looked at. None: all are.
+        opened: Names of layers that are not called themselves; their parts are layers instead.
 
     Raises:
         ConfigurationError: If there is no module of that name with layers, or none with parameters at all.
     """
     layers = _named_layers(root, name) if name is not None else _find_layers(root, called)
     layers = _divide_heavy(layers, at_least)
+    layers = [part for item in layers for part in (_children_with_parameters(*item) if item[0] in opened else [item])]
     if not layers:
         raise ConfigurationError(
             f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "

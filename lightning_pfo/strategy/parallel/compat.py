@@ -203,8 +203,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number that tensors share that share memory."""
-    number: int = tensor.untyped_storage()._cdata
+    """A number that tensors share that share memory; one of its own for a tensor without, as inside of `vmap`."""
+    try:
+        number: int = tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return -id(tensor)
     return number
 
 

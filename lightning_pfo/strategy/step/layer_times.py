@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -100,6 +100,13 @@ class _TimedRun:
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Nothing is tracked here."""
         return function(*args, **kwargs)
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Nothing is tracked here."""
+        return answer
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """Nothing is tracked here."""
 
     def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A unit is called."""

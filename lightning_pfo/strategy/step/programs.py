@@ -111,7 +111,8 @@ class Programs:
         self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None
     ) -> StepPrograms:
         found = self._known.pop(key, None)
-        if found is None or found[0][0].draws:  # where the step draws numbers midway, these may decide what it calls
+        # where the step draws numbers midway, these may decide what it calls; where a mask selects, its values sizes
+        if found is None or found[0][0].draws or found[0][0].selects:
             trace = self._trace(step, seed, train)
             if whole is None:
                 found = self._split.programs(trace), []

@@ -457,6 +457,54 @@ def experts_by_index() -> Any:
     return Regressor(Routed()), vectors()
 
 
+class Attention(nn.Module):
+    """Holds its parts; the model calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class PartsCalled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.layers = nn.ModuleList(Attention() for _ in range(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            scores = torch.einsum("bid,bjd->bij", layer.query(x), layer.key(x)) / 4
+            x = x + layer.out(torch.einsum("bij,bjd->bid", scores.softmax(-1), layer.value(x)))
+        return self.head(x.mean(1))
+
+
+@case("own")
+def parts_of_layers_called() -> Any:
+    return Classifier(PartsCalled()), tokens()
+
+
+class Packed(nn.Module):
+    """Leaves padding out by the batch's own mask, so that microbatches of one form have other numbers of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.layers = blocks(4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        keep = (ids > 0) & (ids % 5 != 0)
+        x = self.embedding(ids[keep])
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x.new_zeros(*ids.shape, WIDTH).masked_scatter(keep[..., None], x).mean(1))
+
+
+@case("own")
+def tokens_packed_by_a_mask() -> Any:
+    return Classifier(Packed()), tokens()
+
+
 @case("own")
 def transformer_of_torch() -> Any:
     class Encoder(nn.Module):

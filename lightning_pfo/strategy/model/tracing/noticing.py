@@ -6,7 +6,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,15 @@ class TensorsSeen(TorchFunctionMode):
     Functions that only make a view do not count: what takes the view does.
     """
 
-    def __init__(self, run: Run, held: HeldTensors, see: Callable[[list[Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        held: HeldTensors,
+        see: Callable[[list[Any]], None] | None = None,
+        select: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._select = select
         self._run = run
         self.names: dict[str, None] = {}
         self.changed: dict[str, None] = {}
@@ -85,6 +92,8 @@ class TensorsSeen(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._see is not None:
             self._see(leaves)
+        if self._select is not None and _selects(func, args):
+            self._select()
         names = dict.fromkeys(self._held.names(leaves))
         before = dict(self.names)
         self.names |= names  # also if it fails
@@ -99,6 +108,18 @@ class TensorsSeen(TorchFunctionMode):
         return result
 
 
+_SELECTING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"})
+
+
+def _selects(function: Any, args: Any) -> bool:
+    """Whether a function of torch makes a tensor whose shape depends on values."""
+    name = getattr(function, "__name__", "")
+    if name == "__getitem__":
+        indices = args[1] if isinstance(args[1], tuple) else args[1:]
+        return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
+    return name in _SELECTING or (name == "where" and len(args) == 1)
+
+
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Of the arguments of a function of torch, which takes no containers but these."""
     for value in values.values() if isinstance(values, dict) else values:
@@ -109,11 +130,16 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Notices operators whose result has a shape that depends on values of tracked tensors."""
+    """Notices operators whose result has a shape that depends on values.
+
+    Attributes:
+        found: On those of tracked tensors.
+        of_batch: On those of other tensors, which all ranks have.
+    """
 
     def __init__(self, leaves: list[Any], function: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
+        self.found = self.of_batch = False
         # where a mask selects, its values decide, not those of what is selected from
         deciding = (
             leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
@@ -123,19 +149,28 @@ class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._may_decide and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             indices = args[1] if "index" in str(func) and len(args) > 1 else ()
             is_plain_index = "index" in str(func) and not any(
                 isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices or ()
             )
-            self.found = self.found or not is_plain_index
+            self.found |= self._may_decide and not is_plain_index
+            self.of_batch |= not self._may_decide and not is_plain_index
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def functions_followed(run: Run) -> Iterator[None]:
-    """Let a run follow `torch.autograd.Function`s of the user, which are no functions of torch."""
+    """Let a run follow `autograd.Function`s and scripted functions of the user, which are no functions of torch."""
     original = torch.autograd.Function.__dict__["apply"]
+    script = torch.jit.ScriptFunction
+    original_script = script.__call__
+
+    def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        current = current_run()
+        if current is None or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs))):
+            return original_script(function, *args, **kwargs)
+        return current.operation(AppliedFunction(function, original_script), args, kwargs)
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         current = current_run()
@@ -149,9 +184,11 @@ def functions_followed(run: Run) -> Iterator[None]:
         return current.operation(call, args, kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    script.__call__ = call_script  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        script.__call__ = original_script  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
@@ -180,27 +217,30 @@ def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, 
 
 @dataclass(frozen=True)
 class AppliedFunction:
-    """An `autograd.Function` of the user as a function of torch.
+    """An `autograd.Function`, or a scripted function, of the user as a function of torch.
 
     Attributes:
         cls: The function.
-        original: torch's own `apply`, as it stands in the class.
+        original: torch's own `apply`, as it stands in the class; of scripted functions their `__call__`.
     """
 
     cls: Any
-    original: Any
+    original: Any = field(compare=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply it."""
-        return self.original.__get__(None, self.cls)(*args, **kwargs)
+        if isinstance(self.cls, type):
+            return self.original.__get__(None, self.cls)(*args, **kwargs)
+        return self.original(self.cls, *args, **kwargs)
 
 
 _NOT_THE_USERS = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent), "<"
 
 
-def users_line() -> str:
-    """The innermost line of the stack that is neither torch's nor this package's."""
-    for frame, line in traceback.walk_stack(None):
+def users_line(error: BaseException | None = None) -> str:
+    """The innermost line of the stack, or of where an error was raised, that is neither torch's nor this package's."""
+    stack = traceback.walk_stack(None) if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    for frame, line in stack:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_USERS) and "contextlib" not in file:
             return f"{file}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"

@@ -52,7 +52,7 @@ class Outline:
         from_values: Whether it was found with values, on which it may depend.
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
             its arguments and named arguments are afterwards.
-        returns: Which of its arguments and named arguments it returns, if it changes containers and returns one; else -1.
+        returns: Which of these it returns, if it changes and returns one; else -1.
     """
 
     leaves: list[Any]

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.events import Event, Trace
+from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 
@@ -27,6 +29,7 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        selects: Whether the values of the batch decide sizes of what stages send.
         changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
             the step changes it alike on all.
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
@@ -42,6 +45,7 @@ class StageProgram:
     applies: bool
     draws: bool
     divided: frozenset[int] = frozenset()
+    selects: bool = False
     changes: Mapping[str, int | None] = field(default_factory=dict)
 
 
@@ -70,6 +74,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
                 f"made of stages' values instead (x = x.clone()), or use what was changed itself."
             )
+    if cuts and any(event.what is torch.autograd.grad and None in event.results for event in trace.events):
+        raise differentiates("torch.autograd.grad(..., allow_unused=True).", "it found no way between them")
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
     changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
     forms = [value.form for value in trace.values]
@@ -87,10 +93,20 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
+                bool(cuts) and any(position <= cuts[-1] for position in trace.selects),
                 changes,
             )
         )
     return programs
+
+
+def differentiates(line: str, error: object) -> ConfigurationError:
+    """What is said where a step differentiates by itself, over a stage boundary."""
+    return ConfigurationError(
+        f"torch.autograd.grad in a step can only differentiate what the same stage has computed, and here it asks for "
+        f"the gradient by a tensor from before it ({error}): {line} Put all that is differentiated into one module, "
+        f"and call torch.autograd.grad in its forward, so that one stage has both; or use one stage."
+    )
 
 
 def _stage_of_changes(trace: Trace, cuts: Sequence[int], name: str) -> int:
@@ -138,7 +154,8 @@ Bound = list[tuple[str, frozenset[int]]]
 def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
     """Where to cut so that the event at each position begins a stage: where the least has to be sent.
 
-    Rather where no size depends on values, which cannot cross. Between the last unit with parameters before the position and the position itself.
+    Rather where no size depends on values, which cannot cross. Between the last unit with parameters before the
+    position and the position itself.
 
     Args:
         trace: The step.
@@ -201,3 +218,64 @@ def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
                 cuts += [position] * (min(later) - len(cuts))
             previous = name
     return cuts + [len(bound)] * (num_stages - 1 - len(cuts))
+
+
+# ---- where a loss of the whole batch begins ----
+#
+# Up to there samples are treated one by one, so that microbatches can be joined. Known from the forms of values alone,
+# in the traces of a microbatch and of the whole batch: a value that grows with the number of samples in one dimension
+# has them there in a row. One that does not grow (a mean), or grows in two dimensions (similarities of all pairs), has
+# been made by comparing samples, or is the same for all.
+
+
+def growing(part: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """The dimensions in which a value of the whole batch is larger than that of a microbatch.
+
+    Args:
+        part: The shape of the latter.
+        whole: The shape of the former; of another number of dimensions, all of its dimensions count.
+    """
+    if len(part) != len(whole):
+        return list(range(len(whole)))
+    return [index for index, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b]
+
+
+def end_of_samples(part: Trace, whole: Trace, start: int) -> int:
+    """The event before which the last stage can join the values of microbatches.
+
+    After the last unit with parameters before samples are compared: what such units compute is nearly all of the work,
+    and stays that of microbatches.
+
+    Args:
+        part: The step on a microbatch.
+        whole: The step on the whole batch.
+        start: The first event of the last stage.
+
+    Raises:
+        ConfigurationError: If the step does other things for the whole batch.
+    """
+    stop = next((i for i in range(start, len(part.events)) if _compares(part, whole, i)), len(part.events))
+    while stop > start and not any(unit.num_parameters for unit in part.events[stop - 1].units):
+        stop -= 1
+    calls = [[event.what for event in trace.events[:stop]] for trace in (part, whole)]
+    if calls[0] != calls[1] or part.live(stop) != whole.live(stop):
+        raise ConfigurationError(
+            "loss_over='batch' runs the end of the step on what all microbatches have come to, but for the whole batch "
+            "the step calls other parts of the model than for a microbatch, or needs other values of them. Let the "
+            "number of samples decide nothing, or leave loss_over='batch' out."
+        )
+    return stop
+
+
+def _compares(part: Trace, whole: Trace, position: int) -> bool:
+    """Whether an event makes a value of which samples have no part of their own."""
+    if position >= len(whole.events):
+        return True
+    mine, other = _made(part.events[position]), _made(whole.events[position])
+    return mine != other or any(
+        len(growing(part.values[label].form.shape, whole.values[label].form.shape)) != 1 for label in mine
+    )
+
+
+def _made(event: Event) -> list[int]:
+    return [leaf.label for leaf in event.results if isinstance(leaf, New)]

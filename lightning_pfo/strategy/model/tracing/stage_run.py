@@ -20,7 +20,7 @@ from lightning_pfo.strategy.model.tracing.events import Event, New
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
-from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.program import StageProgram, differentiates
 from lightning_pfo.strategy.model.tracing.trace import returned_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
@@ -94,6 +94,10 @@ def run_stage(
         outputs = run.outputs() if program.stop == run.position else ()
     except _StageEnded:
         return run.outputs()
+    except RuntimeError as error:
+        if any(event.what is torch.autograd.grad for event in program.events) and "used in the graph" in str(error):
+            raise differentiates(users_line(error), error) from error
+        raise
     finally:
         run.close()
     if program.stop == run.position:  # stages after it compute nothing but the end of the step

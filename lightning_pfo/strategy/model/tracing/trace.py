@@ -68,7 +68,7 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
     """
     held = HeldTensors(owner)
     run = _TraceRun(device, held)
-    seen = TensorsSeen(run, held, run.see)
+    seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
     with following(run), functions_followed(run), noted, seen:
@@ -114,6 +114,8 @@ class _TraceRun:
         depends = ShapesFromValues(leaves, function)
         with self._nothing_drawn(), following(_Inside(self, event)), depends:
             result = natively(function, *_without_memory_of_sizes(args, kwargs, sizes))
+        if depends.of_batch:
+            self.select()
         changed = [
             index
             for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
@@ -161,7 +163,7 @@ class _TraceRun:
         return returned_of(event, result, given)
 
     def _varying_of_unit(self, unit: Any, given: Any, outline: Outline) -> list[frozenset[int]]:
-        """The dimensions of what a unit returns that depend on values: those that change with sizes of its arguments."""
+        """The dimensions of what a unit returns that change with such sizes of its arguments."""
         leaves, structure = tree_flatten(given)
         try:
             with self._nothing_drawn(), following(None):
@@ -195,6 +197,10 @@ class _TraceRun:
             if kept and not seen.names and not inside.was_asked:
                 outlines_of(unit).keep(key, leaves, outline)
             return outline
+
+    def select(self) -> None:
+        """Note that a size comes from the values of the batch."""
+        self.trace.selects.append(len(self.trace.events))
 
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""

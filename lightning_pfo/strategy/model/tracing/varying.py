@@ -68,7 +68,9 @@ def _plain(value: Any) -> Any:
 
 def _class(kind: type) -> type:
     names = {name: False for name in _ARITHMETIC} | {name: True for name in _DECIDING}
-    operators = {f"__{n}__": _operator(kind, f"__{n}__", decides=d) for n, d in names.items() if hasattr(kind, f"__{n}__")}
+    operators = {
+        f"__{n}__": _operator(kind, f"__{n}__", decides=d) for n, d in names.items() if hasattr(kind, f"__{n}__")
+    }
     return type(f"{kind.__name__.capitalize()}OfSizes", (_Number, kind), operators)
 
 

@@ -233,7 +233,8 @@ def _take_from_sparse(value: torch.Tensor, start: int, stop: int, dim: int) -> t
 def _like(taken: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Give a slice the class and attributes that `value` has, such as the format of torchvision's bounding boxes."""
     if type(value) in (torch.Tensor, nn.Parameter):
-        return taken
+        # a step that changes its microbatch in place does not change what the backward of another needs
+        return taken if taken.requires_grad else taken.data
     if type(taken) is torch.Tensor:
         taken = taken.as_subclass(type(value))
     for name, attribute in vars(value).items():

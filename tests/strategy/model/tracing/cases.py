@@ -793,7 +793,10 @@ def through_numpy(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused="appears to not have been used in the graph")
+GRADIENT = r"torch\.autograd\.grad in a step can only .*cases\.py"
+
+
+@case(refused=GRADIENT)
 def gradients_inside_the_step(net, x, y):
     x = net.stem(x)
     for layer in net.layers:
@@ -822,6 +825,28 @@ def a_view_of_a_written_buffer(net, x, y):
         x = layer(x)
         buf.mul_(0.5)
     return net.loss(x, y) + (transposed.t() * x).sum() + buf.sum()
+
+
+@torch.jit.script
+def gate(x: torch.Tensor, y: torch.Tensor):
+    return x * torch.sigmoid(y) + y
+
+
+@case()
+def scripted_functions(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = gate(x, layer(x))
+    return net.loss(x, y)
+
+
+@case()
+def masks_made_by_vmap(net, x, y):
+    x = net.stem(x)
+    mask = torch.vmap(lambda row, scale: (row + 1) * scale)(torch.arange(6), net.scale)
+    for layer in net.layers:
+        x = layer(x) * mask
+    return net.loss(x, y)
 
 
 @case()

@@ -170,6 +170,14 @@ def test_tensors_are_views_and_keep_their_graph():
     assert x.grad.tolist() == [[0, 0], [0, 0], [2, 2], [2, 2]]
 
 
+def test_a_microbatch_that_is_changed_in_place_spoils_no_backward_of_another():
+    weight, ids = torch.ones(3, 2, requires_grad=True), torch.tensor([0, -100, 2, -100])
+    microbatches = split_batch(ids, 2)
+    losses = [torch.nn.functional.embedding(each.masked_fill_(each == -100, 1), weight).sum() for each in microbatches]
+    sum(losses).backward()
+    assert weight.grad.tolist() == [[1, 1], [2, 2], [1, 1]]
+
+
 def test_arrays_are_split_too():
     objects = np.array([{"a": 1}, None, "c", "d"], dtype=object)
     part = split_batch({"x": X.numpy(), "objects": objects}, 2)[1]
