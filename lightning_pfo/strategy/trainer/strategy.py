@@ -88,6 +88,8 @@ class PfoPipelineStrategy(StepStrategy):
         activation_checkpointing: `full` (or True) keeps only the inputs of each layer and runs it again in backward,
             `selective` keeps the results of products of matrices, convolutions and attention too, which take most of
             that time.
+        offload_activations: Let what forwards save for backwards wait in the host's memory, but for microbatches whose
+            backward follows at once. On CUDA it is copied while other things are computed.
         compile: Compile the layers of each stage with torch.compile.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
@@ -154,6 +156,7 @@ class PfoPipelineStrategy(StepStrategy):
         shard_size: int | None = None,
         shard_precision: MixedPrecisionPolicy | None = None,
         activation_checkpointing: bool | str = False,
+        offload_activations: bool = False,
         compile: bool = False,
         save_distributed_checkpoint: bool | str = False,
         batch_dim: int = 0,
@@ -212,6 +215,7 @@ class PfoPipelineStrategy(StepStrategy):
                 f"activation_checkpointing is one of {list(_RECOMPUTED)}; got {activation_checkpointing!r}."
             )
         self._activation_checkpointing = _RECOMPUTED[activation_checkpointing]
+        self._offload_activations = offload_activations
         self._compile = compile
         if save_distributed_checkpoint not in (False, True, "async"):
             raise ConfigurationError(
@@ -292,6 +296,7 @@ class PfoPipelineStrategy(StepStrategy):
             tensor_group=self.mesh.tensor_group,
             sharding=self._sharding(),
             activation_checkpointing=self._activation_checkpointing,
+            offload_activations=self._offload_activations,
             compile=self._compile,
             batching=self._batching,
             check_loss=self._check_loss,
