@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -29,10 +30,12 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.fsdp import Sharding
+from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst, check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
@@ -97,6 +100,7 @@ class PfoPipelineStrategy(StepStrategy):
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
             samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
             that counts what the loss is a mean over.
+        load_batches: Which ranks of a pipeline run loaders: `all`, or `first`, which gives batches to the others.
         loss_over: `microbatch` (the loss of a batch is the weighted mean of its microbatches' losses) or `batch` (the
             end of the step runs once on all of the batch, for losses that compare samples; with schedules that do all
             forwards first, such as `gpipe`).
@@ -162,6 +166,7 @@ class PfoPipelineStrategy(StepStrategy):
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
+        load_batches: str = "all",
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
@@ -193,6 +198,8 @@ class PfoPipelineStrategy(StepStrategy):
         check_schedule_name(schedule)
         check_partition(partition)
         check_batch_norm(batch_norm)
+        check_loaded_by(load_batches)
+        self._load_batches = load_batches
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         order_file = file_of(schedule)
@@ -320,8 +327,10 @@ class PfoPipelineStrategy(StepStrategy):
         data = training_data(module.trainer)
         if self._partition != "profile" and not can_be_read_again(data):
             return None
+        first = self._loading_rank()
         with random_state.isolated(self.root_device):  # a loader draws numbers for its workers and its order
-            batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
+            load = partial(_first_of, data)
+            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
         number = self._num_microbatches
         size = self._batching.size_of(batch)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
@@ -332,6 +341,29 @@ class PfoPipelineStrategy(StepStrategy):
                 return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        first = self._loading_rank()
+        # writers of predictions are told which samples are in a batch by the sampler of their rank
+        is_predicting = self._module().trainer.state.fn == TrainerFn.PREDICTING
+        return dataloader if first is None or is_predicting else LoadedByFirst(dataloader, first)
+
+    def _loading_rank(self) -> FirstRank | None:
+        """The rank that loads batches for all of this pipeline; None: all do."""
+        if self._load_batches == "all" or self.mesh.num_ranks == 1:
+            return None
+        group = self.mesh.groups.hosts(self.mesh.pipeline_group)
+        cpu = torch.device("cpu")
+        return FirstRank(
+            dist.get_rank(group) == 0,
+            self.meet,
+            partial(tell_all, group=group),
+            partial(random_state.get_state, cpu),
+            partial(random_state.set_state, device=cpu),
+            random_state.same_state,
+        )
 
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
@@ -359,3 +391,7 @@ class PfoPipelineStrategy(StepStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _first_of(data: Any) -> Any:
+    return next(iter(CombinedLoader(data, "max_size_cycle")))
