@@ -98,6 +98,7 @@ def build_pipeline(
     tensor_group: dist.ProcessGroup | None = None,
     sharding: Sharding | None = None,
     activation_checkpointing: str | None = None,
+    offload_activations: bool = False,
     compile: bool = False,
     batching: Batching = DEFAULT_BATCHING,
     check_loss: bool = True,
@@ -129,6 +130,7 @@ def build_pipeline(
         tensor_group: The processes that share this rank's layers; None without tensor parallelism.
         sharding: How layers are divided over the replicas; None keeps them whole.
         activation_checkpointing: How layers run again in backward; see `recompute_activations`. None: they do not.
+        offload_activations: Whether what forwards save waits for backwards in the host's memory.
         compile: Whether layers are compiled.
         batching: How batches are divided, and how much each microbatch counts.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
@@ -187,6 +189,7 @@ def build_pipeline(
         place=(_rank_in(replica_group), _rank_in(tensor_group)),
         local_device_index=local_device_index,
         seed=seed,
+        offloads_activations=offload_activations,
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)

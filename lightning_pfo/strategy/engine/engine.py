@@ -16,6 +16,7 @@ from lightning_pfo.core.events import EventEmitter, InstructionListener
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, all_forwards_first, forward_only
 from lightning_pfo.strategy.engine.channels import make_channels
 from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
+from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
@@ -42,6 +43,7 @@ class PipelineEngine:
         place: Which replica of the pipeline, and which part of its layers, this process is.
         local_device_index: Index of this rank's GPU on its node.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
+        offloads_activations: Whether what forwards save waits for backwards in the host's memory.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PipelineEngine:
         place: tuple[int, int] = (0, 0),
         local_device_index: int = 0,
         seed: int = 0,
+        offloads_activations: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.num_stages = len(placement)
@@ -75,6 +78,7 @@ class PipelineEngine:
         self.placement = tuple(placement)
         self._make_schedule = make_schedule
         self.seed = seed
+        self.offload = Offload(device) if offloads_activations else None
         self._emitter = EventEmitter()
         self._counted_work: CountedWork | None = None
         self._hosts: dict[bool, dist.ProcessGroup | None] = {}
@@ -225,6 +229,7 @@ class PipelineEngine:
             emitter=self._emitter if tell else None,
             compute_loss=self._compute_loss if stage == self.num_stages - 1 else None,
             train=train,
+            offload=self.offload,
         )
 
     def _compute_loss(self, output: Any, microbatch: int) -> torch.Tensor:

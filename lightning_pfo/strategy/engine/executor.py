@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -117,7 +118,10 @@ class Executor:
             for producer, consumer in schedule.handovers().items()
             if schedule.rank_of(producer.stage) == schedule.rank_of(consumer.stage) == rank
         }
-        self._ends = _ends_of(schedule.orders[rank])
+        order = schedule.orders[rank]
+        self._ends = _ends_of(order)
+        for index, stage in self.stages.items():
+            stage.at_once = followed_at_once(order, index)
         self._ready: dict[Instruction, Tensors] = {}
         self._arriving: dict[Instruction, _Posted] = {}
         self._leaving: dict[int, deque[_Posted]] = defaultdict(deque)
@@ -192,6 +196,16 @@ class Executor:
         sends = self._leaving[peer]
         while sends and sends[0].number <= number:
             sends.popleft().wait()
+
+
+def followed_at_once(order: Sequence[Instruction], stage: int) -> frozenset[int]:
+    """The microbatches of a stage whose backward is what a rank does after their forward."""
+    return frozenset(
+        one.microbatch
+        for one, two in pairwise(order)
+        if one.type is InstructionType.FORWARD and (one.stage, one.microbatch) == (stage, two.microbatch)
+        if two.stage == stage
+    )
 
 
 def _ends_of(order: Sequence[Instruction]) -> dict[Instruction, list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pfo.strategy.parallel.compat import FakeTensor, TorchDispatchMode, memory_of, tree_leaves
+from lightning_pfo.strategy.parallel.compat import READS_VALUE, FakeTensor, TorchDispatchMode, memory_of, tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
 
 _CUDA_BLOCK = 512
@@ -51,7 +51,7 @@ class LivingBytes(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
             self._add(tensor, counts=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        if func is READS_VALUE and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else False
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

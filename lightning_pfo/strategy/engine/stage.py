@@ -7,7 +7,7 @@ stage holds its inputs and outputs, and autograd what it saved. Nothing else out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.tracing.program import StageProgram
@@ -38,8 +39,10 @@ class Stage:
         emitter: Receives the events; None emits nothing.
         compute_loss: On the last stage, maps what the step returned and the microbatch to a loss; part of the forward.
         train: Whether backwards follow.
+        offload: Takes what forwards save to the host; None: it stays.
 
     Attributes:
+        at_once: Microbatches whose backward follows their forward at once: what these save stays.
         iteration: Number of the iteration, for events.
         counted_work: What is counted; None counts nothing.
         programs: What the stage does of each microbatch.
@@ -57,8 +60,10 @@ class Stage:
         emitter: EventEmitter | None,
         compute_loss: Callable[[Any, int], torch.Tensor] | None,
         train: bool,
+        offload: Offload | None = None,
     ) -> None:
         self.index = index
+        self.at_once: frozenset[int] = frozenset()
         self.iteration = 0
         self.counted_work: CountedWork | None = None
         self.programs: Sequence[StageProgram] = ()
@@ -68,6 +73,7 @@ class Stage:
         self._emitter = emitter
         self._compute_loss = compute_loss
         self._train = train
+        self._offload = offload
         self.failure: Exception | None = None
         self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
         self._weight_gradients: dict[int, Callable[[], None]] = {}
@@ -131,7 +137,8 @@ class Stage:
             tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         forms = [program.forms[label] for label in program.sent]
         outputs = None
-        with self._noting_failures():
+        offloads = self._offload is not None and self._train and microbatch not in self.at_once
+        with self._noting_failures(), self._offload.of_forward() if offloads and self._offload else nullcontext():
             outputs = self._outputs(program, microbatch, received) if self.failure is None else None
         if outputs is None:
             outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]

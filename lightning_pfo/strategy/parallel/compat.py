@@ -123,6 +123,9 @@ PRIVATE = {
         "Ranks would skip fp16 steps each by itself, and their weights drift apart."
     ),
     "torch._amp_foreach_non_finite_check_and_unscale_": "Every gradient would be unscaled and checked on its own.",
+    "torch.ops.aten._local_scalar_dense": (
+        "An optimizer, or a step, that looks at a value could not be tried with tensors that have none."
+    ),
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
@@ -146,6 +149,8 @@ Up to 2.8, gloo returns the sum of gradients where FSDP2 asks for their mean, an
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 """Module and name of the function that a pickled layout of a tensor calls."""
 
+READS_VALUE = torch.ops.aten._local_scalar_dense.default
+"""The operator by which Python gets the value of a tensor."""
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 

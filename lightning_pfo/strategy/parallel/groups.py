@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -18,6 +18,13 @@ from lightning_pfo.strategy.parallel.dtensor import local
 def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     """The rank in the world of a group's rank; None is the world itself."""
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def tell_all(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Give every process of a group what the first one has; a collective call."""
+    message = [value]
+    dist.broadcast_object_list(message, src=global_rank(group, 0), group=group)
+    return message[0]
 
 
 class Wanted(NamedTuple):

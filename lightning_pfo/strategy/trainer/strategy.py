@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -29,10 +30,12 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.fsdp import Sharding
+from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst, check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
@@ -88,6 +91,8 @@ class PfoPipelineStrategy(StepStrategy):
         activation_checkpointing: `full` (or True) keeps only the inputs of each layer and runs it again in backward,
             `selective` keeps the results of products of matrices, convolutions and attention too, which take most of
             that time.
+        offload_activations: Let what forwards save for backwards wait in the host's memory, but for microbatches whose
+            backward follows at once. On CUDA it is copied while other things are computed.
         compile: Compile the layers of each stage with torch.compile.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
@@ -95,6 +100,7 @@ class PfoPipelineStrategy(StepStrategy):
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
             samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
             that counts what the loss is a mean over.
+        load_batches: Which ranks of a pipeline run loaders: `all`, or `first`, which gives batches to the others.
         loss_over: `microbatch` (the loss of a batch is the weighted mean of its microbatches' losses) or `batch` (the
             end of the step runs once on all of the batch, for losses that compare samples; with schedules that do all
             forwards first, such as `gpipe`).
@@ -154,11 +160,13 @@ class PfoPipelineStrategy(StepStrategy):
         shard_size: int | None = None,
         shard_precision: MixedPrecisionPolicy | None = None,
         activation_checkpointing: bool | str = False,
+        offload_activations: bool = False,
         compile: bool = False,
         save_distributed_checkpoint: bool | str = False,
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
         microbatch_weight: MicrobatchWeight = "samples",
+        load_batches: str = "all",
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
@@ -190,6 +198,8 @@ class PfoPipelineStrategy(StepStrategy):
         check_schedule_name(schedule)
         check_partition(partition)
         check_batch_norm(batch_norm)
+        check_loaded_by(load_batches)
+        self._load_batches = load_batches
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         order_file = file_of(schedule)
@@ -212,6 +222,7 @@ class PfoPipelineStrategy(StepStrategy):
                 f"activation_checkpointing is one of {list(_RECOMPUTED)}; got {activation_checkpointing!r}."
             )
         self._activation_checkpointing = _RECOMPUTED[activation_checkpointing]
+        self._offload_activations = offload_activations
         self._compile = compile
         if save_distributed_checkpoint not in (False, True, "async"):
             raise ConfigurationError(
@@ -299,6 +310,7 @@ class PfoPipelineStrategy(StepStrategy):
             tensor_group=self.mesh.tensor_group,
             sharding=self._sharding(),
             activation_checkpointing=self._activation_checkpointing,
+            offload_activations=self._offload_activations,
             compile=self._compile,
             batching=self._batching,
             check_loss=self._check_loss,
@@ -319,11 +331,13 @@ class PfoPipelineStrategy(StepStrategy):
     def _first_step(self) -> Callable[[torch.device], Any] | None:
         """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
         module = self._module()
+        first = self._loading_rank()
         with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
             data = training_data(module.trainer)
             if self._partition != "profile" and not can_be_read_again(data):
                 return None
-            batch, _, dataloader_idx = next(iter(CombinedLoader(data, "max_size_cycle")))
+            load = partial(_first_of, data)
+            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
         number = self._num_microbatches
         size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
@@ -334,6 +348,29 @@ class PfoPipelineStrategy(StepStrategy):
                 return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        first = self._loading_rank()
+        # writers of predictions are told which samples are in a batch by the sampler of their rank
+        is_predicting = self._module().trainer.state.fn == TrainerFn.PREDICTING
+        return dataloader if first is None or is_predicting else LoadedByFirst(dataloader, first)
+
+    def _loading_rank(self) -> FirstRank | None:
+        """The rank that loads batches for all of this pipeline; None: all do."""
+        if self._load_batches == "all" or self.mesh.num_ranks == 1:
+            return None
+        group = self.mesh.groups.hosts(self.mesh.pipeline_group)
+        cpu = torch.device("cpu")
+        return FirstRank(
+            dist.get_rank(group) == 0,
+            self.meet,
+            partial(tell_all, group=group),
+            partial(random_state.get_state, cpu),
+            partial(random_state.set_state, device=cpu),
+            random_state.same_state,
+        )
 
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
@@ -361,3 +398,7 @@ class PfoPipelineStrategy(StepStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _first_of(data: Any) -> Any:
+    return next(iter(CombinedLoader(data, "max_size_cycle")))

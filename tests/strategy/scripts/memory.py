@@ -154,7 +154,7 @@ CASES = {
         Language,
         lambda: llama(tie_word_embeddings=True),
         lambda p: optim.AdamW(p, foreach=True),
-        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "selective", "offload_activations": True},
         {"precision": "bf16-mixed"},
     ),
     "frozen, bf16-true, sums in 32 bits, accumulated, Adafactor, gpipe, full": (

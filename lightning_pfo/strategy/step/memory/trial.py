@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.engine.executor import followed_at_once
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes, bytes_on
 from lightning_pfo.strategy.engine.stage import Stage, received_forms
 from lightning_pfo.strategy.model.split import Split
@@ -141,7 +142,10 @@ def _try_stage(
     assert engine.schedule is not None
     is_last = index == engine.num_stages - 1
     compute_loss = (lambda result, _: loss_of(result)) if is_last else None
-    stage = Stage(index, engine.device, emitter=None, compute_loss=compute_loss, train=True)
+    stage = Stage(index, engine.device, emitter=None, compute_loss=compute_loss, train=True, offload=engine.offload)
+    order = engine.schedule.orders[engine.rank]
+    if len(followed_at_once(order, index)) == engine.schedule.num_microbatches:
+        stage.at_once = frozenset([0])
     stage.programs = [program]
     stage.step = lambda *_: step()
     stage.seed = (engine.seed,)
@@ -158,8 +162,7 @@ def _try_stage(
             raise stage.failure
         return Cost(living.peak - start, living.now - start)
 
-    orders = engine.schedule.orders[engine.rank]
-    kinds = {inst.type for inst in orders if inst.stage == index}
+    kinds = {inst.type for inst in order if inst.stage == index}
     first: dict[InstructionType, Cost] = {}
     again: dict[InstructionType, Cost] = {}
     for way in _WAYS:

@@ -1,0 +1,52 @@
+"""Batches that the first of three ranks loads for all, against batches that all load."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.launch import run_script
+
+CASES = ("shuffled, augmented", "stream", "workers", "resumed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loading")
+    run_script(Path(__file__).parents[2] / "scripts" / "loading.py", folder, timeout_s=300)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(3)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_batches_and_random_numbers_are_those_of_ranks_that_all_load(ranks, case):
+    for seen in ranks:
+        by_all, by_first = seen[case]["all"], seen[case]["first"]
+        assert len(by_all["seen"]) > 5
+        assert by_first["batches"][2][1] == 5  # the last one is short
+        for what in ("seen", "batches", "draws"):
+            assert by_first[what] == by_all[what]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_ranks_ask_no_dataset(ranks, case):
+    assert ranks[0][case]["first"]["calls"] == ranks[0][case]["all"]["calls"] > 0
+    assert [seen[case]["first"]["calls"] for seen in ranks[1:]] == [0, 0]
+    assert all(seen[case]["all"]["calls"] for seen in ranks)
+
+
+def test_an_error_of_the_loader_is_everybodys(ranks):
+    assert ranks[0]["error"] == "ValueError: an image is broken"
+    for seen in ranks[1:]:
+        assert seen["error"].startswith("BatchError: The first rank loads batches for the others")
+        assert seen["error"].endswith("ValueError: an image is broken")
+
+
+def test_predictions_are_loaded_by_all(ranks):
+    assert [seen["predict"] for seen in ranks] == [{"calls": 8, "sizes": [4, 4]}] * 3
+
+
+def test_who_loads_is_one_of_two():
+    with pytest.raises(ConfigurationError, match=r"load_batches is 'all' or 'first'; got 'needed'"):
+        PfoPipelineStrategy(load_batches="needed")
