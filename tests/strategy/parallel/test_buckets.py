@@ -12,6 +12,7 @@ from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
+from lightning_pfo.strategy.parallel.reductions import hand_out
 from tests.ranks import run_ranks
 
 NUM_MICROBATCHES, MICROBATCH, WIDTH = 4, 2, 6
@@ -175,3 +176,22 @@ def sum_in_16_bits():
 
 def test_sums_of_microbatches_can_be_precise():
     run_ranks(sum_in_16_bits, 2)
+
+
+def test_sums_in_32_bits_are_let_go_of_as_those_in_16_are_handed_out():
+    weights = [nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for _ in range(4)]
+    weights[0].grad = torch.ones(3, dtype=torch.bfloat16)
+    gradients = {weight: torch.full((3,), 2.0) for weight in weights}
+    sums, alive = [weakref.ref(gradient) for gradient in gradients.values()], []
+
+    class Watched(dict):
+        def popitem(self):
+            alive.append((sum(each() is not None for each in sums), sum(w.grad is not None for w in weights[1:])))
+            return super().popitem()
+
+    watched = Watched(gradients)
+    gradients.clear()
+    hand_out(watched)
+    # beside those that are handed out, and the one that was last
+    assert [of_sums + handed_out for of_sums, handed_out in alive] == [4, 5, 5, 5]
+    assert [weight.grad.tolist() for weight in weights] == [[3.0] * 3] + [[2.0] * 3] * 3
