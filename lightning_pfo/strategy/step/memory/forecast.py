@@ -172,7 +172,8 @@ class MemoryForecast:
             except Exception as error:
                 _log.info("The step does not run with %s: %s", type(way).__name__, error)
             else:
-                return costs, True
+                # where copies of shards are averaged, FSDP2 holds on to more than is counted here
+                return costs, self.sharding is None or self.sharding.mesh.ndim == 1
         return {stage: self._by_trace(stage, programs[stage]) for stage in self.engine.stages}, False
 
     def _by_trace(self, stage: int, program: StageProgram) -> StageCosts:
