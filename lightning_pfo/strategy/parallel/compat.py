@@ -323,7 +323,8 @@ def unscale_in_place(gradients: list[torch.Tensor], inv_scale: torch.Tensor, fou
 
 def scale_in_place(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors with one factor."""
-    torch._foreach_mul_(tensors, factor)
+    for device in {tensor.device for tensor in tensors}:
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], factor.to(device))
 
 
 def clamp_in_place(tensors: list[torch.Tensor], limit: float) -> None:

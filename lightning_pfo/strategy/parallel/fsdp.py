@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
@@ -32,11 +32,13 @@ class Sharding:
             sums of gradients too, which takes an exchange for each microbatch (2), and weights too, which are gathered
             for each forward and each backward (3).
         precision: Types of gathered weights and exchanged gradients; None: those of the parameters.
+        offload: Whether what is divided is in the host's memory.
     """
 
     mesh: DeviceMesh
     zero_stage: int = 1
     precision: MixedPrecisionPolicy | None = None
+    offload: bool = False
 
 
 def check_shardable(sharding: Sharding, schedule: PipelineSchedule) -> None:
@@ -73,6 +75,8 @@ class ShardedLayers:
     def __init__(self, layers: Iterable[nn.Module], sharding: Sharding, kept_whole: Iterable[nn.Parameter]) -> None:
         _check_torch(sharding.mesh.device_type)
         ignored = set(kept_whole)
+        is_pinned = sharding.mesh.device_type == "cuda"
+        offload = CPUOffloadPolicy(pin_memory=is_pinned) if sharding.offload else OffloadPolicy()
         self._stage = sharding.zero_stage
         self.holders: dict[nn.Module, Holder] = {}
         for layer in dict.fromkeys(layers):
@@ -82,6 +86,7 @@ class ShardedLayers:
                     holder,
                     mesh=sharding.mesh,
                     mp_policy=as_traced(sharding.precision),
+                    offload_policy=offload,
                     ignored_params=ignored,
                 )
                 layer.__dict__[_SHARDED] = holder

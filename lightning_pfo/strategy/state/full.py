@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,8 @@ def _transport_device(group: dist.ProcessGroup | None) -> torch.device:
 
 def _whole(value: Any) -> Any:
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        on_device = cast(DTensor, value.to(value.device_mesh.device_type))  # from the host, if it is there
+        value = on_device.full_tensor()
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

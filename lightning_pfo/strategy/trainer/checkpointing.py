@@ -65,6 +65,7 @@ class CheckpointStrategy(MeshStrategy):
     """Base of strategies that save a model whose parts lie on several ranks, as one file or as a folder of shards."""
 
     _save_distributed_checkpoint: bool | str = False
+    _offloads_shards = False
     _seed = 0
     _patches: Patches
     _saving: Future[None] | None = None
@@ -203,11 +204,16 @@ class CheckpointStrategy(MeshStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):  # as Lightning
             if state:
                 whole.load_optimizer_state(optimizer, state)
-        move_optimizers(self.optimizers, self.root_device)
+        self._move_optimizers()
         own_state = checkpoint.get(_OWN_STATE)
         if own_state is not None:  # a single device's checkpoint has none
             random_state.set_portable_state(own_state["random_state"])
             self._reseed(own_state["seed"])
+
+    def _move_optimizers(self) -> None:
+        """Bring the states of optimizers to the device, but those of parameters that are not there."""
+        if not self._offloads_shards:
+            move_optimizers(self.optimizers, self.root_device)
 
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None

@@ -31,6 +31,19 @@ def check_precision(plugin: Precision) -> None:
         )
 
 
+def check_unscaled(plugin: Precision) -> None:
+    """Check that no loss is scaled where gradients are in the host's memory: overflows are looked for on the device.
+
+    Raises:
+        ConfigurationError: If so.
+    """
+    if scaler_of(plugin) is not None:
+        raise ConfigurationError(
+            f"shard_offload=True keeps gradients in the host's memory, where precision={str(plugin.precision)!r} does "
+            f"not look for overflows. Use precision='bf16-mixed', or leave shard_offload=True out."
+        )
+
+
 def scaler_of(plugin: Precision) -> GradScaler | None:
     """The loss scaler of a plugin, if it has one."""
     return getattr(plugin, "scaler", None)

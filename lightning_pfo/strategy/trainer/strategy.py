@@ -49,7 +49,7 @@ from lightning_pfo.strategy.trainer.compat import (
     training_data,
 )
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
-from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline
+from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import split_averages
@@ -88,6 +88,8 @@ class PfoPipelineStrategy(StepStrategy):
         shard_size: How many replicas divide layers among them with `fully_shard`; None is all, else each group of so
             many has all layers (HSDP).
         shard_precision: torch's `MixedPrecisionPolicy` for divided layers.
+        shard_offload: Keep divided weights, gradients and states of optimizers in the host's memory, where the
+            optimizer computes; weights come to the device when they are gathered (torch's `CPUOffloadPolicy`).
         activation_checkpointing: `full` (or True) keeps only the inputs of each layer and runs it again in backward,
             `selective` keeps the results of products of matrices, convolutions and attention too, which take most of
             that time.
@@ -159,6 +161,7 @@ class PfoPipelineStrategy(StepStrategy):
         fully_shard: bool | str = False,
         shard_size: int | None = None,
         shard_precision: MixedPrecisionPolicy | None = None,
+        shard_offload: bool = False,
         activation_checkpointing: bool | str = False,
         offload_activations: bool = False,
         compile: bool = False,
@@ -217,6 +220,12 @@ class PfoPipelineStrategy(StepStrategy):
         check_shard_size(shard_size, bool(fully_shard), data_parallel_size, tensor_parallel_size)
         self._shard_size = shard_size
         self._shard_precision = shard_precision
+        if shard_offload and not fully_shard:
+            raise ConfigurationError(
+                "shard_offload=True keeps in the host's memory what fully_shard divides; got fully_shard=False. Use "
+                "fully_shard='zero3', or leave shard_offload out."
+            )
+        self._offloads_shards = shard_offload
         if activation_checkpointing not in _RECOMPUTED:
             raise ConfigurationError(
                 f"activation_checkpointing is one of {list(_RECOMPUTED)}; got {activation_checkpointing!r}."
@@ -285,8 +294,10 @@ class PfoPipelineStrategy(StepStrategy):
             if self.mesh.num_ranks > 1:
                 check_optimizers(self.optimizers)
         self.setup_precision_plugin()
+        if self._offloads_shards:
+            check_unscaled(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
-            move_optimizers(self.optimizers, self.root_device)
+            self._move_optimizers()
             adapt_to_pipeline(
                 self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
             )
@@ -375,7 +386,9 @@ class PfoPipelineStrategy(StepStrategy):
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
             return None
-        return Sharding(sharding_mesh(self.mesh, self._shard_size), self._zero_stage, self._shard_precision)
+        return Sharding(
+            sharding_mesh(self.mesh, self._shard_size), self._zero_stage, self._shard_precision, self._offloads_shards
+        )
 
     def _make_schedule(self, num_microbatches: int) -> PipelineSchedule:
         return make_checked_schedule(

@@ -2,10 +2,14 @@
 
 from datetime import timedelta
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
+from torch.utils.data import DataLoader
 
+from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.groups import Wanted
 from lightning_pfo.strategy.parallel.mesh import make_mesh
 from tests.ranks import run_ranks
@@ -54,3 +58,40 @@ def check():
 
 def test_groups_are_made_once_and_go_with_their_users():
     run_ranks(check, 4)
+
+
+class Regression(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(batch).square().mean()
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_again_and_again():
+    numbers = []
+    for _ in range(4):
+        strategy = PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2, check_loss=False)
+        trainer = L.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=4,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Regression(), DataLoader(torch.randn(8, 4), batch_size=4))
+        numbers.append(len(all_groups()))
+    assert numbers[1:] == numbers[:1] * 3, numbers
+
+
+def test_fits_one_after_the_other_leave_no_groups_behind():
+    run_ranks(fit_again_and_again, 4)

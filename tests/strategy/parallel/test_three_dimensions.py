@@ -112,6 +112,8 @@ def test_each_stage_of_zero_divides_what_it_says(folder):
             assert seen[name]["loss"] == pytest.approx(seen["zero1"]["loss"], abs=2e-5)
         assert seen["bf16"]["loss"] == pytest.approx(seen["zero1"]["loss"], rel=0.02)
         assert seen["bf16"]["loss"] != seen["zero1"]["loss"]
+        assert seen["offloaded"]["loss"] == pytest.approx(seen["zero3"]["loss"], abs=2e-5)
+        assert seen["offloaded"]["policies"] == ["CPUOffloadPolicy"]
 
 
 @pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
@@ -136,6 +138,7 @@ def test_copies_of_divided_layers_train_as_if_all_replicas_divided_them(folder):
         ({"shard_size": 2, "data_parallel_size": 1}, r"Use more replicas"),
         ({"shard_size": 2, "tensor_parallel_size": 2}, "cannot be had with tensor parallelism"),
         ({"shard_size": 2, "fully_shard": False}, "shard_size says how many replicas divide layers"),
+        ({"shard_offload": True, "fully_shard": False}, r"fully_shard=False\. Use fully_shard='zero3'"),
     ],
 )
 def test_sizes_of_groups_that_cannot_be(options, error):

@@ -102,7 +102,7 @@ def run(load_batches, make, *, num_workers=0, resume=False):
         trainer.save_checkpoint(path)
         L.seed_everything(6, workers=True, verbose=False)
         seen, module = module.seen, Module()
-        trainer_of(load_batches).fit(module, loader(), DataLoader(validation, 4), ckpt_path=path)
+        trainer_of(load_batches, max_epochs=4).fit(module, loader(), DataLoader(validation, 4), ckpt_path=path)
         module.seen = seen + module.seen
     calls = data.calls + validation.calls
     return {"seen": module.seen, "batches": module.batches, "draws": module.draws, "calls": calls}

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.parallel import fsdp
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from lightning_pfo.strategy.state import full
 from tests.ranks import run_ranks
@@ -236,6 +237,20 @@ def run_zero(folder):
         )
         fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
         found["bf16"] = {"loss": module.seen["loss"]}
+        L.seed_everything(3)
+        module = Module(divided=False)
+        strategy = PfoPipelineStrategy(
+            num_microbatches=4, check_loss=False, data_parallel_size=2, fully_shard="zero3", shard_offload=True
+        )
+        policies, fully_shard = [], fsdp.fully_shard
+
+        def noted(*args, **kwargs):
+            policies.append(type(kwargs["offload_policy"]).__name__)
+            return fully_shard(*args, **kwargs)
+
+        fsdp.fully_shard = noted
+        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
+        found["offloaded"] = {"loss": module.seen["loss"], "policies": sorted(set(policies))}
     (folder / f"zero_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

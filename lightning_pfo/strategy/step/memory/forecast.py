@@ -172,7 +172,8 @@ class MemoryForecast:
             except Exception as error:
                 _log.info("The step does not run with %s: %s", type(way).__name__, error)
             else:
-                return costs, True
+                # where copies of shards are averaged, FSDP2 holds on to more than is counted here
+                return costs, self.sharding is None or self.sharding.mesh.ndim == 1
         return {stage: self._by_trace(stage, programs[stage]) for stage in self.engine.stages}, False
 
     def _by_trace(self, stage: int, program: StageProgram) -> StageCosts:
@@ -199,11 +200,14 @@ class MemoryForecast:
 
     def _gradient_bytes(self, parameter: nn.Parameter, *, whole: bool = False) -> int:
         tensor = parameter if whole and is_divided_over(parameter, "data_parallel") else local(parameter.detach())
+        if tensor.device.type != self.engine.device.type:  # it is in the host's memory
+            return 0
         return bytes_on(self.engine.device, tensor.numel() * gradient_type(parameter, precise=self.precise).itemsize)
 
     def _divided_bytes(self) -> int:
         """Of this process's part of the gradients of divided parameters."""
-        return sum(self._gradient_bytes(p) for p in self._trained() if is_divided_over(p, "data_parallel"))
+        divided = [p for p in self._trained() if is_divided_over(p, "data_parallel")]
+        return sum(self._gradient_bytes(p) for p in divided)
 
     def _layer_bytes(self) -> list[int]:
         """Of the whole weights of each layer that is divided over replicas."""

@@ -24,8 +24,9 @@ class RankMemory:
         transfer_bytes: What is received from, or sent to, other ranks.
         batch_bytes: The batch.
         moment: When that is: an instruction such as `0F3`, or `optimizer step`.
-        is_exact: Whether it was found by running a microbatch without values; else activations are those that the trace
-            of the step has shown, without what instructions make while they run.
+        is_exact: Whether it was found by running a microbatch; else activations are those that the trace of the step
+            has shown, without what instructions make while they run, or layers are divided with copies (HSDP), which
+            takes more.
         measured_bytes: The most that was there in iterations; None where nobody measures, as on a CPU.
     """
 
