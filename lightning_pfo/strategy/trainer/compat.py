@@ -134,8 +134,8 @@ class StrategyBase(ParallelStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = self.make_checkpoint_io()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
-            self._checkpoint_io.checkpoint_io = self.make_checkpoint_io()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = self.make_checkpoint_io()  # the innermost, and only if it has none
         return self._checkpoint_io
 
     @checkpoint_io.setter

@@ -5,8 +5,11 @@ import threading
 from concurrent.futures import Future
 
 import pytest
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.trainer.checkpointing import SafeCheckpointIO
 
 
 @pytest.mark.parametrize("error", [None, OSError("no space left on device")])
@@ -24,3 +27,16 @@ def test_after_an_exception_a_checkpoint_beside_training_is_waited_for(error, ca
     assert ("no space left on device" in caplog.text) == (error is not None)
     strategy.on_exception(RuntimeError("it is not asked again"))
     writer.join()
+
+
+def test_wrapped_plugins_write_by_ours_however_deep():
+    inner = AsyncCheckpointIO()
+    outer = AsyncCheckpointIO(inner)
+    strategy = PfoPipelineStrategy(checkpoint_io=outer)
+    for _ in range(2):  # asked again, it is the same
+        assert strategy.checkpoint_io is outer
+        ours = inner.checkpoint_io
+        assert isinstance(ours, SafeCheckpointIO)
+    assert inner.checkpoint_io is ours
+    given = TorchCheckpointIO()
+    assert PfoPipelineStrategy(checkpoint_io=AsyncCheckpointIO(given)).checkpoint_io.checkpoint_io is given
