@@ -258,7 +258,9 @@ def _split(
         if step is not None:
             on_cpu = partial(step, torch.device("cpu"))
             find = partial(find_units, model, pipeline_module, num_stages)
-            units, trace = _trace(model, units, on_cpu, find, may_look_elsewhere=pipeline_module is None)
+            units, trace = _trace(
+                model, units, on_cpu, find, may_look_elsewhere=pipeline_module is None, at_least=num_stages
+            )
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
@@ -277,14 +279,38 @@ def _trace(
     step: Callable[[], Any],
     find: Callable[..., Units],
     *,
+    at_least: int,
     may_look_elsewhere: bool,
     opened: frozenset[str] = frozenset(),
+    whole: tuple[str, ...] = (),
 ) -> tuple[Units, Trace | None]:
-    """The step on a first microbatch, and the units that it needs (`find` finds them); no trace if it cannot run yet.
+    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet.
 
-    Of layers that the step does not call, but parts of which it uses, the parts are layers. Where the step calls none
-    of the layers, as those of a large image encoder with a batch of text, they are looked for in what it does call.
+    Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
+    layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
+    enough are left. Where the step calls none of the layers, as those of a large image encoder with a batch of text,
+    they are looked for in what it does call.
+
+    Args:
+        model: The user's module.
+        units: Its units.
+        step: The step.
+        find: Finds other units; see `find_units`.
+        at_least: How many layers there should be.
+        may_look_elsewhere: Whether layers may be others than those of a module that was named.
+        opened: Layers that have been found not to be called.
+        whole: Modules that have been found to look at values.
     """
+    again = partial(
+        _trace,
+        model,
+        step=step,
+        find=find,
+        at_least=at_least,
+        may_look_elsewhere=may_look_elsewhere,
+        opened=opened,
+        whole=whole,
+    )
     split = Split(units, layer_calls(units, None), (), {}, {})
     with Patches() as patches:
         follow_units(units.all, patches)
@@ -294,20 +320,35 @@ def _trace(
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
         return units, None
-    used_in_parts = opened | _used_in_parts(units, trace)
-    if used_in_parts != opened:
-        again = find(opened=used_in_parts)
-        return _trace(model, again, step, find, may_look_elsewhere=may_look_elsewhere, opened=used_in_parts)
+    in_parts = opened | _used_in_parts(units, trace)
+    if in_parts != opened:
+        return again(find(opened=in_parts, whole=whole), opened=in_parts)
+    deciding = _deciding(model, units, trace)
+    if deciding is not None:
+        fewer = find(opened=opened, whole=(*whole, deciding))
+        if len(fewer.layers) >= at_least:
+            return again(fewer, whole=(*whole, deciding))
     if not trace.marks:
         called = {unit.name for event in trace.events for unit in event.units}
         if may_look_elsewhere and called:
             with suppress(ConfigurationError):  # what is said of those that were found first helps more
-                return _trace(model, find(called=called), step, find, may_look_elsewhere=False)
+                return again(find(called=called), may_look_elsewhere=False)
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
         )
     return units, trace
+
+
+def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
+    """The name of a module with some of the layers, but not all, whose own code looks at values."""
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    for module in trace.deciding:
+        name = names.get(module, "")
+        within = [unit for unit in units.layers if name and unit.name.startswith(f"{name}.")]
+        if within and len(within) < len(units.layers):
+            return name
+    return None
 
 
 def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:

@@ -26,6 +26,7 @@ EQUAL = [
     "raw_parameters",
     "activation_checkpointing",
     "experts_by_index",
+    "experts_left_out",
     "parts_of_layers_called",
     "tokens_packed_by_a_mask",
     "deep_supervision",

@@ -89,6 +89,7 @@ def find_units(
     at_least: int = 1,
     called: Collection[str] | None = None,
     opened: Collection[str] = (),
+    whole: Collection[str] = (),
 ) -> Units:
     """Find the units of the user's module.
 
@@ -98,6 +99,7 @@ def find_units(
         at_least: How many layers there should be, if layers can be divided further.
         called: Names of modules; lists of layers that have nothing to do with them are not looked at. None: all are.
         opened: Names of layers that are not called themselves; their parts are layers instead.
+        whole: Names of modules that are a layer in place of those within them.
 
     Raises:
         ConfigurationError: If there is no module of that name with layers, or none with parameters at all.
@@ -105,6 +107,8 @@ def find_units(
     layers = _named_layers(root, name) if name is not None else _find_layers(root, called)
     layers = _divide_heavy(layers, at_least)
     layers = [part for item in layers for part in (_children_with_parameters(*item) if item[0] in opened else [item])]
+    for path in whole:
+        layers = _as_one(root, path, layers)
     if not layers:
         raise ConfigurationError(
             f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "
@@ -113,6 +117,15 @@ def find_units(
     units = list(_units_in(root, "", {id(module): path for path, module in layers}))
     counted = tuple(unit for unit in units if unit.is_layer)
     return Units(_common_path([unit.name for unit in counted]), units, counted)
+
+
+def _as_one(root: nn.Module, path: str, layers: list[Named]) -> list[Named]:
+    within = [index for index, (name, _) in enumerate(layers) if name.startswith(f"{path}.")]
+    if not within:
+        return layers
+    others = [item for index, item in enumerate(layers) if index not in within[1:]]
+    others[within[0]] = (path, root.get_submodule(path))
+    return others
 
 
 def units_of(unit: Unit) -> list[Unit]:

@@ -457,6 +457,29 @@ def experts_by_index() -> Any:
     return Regressor(Routed()), vectors()
 
 
+class RoutedWithGaps(nn.Module):
+    """Experts without samples are not called; only this layer's own code knows which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 8), blocks(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            here = weights.argmax(-1) == index
+            if not here.any():
+                continue
+            out[here] += expert(x[here]) * weights[here, index, None]
+        return x + out
+
+
+@case("own")
+def experts_left_out() -> Any:
+    return Regressor(nn.Sequential(block(), RoutedWithGaps(), block(), block())), vectors()
+
+
 class Attention(nn.Module):
     """Holds its parts; the model calls them."""
 

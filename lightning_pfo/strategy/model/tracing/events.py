@@ -125,6 +125,7 @@ class Trace:
             the last.
         draws: Whether the step draws random numbers of its own after the first event.
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
+        deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
             that changes them, and the user's line.
@@ -141,6 +142,7 @@ class Trace:
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     selects: list[int] = field(default_factory=list)
+    deciding: list[Any] = field(default_factory=list)
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)

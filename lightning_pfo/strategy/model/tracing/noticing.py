@@ -247,6 +247,16 @@ def users_line(error: BaseException | None = None) -> str:
     return "an unknown line"
 
 
+def users_module() -> nn.Module | None:
+    """The module of whose method a line the user has written is running, the innermost one."""
+    for frame, _ in traceback.walk_stack(None):
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module) and not code.co_filename.startswith(_NOT_THE_USERS):
+            return first
+    return None
+
+
 def is_value(leaf: Any) -> bool:
     """Whether something is a tracked tensor that the trace knows."""
     return isinstance(leaf, Tracked) and leaf.label >= 0

@@ -25,6 +25,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     is_value,
     recomputation_noted,
     users_line,
+    users_module,
 )
 from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
 from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
@@ -111,6 +112,8 @@ class _TraceRun:
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
+        if function is torch.autograd.grad:
+            self.trace.deciding.append(users_module())
         depends = ShapesFromValues(leaves, function)
         with self._nothing_drawn(), following(_Inside(self, event)), depends:
             result = natively(function, *_without_memory_of_sizes(args, kwargs, sizes))
@@ -179,6 +182,7 @@ class _TraceRun:
     def decide(self, labels: Iterable[int]) -> None:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
+        self.trace.deciding.append(users_module())
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
@@ -266,6 +270,7 @@ class _TraceRun:
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
         if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or _returns_nothing(found)):
             event.reads = True
+            self.trace.deciding.append(users_module())
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
         return tree_unflatten(returned, structure)
