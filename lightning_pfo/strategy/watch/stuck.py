@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 _log = logging.getLogger(__name__)
+_END = 0  # no signal has this number
 _LOOK_EVERY_S = 0.1
 _TORCH = str(Path(torch.__file__).parent)
 _writers: set[int] = set()
@@ -40,11 +41,12 @@ def heard(signum: int, then: Callable[[], None]) -> Iterator[None]:
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def listen() -> None:
-        is_called = False
-        while numbers := os.read(reader, 64):
+        is_called, numbers = False, b""
+        while _END not in numbers:
+            numbers = os.read(reader, 64)
             if before != -1:  # such as asyncio's
                 with suppress(OSError):
-                    os.write(before, numbers)
+                    os.write(before, numbers.replace(bytes([_END]), b""))
             if signum in numbers and not is_called:
                 is_called = True
                 then()
@@ -58,8 +60,10 @@ def heard(signum: int, then: Callable[[], None]) -> Iterator[None]:
         if present != writer:  # somebody has set another since
             signal.set_wakeup_fd(present)
         _writers.discard(writer)
-        os.close(writer)
+        os.set_blocking(writer, True)
+        os.write(writer, bytes([_END]))  # closing it would not do: forked children may have it, such as loaders' workers
         thread.join()
+        os.close(writer)
         os.close(reader)
 
 
