@@ -61,7 +61,7 @@ def heard(signum: int, then: Callable[[], None]) -> Iterator[None]:
             signal.set_wakeup_fd(present)
         _writers.discard(writer)
         os.set_blocking(writer, True)
-        os.write(writer, bytes([_END]))  # closing it would not do: forked children may have it, such as loaders' workers
+        os.write(writer, bytes([_END]))  # to close it would not do: children such as loaders' workers have it too
         thread.join()
         os.close(writer)
         os.close(reader)
