@@ -1,5 +1,6 @@
 """The memory that ranks are told of beforehand, against that of all living tensors of an iteration."""
 
+import functools
 import json
 import weakref
 from pathlib import Path
@@ -11,6 +12,8 @@ from torch import nn, optim
 from lightning_pfo.strategy.model.tracing.outline import outline_call
 from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
+from lightning_pfo.strategy.step.memory.substitutes import NoValues
+from lightning_pfo.strategy.step.memory.trial import nothing_remains
 from tests.launch import run_script
 
 CPU = torch.device("cpu")
@@ -99,6 +102,26 @@ def test_what_is_not_known_is_said():
     assert "?" in text
     assert "4.1 kB" in text
     assert "transfers" not in text
+
+
+class Remembers(nn.Module):
+    """What it computes of its weights is in a cache of the whole process."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    @functools.lru_cache  # noqa: B019
+    def doubled(self):
+        return 2 * self.weight
+
+
+def test_nothing_of_a_trial_remains_in_caches():
+    module = Remembers()
+    with nothing_remains(CPU, module), NoValues().in_place_of(module, []):
+        assert type(module.doubled()) is not torch.Tensor
+    assert type(module.doubled()) is torch.Tensor
+    assert module.doubled().tolist() == [2.0, 2.0]
 
 
 class NeedsValues(nn.Module):

@@ -15,6 +15,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import followed_at_once
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes, bytes_on
 from lightning_pfo.strategy.engine.stage import Stage, received_forms
+from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.outline import without_reports
 from lightning_pfo.strategy.model.tracing.program import StageProgram
@@ -110,7 +111,7 @@ def try_stages(
     """
     replaced = {unit.module: list(unit.module.parameters()) for unit in split.units.all}
     with (
-        _nothing_remains(engine, owner),
+        nothing_remains(engine.device, owner),
         substitutes.in_place_of(owner, split.units.all) as stand_ins,
     ):
         living = LivingBytes(engine.device)
@@ -198,15 +199,23 @@ def _drop_gradients(parameters: Sequence[torch.Tensor]) -> None:
 
 
 @contextmanager
-def _nothing_remains(engine: PipelineEngine, owner: nn.Module) -> Iterator[None]:
+def nothing_remains(device: torch.device, owner: nn.Module) -> Iterator[None]:
+    """Put back, when the context is closed, all that a run with substitutes may change.
+
+    Args:
+        device: Where it runs.
+        owner: The user's module, whose metrics do nothing meanwhile.
+    """
+
     def nothing(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros((), device=engine.device)
+        return torch.zeros((), device=device)
 
     parameters = list(owner.parameters())
     with ExitStack() as stack:
         stack.callback(put_gradients, parameters, take_gradients(parameters))
         stack.enter_context(without_reports())
-        stack.enter_context(random_state.isolated(engine.device))
+        stack.enter_context(Caches().left_alone())
+        stack.enter_context(random_state.isolated(device))
         patches = stack.enter_context(Patches())
         for metric in metrics_of(owner):  # most look at values
             patches.set(metric, "forward", nothing)
