@@ -1,6 +1,5 @@
 """Runs that optimise themselves, in real processes on emulated GPUs."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ from torch import nn
 
 from lightning_pfo.callbacks.optimizer import _job
 from lightning_pfo.planner import load_frontier, read_profile, select_plan
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "optimizer.py"
 
@@ -23,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 def test_losses_are_those_of_a_run_without_it(ranks):

@@ -1,7 +1,6 @@
 """The callbacks in real training on emulated GPUs, in virtual time."""
 
 import csv
-import json
 import math
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
 from lightning_pfo.planner import load_frontier, read_profile
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "profile_and_plan.py"
 DEVICES = 2
@@ -25,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(DEVICES)]
+    return of_ranks(folder, DEVICES)
 
 
 def logged(folder, name):

@@ -1,12 +1,11 @@
 """Two replicas, one of which gets slower: the other follows the frontier, and goes back."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lightning_pfo.planner import load_frontier, select_plan
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "stragglers.py"
 FACTORS = [1.05, 1.2, 1.5, 1.0]
@@ -14,7 +13,7 @@ FACTORS = [1.05, 1.2, 1.5, 1.0]
 
 def test_energy_follows_the_frontier_beside_a_straggler(tmp_path):
     run_script(SCRIPT, tmp_path)
-    ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(8)]
+    ranks = of_ranks(tmp_path, 8)
     by_stage = sorted(ranks, key=lambda seen: seen["rank"])
     frontier = load_frontier(tmp_path / "pfo" / "plans")
     own_s = select_plan(frontier, "no_slowdown").iteration_time_s

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pfo.planner import load_frontier
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "energy.py"
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 def test_listeners_do_not_change_training(ranks):

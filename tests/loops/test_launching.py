@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import ROOT, TORCHRUN, run_script
+from tests.launch import ROOT, TORCHRUN, of_ranks, run_script
 from tests.loops.launching import run_with_accelerate, run_with_torchrun, torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -31,7 +31,7 @@ def test_accelerate_launch_on_cpus_starts_one_process_and_we_say_so():
 def refusals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refusals")
     run_script(SCRIPTS / "refusals.py", folder)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,8 @@ class Stage:
             tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         forms = [program.forms[label] for label in program.sent]
         outputs = None
-        offloads = self._offload is not None and self._train and microbatch not in self.at_once
-        with self._noting_failures(), self._offload.of_forward() if offloads and self._offload else nullcontext():
+        offload = self._offload if self._train and microbatch not in self.at_once else None
+        with self._noting_failures(), nullcontext() if offload is None else offload.of_forward():
             outputs = self._outputs(program, microbatch, received) if self.failure is None else None
         if outputs is None:
             outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]

@@ -41,6 +41,19 @@ class Sharding:
     offload: bool = False
 
 
+def check_shard_offload(shard_offload: bool, fully_shard: bool) -> None:
+    """Check that something is divided that can be kept in the host's memory.
+
+    Raises:
+        ConfigurationError: If not.
+    """
+    if shard_offload and not fully_shard:
+        raise ConfigurationError(
+            "shard_offload=True keeps in the host's memory what fully_shard divides; got fully_shard=False. Use "
+            "fully_shard='zero3', or leave shard_offload out."
+        )
+
+
 def check_shardable(sharding: Sharding, schedule: PipelineSchedule) -> None:
     """Check that a schedule can run divided layers.
 

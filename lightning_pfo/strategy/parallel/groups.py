@@ -20,10 +20,10 @@ def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def tell_all(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Give every process of a group what the first one has; a collective call."""
+def tell_all(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> Any:
+    """Give every process of a group what one of them has, the first unless told otherwise; a collective call."""
     message = [value]
-    dist.broadcast_object_list(message, src=global_rank(group, 0), group=group)
+    dist.broadcast_object_list(message, src=global_rank(group, source), group=group)
     return message[0]
 
 

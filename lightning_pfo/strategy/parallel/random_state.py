@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.groups import tell_all
 
 
 def get_state(device: torch.device) -> dict[str, Any]:
@@ -96,15 +96,13 @@ def seed(device: torch.device, *parts: int) -> None:
 
 def synchronise(group: dist.ProcessGroup | None = None) -> int:
     """Give every process the CPU generators of the first one and return a seed derived from them; a collective call."""
-    message: list[Any] = [get_state(torch.device("cpu"))]
-    dist.broadcast_object_list(message, src=global_rank(group, 0), group=group)
-    set_state(message[0], torch.device("cpu"))
+    cpu = torch.device("cpu")
+    set_state(tell_all(get_state(cpu), group), cpu)
     return torch.initial_seed()
 
 
 def fingerprint(group: dist.ProcessGroup | None = None) -> int:
     """A number that tells the present state of the first process's CPU generator from others; a collective call."""
     digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=6).digest()
-    message = [int.from_bytes(digest, "little")]
-    dist.broadcast_object_list(message, src=global_rank(group, 0), group=group)
-    return message[0]
+    number: int = tell_all(int.from_bytes(digest, "little"), group)
+    return number

@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten
+from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.compat import without_synchronisation
 from lightning_pfo.strategy.step.gradients import loss_of
@@ -179,17 +180,17 @@ def agree_on_layer_times(measure: Callable[[], list[float]] | None) -> list[floa
             "example_batch=... Elsewhere use partition='parameters', or measure with "
             "lightning_pfo.strategy.step.layer_times and use 'custom:...'."
         )
-    message: list[Any] = [None, ""]
+    times_s: list[float] = []
+    problem = ""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            message[0] = measure()
+            times_s = measure()
         except Exception as error:
-            failure, message[1] = error, f"{type(error).__name__}: {error}"
-    dist.broadcast_object_list(message, src=0)
+            failure, problem = error, f"{type(error).__name__}: {error}"
+    times_s, problem = tell_all((times_s, problem), None)
     if failure is not None:
         raise failure
-    if message[1]:
-        raise ConfigurationError(f"Measuring layers for partition='profile' failed on rank 0. {message[1]}")
-    times_s: list[float] = message[0]
+    if problem:
+        raise ConfigurationError(f"Measuring layers for partition='profile' failed on rank 0. {problem}")
     return times_s

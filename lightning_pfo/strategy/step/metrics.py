@@ -16,7 +16,7 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.compat import state_of, synchronise_with
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
@@ -69,9 +69,8 @@ def take_state_from(
 
 
 def _take_state(metric: Metric, source_rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    message: list[Any] = [tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))]
-    dist.broadcast_object_list(message, src=global_rank(group, source_rank), group=group)
-    for name, value in message[0].items():
+    mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))
+    for name, value in tell_all(mine, group, source_rank).items():
         setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value))
 
 

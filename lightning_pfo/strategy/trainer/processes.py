@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import abort_process_group
+from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place
+from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
@@ -52,6 +57,8 @@ class MeshStrategy(StrategyBase):
     Raises:
         ConfigurationError: If `mesh_order` or `start_method` is unknown.
     """
+
+    _load_batches = "all"
 
     def __init__(
         self,
@@ -129,7 +136,27 @@ class MeshStrategy(StrategyBase):
     def process_dataloader(self, dataloader: object) -> object:
         # Lightning would seed workers by process, and the ranks of a pipeline augment the same batch differently
         seed_workers(dataloader, self._replica)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        first = self._loading_rank()
+        # writers of predictions are told which samples are in a batch by the sampler of their rank
+        assert self.lightning_module is not None
+        is_predicting = self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
+        return dataloader if first is None or is_predicting else LoadedByFirst(dataloader, first)
+
+    def _loading_rank(self) -> FirstRank | None:
+        """The rank that loads batches for all of this pipeline; None: all do."""
+        if self._load_batches == "all" or self.mesh.num_ranks == 1:
+            return None
+        group = self.mesh.groups.hosts(self.mesh.pipeline_group)
+        cpu = torch.device("cpu")
+        return FirstRank(
+            dist.get_rank(group) == 0,
+            self.meet,
+            partial(tell_all, group=group),
+            partial(random_state.get_state, cpu),
+            partial(random_state.set_state, device=cpu),
+            random_state.same_state,
+        )
 
     @property
     def mesh(self) -> ProcessMesh:

@@ -10,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -29,13 +28,12 @@ from lightning_pfo.strategy.model.batch_norm import check_batch_norm
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.fsdp import Sharding
-from lightning_pfo.strategy.parallel.groups import tell_all
+from lightning_pfo.strategy.parallel.fsdp import Sharding, check_shard_offload
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
-from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst, check_loaded_by
+from lightning_pfo.strategy.step.batches.loading import check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
@@ -220,11 +218,7 @@ class PfoPipelineStrategy(StepStrategy):
         check_shard_size(shard_size, bool(fully_shard), data_parallel_size, tensor_parallel_size)
         self._shard_size = shard_size
         self._shard_precision = shard_precision
-        if shard_offload and not fully_shard:
-            raise ConfigurationError(
-                "shard_offload=True keeps in the host's memory what fully_shard divides; got fully_shard=False. Use "
-                "fully_shard='zero3', or leave shard_offload out."
-            )
+        check_shard_offload(shard_offload, bool(fully_shard))
         self._offloads_shards = shard_offload
         if activation_checkpointing not in _RECOMPUTED:
             raise ConfigurationError(
@@ -347,7 +341,10 @@ class PfoPipelineStrategy(StepStrategy):
             data = training_data(module.trainer)
             if self._partition != "profile" and not can_be_read_again(data):
                 return None
-            load = partial(_first_of, data)
+
+            def load() -> Any:
+                return next(iter(CombinedLoader(data, "max_size_cycle")))
+
             batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
         number = self._num_microbatches
         size = self._batching.size_of(batch, self.mesh.num_ranks)
@@ -359,29 +356,6 @@ class PfoPipelineStrategy(StepStrategy):
                 return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        first = self._loading_rank()
-        # writers of predictions are told which samples are in a batch by the sampler of their rank
-        is_predicting = self._module().trainer.state.fn == TrainerFn.PREDICTING
-        return dataloader if first is None or is_predicting else LoadedByFirst(dataloader, first)
-
-    def _loading_rank(self) -> FirstRank | None:
-        """The rank that loads batches for all of this pipeline; None: all do."""
-        if self._load_batches == "all" or self.mesh.num_ranks == 1:
-            return None
-        group = self.mesh.groups.hosts(self.mesh.pipeline_group)
-        cpu = torch.device("cpu")
-        return FirstRank(
-            dist.get_rank(group) == 0,
-            self.meet,
-            partial(tell_all, group=group),
-            partial(random_state.get_state, cpu),
-            partial(random_state.set_state, device=cpu),
-            random_state.same_state,
-        )
 
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
@@ -411,7 +385,3 @@ class PfoPipelineStrategy(StepStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _first_of(data: Any) -> Any:
-    return next(iter(CombinedLoader(data, "max_size_cycle")))

@@ -1,18 +1,17 @@
 """Gradients are those of one process whatever crosses stage boundaries."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("boundaries")
     run_script(Path(__file__).parents[1] / "scripts" / "boundaries.py", folder)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "1f1b by host memory"])

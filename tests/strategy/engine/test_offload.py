@@ -1,18 +1,17 @@
 """Activations in the host's memory: the device holds less, and nothing else changes. 2 processes, plain torch."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offload")
     run_script(Path(__file__).parents[1] / "scripts" / "offload.py", folder)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 @pytest.mark.parametrize("case", ["gpipe", "1f1b", "interleaved_zero_bubble", "autocast"])

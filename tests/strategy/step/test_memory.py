@@ -1,7 +1,6 @@
 """The memory that ranks are told of beforehand, against that of all living tensors of an iteration."""
 
 import functools
-import json
 import weakref
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues
 from lightning_pfo.strategy.step.memory.trial import nothing_remains
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 CPU = torch.device("cpu")
 NAMES = (
@@ -30,7 +29,7 @@ NAMES = (
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     run_script(Path(__file__).parents[1] / "scripts" / "memory.py", folder, timeout_s=300)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return of_ranks(folder, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 DEVICES = 3
@@ -56,7 +56,7 @@ def test_the_checkpoint_is_that_of_one_device(runs):
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenarios")
     run_script(SCRIPTS / "scenarios.py", folder)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(DEVICES)]
+    return of_ranks(folder, DEVICES)
 
 
 def test_events_come_in_the_order_of_the_schedule(ranks):

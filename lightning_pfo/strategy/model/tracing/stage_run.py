@@ -21,7 +21,6 @@ from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram, differentiates
-from lightning_pfo.strategy.model.tracing.trace import returned_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -38,7 +37,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
     value_of,
 )
-from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     Recompute,

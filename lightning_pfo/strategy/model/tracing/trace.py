@@ -38,7 +38,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
-from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.tracing.varying import (
     all_varying,
     differing,
@@ -116,7 +116,7 @@ class _TraceRun:
             self.trace.deciding.append(users_module())
         depends = ShapesFromValues(leaves, function)
         with self._nothing_drawn(), following(_Inside(self, event)), depends:
-            result = natively(function, *_without_memory_of_sizes(args, kwargs, sizes))
+            result = natively(function, *(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
         if depends.of_batch:
             self.select()
         changed = [
@@ -152,7 +152,8 @@ class _TraceRun:
             self.trace.use_sizes(sizes, position)
             line = self._line_of(leaves, sizes)
         given = args, kwargs
-        args, kwargs = _without_memory_of_sizes(args, kwargs, sizes)
+        if sizes:
+            args, kwargs = without_memory_of_sizes(args, kwargs)
         outline = self.outline(event, unit, args, kwargs)
         varying = self._varying_of_unit(unit, given, outline) if line else []
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
@@ -323,13 +324,6 @@ class _TraceRun:
             yield
 
 
-def _without_memory_of_sizes(args: Any, kwargs: Any, sizes: frozenset[int]) -> Any:
-    if not sizes:
-        return args, kwargs
-    leaves, structure = tree_flatten((args, kwargs))
-    return tree_unflatten(map(without_memory_of_sizes, leaves), structure)
-
-
 class _Inside:
     """Follows what happens inside an event of a trace: units that a function calls, tracked tensors that it finds."""
 
@@ -370,15 +364,6 @@ class _Inside:
     def note(self, values: Any) -> None:
         self.was_asked = True
         self._run.note(values)
-
-
-def returned_of(call: Event | Outline, result: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """What a call returns, after what it has written into containers is written into those that it was given."""
-    if not call.rewrites:
-        return result
-    result, changed = result
-    rewrite(given, changed)
-    return result if call.returns < 0 else [*given[0], *given[1].values()][call.returns]
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -108,8 +108,13 @@ def labels_in(leaves: Iterable[Any]) -> frozenset[int]:
     return found
 
 
-def without_memory_of_sizes(leaf: Any) -> Any:
-    """A leaf of arguments with plain numbers."""
+def without_memory_of_sizes(args: Any, kwargs: Any) -> Any:
+    """Arguments with plain numbers."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return tree_unflatten(map(_without_memory, leaves), structure)
+
+
+def _without_memory(leaf: Any) -> Any:
     if isinstance(leaf, _Number):
         return plain_number(leaf)
     return torch.Size(map(_plain, leaf)) if isinstance(leaf, torch.Size) else leaf

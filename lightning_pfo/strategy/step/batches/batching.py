@@ -88,11 +88,9 @@ class Batching:
 
     def size_of(self, batch: Any, num_ranks: int) -> int:
         """Number of samples of a batch to train on; on one rank 1, if it cannot be divided."""
-        if num_ranks == 1 and self.split_batch is None:
-            return size_or_one(batch, self.batch_dim)
         if self.split_batch is not None:
             return split_batch(batch, 1, batch_dim=self.batch_dim).size
-        return batch_size_of(batch, self.batch_dim)
+        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim)
 
     def evaluation_size_of(self, batch: Any) -> int | None:
         """Number of samples of a batch that is only run forward; 1: it need not be divided; None: it is not known."""

@@ -1,13 +1,12 @@
 """Batches that the first of three ranks loads for all, against batches that all load."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 CASES = ("shuffled, augmented", "stream", "workers", "resumed")
 
@@ -16,7 +15,7 @@ CASES = ("shuffled, augmented", "stream", "workers", "resumed")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loading")
     run_script(Path(__file__).parents[2] / "scripts" / "loading.py", folder, timeout_s=300)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(3)]
+    return of_ranks(folder, 3)
 
 
 @pytest.mark.parametrize("case", CASES)
