@@ -29,9 +29,10 @@ from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.channels import Channels
 from lightning_pfo.strategy.engine.stage import Stage, Tensors
+from lightning_pfo.strategy.parallel import groups
 from lightning_pfo.strategy.parallel.groups import global_rank
 
-WAITS_IN = frozenset({__file__, distributed_c10d.__file__})
+WAITS_IN = frozenset({__file__, groups.__file__, distributed_c10d.__file__})
 """Source files in which a rank waits for others."""
 
 AfterBackward = Callable[[int, Sequence[int]], None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -25,6 +25,37 @@ def tell_all(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> An
     message = [value]
     dist.broadcast_object_list(message, src=global_rank(group, source), group=group)
     return message[0]
+
+
+def spread(
+    mine: torch.Tensor,
+    both: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    hosts: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Put together what all processes have; a collective call, which takes half the time of gloo's `all_reduce`.
+
+    In round k a process hears from the one 2^k before it, so that after log2 of their number it has heard from all,
+    from some twice: the dissemination of Hensgen, Finkel and Manber, Two Algorithms for Barrier Synchronization (1988).
+
+    Args:
+        mine: What this process has: a small tensor on the CPU.
+        both: Makes what two know, a new tensor, from what each knows; it may be told the same again.
+        hosts: The processes; see `Groups.hosts`.
+    """
+    rank, size = dist.get_rank(hosts), dist.get_world_size(hosts)
+    known, distance = mine, 1
+    while distance < size:
+        heard = torch.empty_like(known)
+        sent = dist.isend(known, global_rank(hosts, (rank + distance) % size), hosts, _SPREADING)
+        dist.recv(heard, global_rank(hosts, (rank - distance) % size), hosts, _SPREADING)
+        if sent is not None:
+            sent.wait()
+        known, distance = both(known, heard), 2 * distance
+    return known
+
+
+_SPREADING = 1
+"""Tells messages from those of a pipeline's stages, which may be of the same group."""
 
 
 class Wanted(NamedTuple):

@@ -4,7 +4,7 @@ One all-reduce per step carries all numbers, which stay on the device; what numb
 arguments of `self.log`, containers) is sent only when it changes, and tensors are sent as they are. The all-reduce is
 also where devices wait for the slowest, so that an iteration ends at the same time everywhere. Whether something
 changed, or the step failed, is agreed between the hosts: they need not wait for their devices, which may be far behind.
-Where the device is the host, the same all-reduce says it.
+Where the device is the host, the numbers go with that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.groups import global_rank, spread
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
 
@@ -73,18 +73,20 @@ class ValueExchange:
             parcel = pack(value, self._device)
         outline, count, forms = self._known
         is_new = error is not None or (self._is_last and parcel.outline != outline)
-        if self._device.type != "cpu" and self._agree_between_hosts(is_new):
-            return self._share_anew(parcel, error)
         # float64 holds losses and counts exactly
-        packed = torch.zeros(1 + count, dtype=torch.float64, device=self._device)
-        if is_new:
-            packed[0] = 1
-        elif parcel.numbers:
-            packed[1:] = self._stacked(parcel)
-        dist.all_reduce(packed, group=self._group)
-        if self._device.type == "cpu" and packed[0]:
+        numbers = torch.zeros(count, dtype=torch.float64, device=self._device)
+        if parcel.numbers and not is_new:
+            numbers = self._stacked(parcel)
+        said = torch.tensor([is_new, self._is_last], dtype=torch.float64)
+        if self._device.type == "cpu":
+            said, numbers = spread(torch.cat([said, numbers]), _known_to_both, self._hosts).tensor_split([2])
+        else:
+            said = spread(said, torch.maximum, self._hosts)
+        if said[0]:
             return self._share_anew(parcel, error)
-        return unpack(outline, packed[1:], self._share_tensors(parcel, forms), self._device)
+        if self._device.type != "cpu":
+            dist.all_reduce(numbers, group=self._group)
+        return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)
 
     def send_to_first(self, value: Any) -> Any:
         """Send a value from the rank of the last stage to the first rank, which returns it; others return None."""
@@ -108,11 +110,6 @@ class ValueExchange:
 
     def _stacked(self, parcel: Parcel) -> torch.Tensor:
         return torch.stack([torch.as_tensor(n, dtype=torch.float64).to(self._device) for n in parcel.numbers])
-
-    def _agree_between_hosts(self, is_new: bool) -> bool:
-        flag = torch.tensor([is_new], dtype=torch.uint8)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._hosts)
-        return bool(flag)
 
     def _share_tensors(self, parcel: Parcel, forms: list[Any]) -> list[torch.Tensor]:
         tensors = [tensor.to(self._device) for tensor in parcel.tensors]
@@ -142,6 +139,13 @@ class ValueExchange:
         if count:
             dist.broadcast(numbers, src=global_rank(self._group, self._last_rank), group=self._group)
         return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)
+
+
+def _known_to_both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether something is new, whether it comes from the last rank, and the numbers if it does."""
+    both = (other if other[1] else one).clone()
+    both[0] = max(one[0], other[0])
+    return both
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.parallel.groups import spread
 
 _MOST_VOTES = 3
 
@@ -41,8 +42,7 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     code = zlib.crc32(what.encode())
     unasked = [False] * (_MOST_VOTES - len(votes))  # of one size everywhere
     said = torch.tensor([code, -code, *votes, *unasked], dtype=torch.int64)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest, *answers = said.tolist()
+    largest, smallest, *answers = spread(said, torch.maximum, group).tolist()
     if largest == -smallest:
         return list(map(bool, answers[: len(votes)]))
     places: list[str] = [""] * dist.get_world_size(group)
