@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -60,8 +61,12 @@ def test_in_real_time_a_thread_sees_the_ticks_with_their_energy() -> None:
     sampler.stop()
     sampler.stop()
     trace = sampler.trace(0.0)
-    for time_s, energy_j in zip(trace.times_s, trace.energies_j, strict=True):
-        assert energy_j == pytest.approx(60 * 0.02 * round((time_s - gpu._start_s) / 0.02), abs=0.01)
+    # on a busy machine the thread sees a tick late, and may miss some
+    numbers = [energy_j / (60 * 0.02) for energy_j in trace.energies_j]
+    assert numbers == pytest.approx([round(number) for number in numbers], abs=0.01)
+    for many in (numbers, trace.times_s):
+        assert all(one < other for one, other in pairwise(many))
+    assert numbers[-1] <= (gpu.time_source.now_s() - gpu._start_s) / 0.02
     assert sampler.trace(trace.times_s[-1] + 1).times_s == ()
     assert sampler._task is not None
     assert not sampler._task.is_running
