@@ -1,5 +1,6 @@
 """Groups are made once, with the timeout that was asked for, and destroyed together when nobody uses them."""
 
+import math
 from datetime import timedelta
 
 import lightning as L
@@ -10,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.groups import Wanted
+from lightning_pfo.strategy.parallel.groups import Wanted, spread
 from lightning_pfo.strategy.parallel.mesh import make_mesh
 from tests.ranks import run_ranks
 
@@ -54,6 +55,29 @@ def check():
     other.groups.destroy_unused()
     assert len(all_groups()) == len(before) + 1  # a process alone
     dist.barrier()
+
+
+def check_spread():
+    rank = dist.get_rank()
+    for size in range(1, 6):
+        group = dist.new_group(list(range(5 - size, 5)))
+        if rank < 5 - size:
+            continue
+        mine = torch.tensor([rank == 3, rank, -rank, math.nan if rank == 4 else 0.0])
+        found = spread(mine, torch.maximum, group).tolist()
+        assert found[:3] == [size > 1, 4, size - 5]
+        assert math.isnan(found[3])
+        assert mine[1] == rank
+        if size == 2:  # a message of the pipeline's is under way
+            sent = dist.isend(torch.tensor(rank), 7 - rank, group)
+            assert spread(mine, torch.maximum, group)[1] == 4
+            dist.recv(received := torch.tensor(0), 7 - rank, group)
+            sent.wait()
+            assert received == 7 - rank
+
+
+def test_all_know_what_each_has_told():
+    run_ranks(check_spread, 5)
 
 
 def test_groups_are_made_once_and_go_with_their_users():
