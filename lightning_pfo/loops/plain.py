@@ -168,7 +168,7 @@ class PipelinedModel(ModelState):
 
         self._together = Together(self._pipeline.engine)
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
-        self.guard_state()
+        self.adapt_saving()
         if self._mesh.num_ranks > 1:
             refuse_clipping(self.parameters, self.patches)
         if dist.get_rank() == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,23 +17,6 @@ from lightning_pfo.strategy.parallel.mesh import ProcessMesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.state.whole_module import gather_module
-
-
-class StateOfOneRank(OrderedDict[str, Any]):
-    """A state dict with placeholders for layers of other ranks: it is read and copied, but not written to a file."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigurationError(
-            "A state dict that is written to a file is that of the whole model; this one has placeholders for the "
-            "layers of other ranks. Call accelerator.get_state_dict(model) (in a plain loop model.full_state_dict()) "
-            "on every rank, and write what it returns on the first."
-        )
-
-    def __copy__(self) -> OrderedDict[str, Any]:
-        return OrderedDict(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OrderedDict[str, Any]:
-        return copy.deepcopy(OrderedDict(self), memo)
 
 
 class ModelState(ModuleWithPlaceholders):
@@ -56,20 +37,11 @@ class ModelState(ModuleWithPlaceholders):
     def iteration(self, iteration: int) -> None:
         self._pipeline.engine.iteration = iteration
 
-    def guard_state(self) -> None:
-        """Let nobody write placeholders to a file, until `patches` is closed."""
+    def adapt_saving(self) -> None:
+        """Let transformers' models save all of them, and refuse to generate, until `patches` is closed."""
         module = self.module
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return
-        state_dict = module.state_dict
-
-        def state_of_one_rank(*args: Any, **kwargs: Any) -> Any:
-            state = state_dict(*args, **kwargs)
-            guarded = StateOfOneRank(state)
-            vars(guarded).update(vars(state))  # such as the versions of modules
-            return guarded
-
-        self.patches.set(module, "state_dict", state_of_one_rank)
         if hasattr(module, "save_pretrained"):
             self.patches.set(module, "save_pretrained", self._saving_all(module.save_pretrained))
         if hasattr(module, "generate"):

@@ -17,6 +17,7 @@ from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallel
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.fsdp import forget_division, holders_of
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.parallel.placeholders import unmarked
 from lightning_pfo.strategy.state.full import gather_tensors
 
 
@@ -51,7 +52,7 @@ def gather_module(
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
     try:
-        with patches.set_aside():
+        with patches.set_aside(), unmarked(module):
             whole: nn.Module = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(

@@ -1,0 +1,78 @@
+"""What stands in state dicts for tensors of other ranks: it has a name, a shape and a place, but nobody can save it.
+
+A module whose parts lie on several ranks has tensors on the meta device in their places. Torch writes those to a file
+without a word, so each state dict, also that of a part of the module, marks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import tensors_of
+
+_REFUSAL = (
+    "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved or moved. Call "
+    "one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
+    "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict()."
+)
+
+
+class Placeholder(torch.Tensor):
+    """A tensor of another rank in a state dict; refuses whatever needs its values."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(_REFUSAL)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self.clone())
+        return copied
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except NotImplementedError as error:
+            raise ConfigurationError(_REFUSAL) from error
+
+
+_handles: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+
+
+def mark_placeholders(root: nn.Module) -> None:
+    """Let the state dicts of a module, and of its parts, have a `Placeholder` for each tensor on the meta device.
+
+    That lasts as long as the module: without its pipeline it has them, too.
+    """
+    for module in root.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if module not in _handles and any(tensor.is_meta for tensor in own):
+            _handles[module] = module.register_state_dict_post_hook(_mark)
+
+
+@contextmanager
+def unmarked(root: nn.Module) -> Iterator[None]:
+    """Let a module be as it was, for a copy of it that is whole."""
+    marked = [module for module in root.modules() if module in _handles]
+    for module in marked:
+        _handles.pop(module).remove()
+    try:
+        yield
+    finally:
+        mark_placeholders(root)
+
+
+def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    own = tensors_of(module)
+    for name in (*own.parameters, *own.buffers):
+        value = state.get(prefix + name)
+        is_kept = isinstance(value, nn.Parameter)  # with `keep_vars`, it is the module's own
+        if isinstance(value, torch.Tensor) and value.is_meta and not is_kept:
+            state[prefix + name] = value.as_subclass(Placeholder)
