@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.step.batches.check import check_same_batch
-from lightning_pfo.strategy.watch.meeting import RanksApartError, meet
 
 _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
 _CHECK_EVERY = 50  # ... and then once in so many

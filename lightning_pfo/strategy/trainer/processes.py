@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import abort_process_group
-from lightning_pfo.strategy.parallel.groups import tell_all
+from lightning_pfo.strategy.parallel.groups import meet, tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
@@ -32,7 +32,6 @@ from lightning_pfo.strategy.trainer.compat import (
     seed_workers,
 )
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
-from lightning_pfo.strategy.watch.meeting import meet
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
 _GRACE_S = 30.0

@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_in_a_collective_obeys_sigterm_and_says_where(tmp_path
     said = run_script(script, tmp_path, timeout_s=90).stdout
     assert "SIGTERM ends this process while it waits for others" in said
     assert "it is in recv, called in " in said
-    assert "meeting.py" in said
+    assert "processes.py" in said
 
 
 HANGING = """
