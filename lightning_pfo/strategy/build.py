@@ -44,7 +44,6 @@ from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.placeholders import mark_placeholders
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
@@ -162,7 +161,6 @@ def build_pipeline(
     remember_split(split, stages)
     materialise(model, split.held, stages, device, seed)
     release_others(model, split.held, stages)
-    mark_placeholders(model)
     move_local_tensors(model, device)
     holders = {name: frozenset(placement[stage] for stage in of_name) for name, of_name in split.held.items()}
     shared = share(named_tensors(model), holders, group, groups)

@@ -17,8 +17,8 @@ from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallel
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.fsdp import forget_division, holders_of
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.parallel.placeholders import unmarked
 from lightning_pfo.strategy.state.full import gather_tensors
+from lightning_pfo.strategy.state.placeholders import unmarked
 
 
 def gather_module(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.placeholders import mark_placeholders, unmarked
+from lightning_pfo.strategy.state.placeholders import mark_placeholders, unmarked
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ class Placeholder(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError as error:
             raise ConfigurationError(_REFUSAL) from error
 
@@ -54,7 +54,7 @@ def mark_placeholders(root: nn.Module) -> None:
     for module in root.modules():
         own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if module not in _handles and any(tensor.is_meta for tensor in own):
-            _handles[module] = module.register_state_dict_post_hook(_mark)
+            _handles[module] = module.register_state_dict_post_hook(_mark)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -73,6 +73,6 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
     own = tensors_of(module)
     for name in (*own.parameters, *own.buffers):
         value = state.get(prefix + name)
-        is_kept = isinstance(value, nn.Parameter)  # with `keep_vars`, it is the module's own
-        if isinstance(value, torch.Tensor) and value.is_meta and not is_kept:
+        # with `keep_vars` parameters are the module's own; parts of tensor parallelism know how they are divided
+        if type(value) is torch.Tensor and value.is_meta:
             state[prefix + name] = value.as_subclass(Placeholder)
