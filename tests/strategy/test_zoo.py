@@ -32,6 +32,8 @@ EQUAL = [
     "deep_supervision",
     "encode_and_call_twice",
     "vq_vae",
+    "asks_parameters",
+    "switches",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

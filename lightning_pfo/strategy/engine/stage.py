@@ -19,6 +19,7 @@ from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
+from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
@@ -88,10 +89,11 @@ class Stage:
         """Autocast is for forwards, but the step that runs the pipeline may be under it."""
 
         def run(microbatch: int, received: Tensors) -> Tensors:
-            if not torch.is_autocast_enabled(self._device.type):
-                return backward(microbatch, received)
-            with torch.autocast(self._device.type, enabled=False):
-                return backward(microbatch, received)
+            with placeholders_on(self._device):  # parts of the step that are recomputed
+                if not torch.is_autocast_enabled(self._device.type):
+                    return backward(microbatch, received)
+                with torch.autocast(self._device.type, enabled=False):
+                    return backward(microbatch, received)
 
         return run
 
@@ -153,8 +155,9 @@ class Stage:
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
         step = partial(self.step, self.index, microbatch)
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
-        output = run_stage(program, step, received, **around)
-        return list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
+        with placeholders_on(self._device):
+            output = run_stage(program, step, received, **around)
+            return list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
 
     def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)

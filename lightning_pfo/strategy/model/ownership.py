@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
 from lightning_pfo.strategy.parallel.compat import map_tensors, named_tensors, tensors_of
 
 
@@ -71,6 +72,7 @@ def release_others(root: nn.Module, users: Users, stages: Collection[int]) -> No
         for name, buffer in own.buffers.items():
             if buffer is not None and id(buffer) in released:
                 own.buffers[name] = buffer.to("meta")
+    mark_placeholders(root)
 
 
 def move_local_tensors(module: nn.Module, device: torch.device) -> None:

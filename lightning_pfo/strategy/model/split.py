@@ -12,7 +12,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
-from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import (
     Bound,
     StageProgram,
@@ -21,6 +20,7 @@ from lightning_pfo.strategy.model.tracing.program import (
     end_of_samples,
     programs_of,
 )
+from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
 

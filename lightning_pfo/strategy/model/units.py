@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import children_of, forward_hooks_of
 from lightning_pfo.strategy.parallel.holder import Holder
 
@@ -65,7 +66,7 @@ class Unit:
     @property
     def is_elsewhere(self) -> bool:
         """Whether its tensors are placeholders for those of another rank."""
-        return any(parameter.is_meta for parameter in self.module.parameters())
+        return any(map(is_placeholder, self.module.parameters()))
 
 
 @dataclass(frozen=True)

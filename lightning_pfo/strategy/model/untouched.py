@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import children_of, tensors_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, children_of, modules_of, tensors_of
 
 _LONGEST = 10_000
 """Containers of more items are data: their items are kept, but not looked into."""
@@ -28,7 +28,7 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 
 @contextmanager
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
-    """Put back, when the context is closed, what modules hold: attributes, containers, buffers, random generators.
+    """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
     Parameters and very large tensors keep what was written into them, and so do objects of other classes.
 
@@ -37,6 +37,7 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
         values: Whether values of tensors are put back too, which takes a copy of each (but the very large).
     """
     remembered = _Remembered(values)
+    remembered.undo.append(Flags(root).take_changes)
     for module in root.modules():
         remembered.module(module)
     try:
@@ -110,3 +111,51 @@ def _refill(container: Any, items: Any) -> None:
 
 def _values_are_same(now: Any, before: Any) -> bool:
     return not isinstance(now, dict) or all(map(is_, now.values(), before.values()))
+
+
+Changed = tuple[dict[int, bool], dict[int, bool]]
+"""The modules and the parameters that are switched otherwise, by their place in the model, and how."""
+
+
+class Flags:
+    """How the modules and parameters of a model are switched now: `training` and `requires_grad`.
+
+    A stage that ends a step early leaves them as they are in the middle of it: frozen for one call, or evaluating.
+
+    Args:
+        root: The outermost module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = modules_of(root)
+        parameters = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
+        self._parameters = list(dict.fromkeys(parameters))
+        self._training, self._trained = self._now()
+
+    def take_changes(self) -> Changed:
+        """Return what has been switched since, and switch it back."""
+        training, trained = self._now()
+        changed = _differing(training, self._training), _differing(trained, self._trained)
+        if any(changed):
+            self._switch({i: self._training[i] for i in changed[0]}, {i: self._trained[i] for i in changed[1]})
+        return changed
+
+    def apply(self, changed: Changed) -> None:
+        """Switch what has been switched elsewhere."""
+        self._switch(*changed)
+
+    def _now(self) -> tuple[list[bool], list[bool]]:
+        with DisableTorchFunctionSubclass():  # placeholders would take ten times as long
+            return [module.training for module in self._modules], [p.requires_grad for p in self._parameters]
+
+    def _switch(self, training: dict[int, bool], trained: dict[int, bool]) -> None:
+        for index, value in training.items():
+            self._modules[index].training = value
+        for index, value in trained.items():
+            self._parameters[index].requires_grad_(value)
+
+
+def _differing(now: list[bool], before: list[bool]) -> dict[int, bool]:
+    if now == before:
+        return {}
+    return {index: a for index, (a, b) in enumerate(zip(now, before, strict=True)) if a != b}

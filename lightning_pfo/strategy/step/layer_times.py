@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import move_local_tensors
-from lightning_pfo.strategy.model.tracing.follow import follow_units
-from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.model.tracing.tracked import follow_units, following
 from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten

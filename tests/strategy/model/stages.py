@@ -11,8 +11,8 @@ from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.split import layer_calls, split_units
-from lightning_pfo.strategy.model.tracing.follow import follow_units
 from lightning_pfo.strategy.model.tracing.program import programs_of
+from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves

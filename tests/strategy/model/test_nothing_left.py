@@ -105,6 +105,7 @@ def test_attributes_containers_buffers_and_generators_are_put_back():
     numpy.bit_generator.state = pytest.importorskip("numpy").random.default_rng(3).bit_generator.state
     with untouched(module):
         module.eval()
+        module.requires_grad_(False)
         module[0](torch.randn(4, 2))
         module[0].running_mean += 1
         module[0].running_var = torch.zeros(2)
@@ -116,6 +117,7 @@ def test_attributes_containers_buffers_and_generators_are_put_back():
         draw()
     assert module.training
     assert module[1].training
+    assert module[0].weight.requires_grad
     assert module[0].running_mean.tolist() == [0, 0]
     assert module[0].running_var.tolist() == [1, 1]
     assert module.count == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ MAKERS = frozenset(
 )
 """Functions that make tensors in the form of others, without looking at values."""
 
+_PLACES = ("device", "is_meta", "is_cuda", "is_cpu", "is_mps", "is_xpu")
+_TELL_PLACE = frozenset(
+    {*(getattr(torch.Tensor, name).__get__ for name in _PLACES), torch.Tensor.get_device, torch.get_device}
+)
+_LIKE_ANOTHER = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
+)
+"""Functions that give a tensor the form of their second argument."""
+
 HOOKS = frozenset(
     function
     for name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
@@ -60,10 +70,35 @@ HOOKS = frozenset(
 )
 """Functions that only leave something with a tensor."""
 
+_SWITCHES = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, *HOOKS})  # type: ignore[attr-defined]
+
+
+def tells_place(function: Any) -> bool:
+    """Whether a function tells where a tensor lies."""
+    return _is_in(_TELL_PLACE, function)
+
+
+def form_argument(function: Any) -> int | None:
+    """The position of the argument of a function that is only asked for its form, if it has one."""
+    return 0 if _is_in(MAKERS, function) else 1 if _is_in(_LIKE_ANOTHER, function) else None
+
+
+def whose_values_count(function: Any, args: tuple[Any, ...], leaves: Iterable[Any]) -> list[Any]:
+    """The leaves of the arguments of a function without that which is only asked for its form, or switched."""
+    if _is_in(_SWITCHES, function):
+        return []
+    index = form_argument(function)
+    form = args[index] if index is not None and len(args) > index else None
+    return [leaf for leaf in leaves if leaf is not form]
+
 
 def is_metadata(function: Any) -> bool:
     """Whether a function only tells the form of a tensor."""
+    return _is_in(METADATA, function)
+
+
+def _is_in(functions: frozenset[Any], function: Any) -> bool:
     try:
-        return function in METADATA
+        return function in functions
     except TypeError:  # unhashable
         return False

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfo.strategy.model.tracing.functions import is_metadata
+from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.tracing.varying import labels_in
@@ -58,7 +59,7 @@ class HeldTensors:
 
 
 def _may_have_views(leaf: Any) -> bool:
-    return type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout == torch.strided
+    return (type(leaf) in (torch.Tensor, nn.Parameter) or is_placeholder(leaf)) and leaf.layout == torch.strided
 
 
 class TensorsSeen(TorchFunctionMode):
@@ -94,7 +95,7 @@ class TensorsSeen(TorchFunctionMode):
             self._see(leaves)
         if self._select is not None and _selects(func, args):
             self._select()
-        names = dict.fromkeys(self._held.names(leaves))
+        names = dict.fromkeys(self._held.names(whose_values_count(func, args, leaves)))
         before = dict(self.names)
         self.names |= names  # also if it fails
         versions = [version_of(leaf) if self._held.name(leaf) else 0 for leaf in leaves] if names else []

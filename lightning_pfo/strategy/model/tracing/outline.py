@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
@@ -224,7 +225,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    if not is_placeholder(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _copied(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
-from lightning_pfo.strategy.model.tracing.functions import HOOKS
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, whose_values_count
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
     ShapesFromValues,
@@ -28,6 +28,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     users_module,
 )
 from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
 from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
@@ -72,7 +73,7 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
     seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
-    with following(run), functions_followed(run), noted, seen:
+    with placeholders_on(device), following(run), functions_followed(run), noted, seen:
         try:
             result = step()
         except Exception as error:
@@ -102,9 +103,9 @@ class _TraceRun:
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
         leaves, structure = tree_flatten((args, kwargs))
-        event = Event(function, held=self._held.names(leaves))
+        event = Event(function, held=self._held.names(whose_values_count(function, args, leaves)))
         self._names = list(map(self._held.name, leaves))
-        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):  # parameters of other ranks
+        if any(map(is_placeholder, leaves)):
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
         self.see(leaves)
@@ -368,7 +369,7 @@ class _Inside:
 
 def _on(leaf: Any, device: torch.device) -> Any:
     """A leaf of arguments with a value: zeros for a placeholder."""
-    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked) and leaf.is_meta:
+    if is_placeholder(leaf):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
     return leaf
 

@@ -7,6 +7,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     without_memory,
 )
+from lightning_pfo.strategy.parallel.patches import Patches
 
 __all__ = ["Run", "Tracked", "current_run", "following", "plain", "untracked"]
 
@@ -253,12 +255,43 @@ def natively(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         return func(*args, **kwargs)
 
 
+def zeros_in_form(form: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Zeros in the shape of another tensor, which take no memory."""
+    return torch.zeros((), dtype=form.dtype, device=device).expand(form.shape)
+
+
 def make(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that makes an ordinary tensor in the form of another, which may be absent."""
     leaves, structure = tree_flatten((args, kwargs))
-    forms = [
-        torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape) if isinstance(leaf, Tracked) else leaf
-        for leaf in leaves
-    ]
+    forms = [zeros_in_form(leaf, leaf.device) if isinstance(leaf, Tracked) else leaf for leaf in leaves]
     args, kwargs = tree_unflatten(forms, structure)
     return func(*args, **kwargs)
+
+
+def follow_units(units: Iterable[Any], patches: Patches) -> None:
+    """Patch the `forward` of each unit until `patches` is closed; hooks of the unit see tracked tensors."""
+    for unit in units:
+        unit.forward = unit.module.forward
+        patches.set(unit.module, "forward", _followed(unit, unit.module.forward))
+
+
+def _followed(unit: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = current_run()
+        if run is not None and not unit.followed_into:
+            return run.call(unit, args, kwargs)
+        if run is not None:
+            run.enter(unit)
+            return forward(*args, **kwargs)
+        if unit.outside is not None and not unit.followed_into:
+            return unit.outside(unit, plain_in_place(args), plain_in_place(kwargs))
+        if unit.is_elsewhere:
+            raise ConfigurationError(
+                f"{unit.name!r} can only be called inside a step (training_step, validation_step, test_step or "
+                f"predict_step; in a loop of one's own, the model's call): elsewhere this process holds the layers of "
+                f"its own stage only. Move the call there."
+            )
+        return unit.compute(*plain_in_place(args), **plain_in_place(kwargs))
+
+    return call

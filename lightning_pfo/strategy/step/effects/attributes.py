@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
@@ -81,7 +82,7 @@ class Attributes:
             return
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if not value.is_meta and value.layout == torch.strided and value.is_leaf:
+            if not is_placeholder(value) and value.layout == torch.strided and value.is_leaf:
                 small = value.numel() * value.element_size() <= _SMALL_BYTES
                 self._tensors[path] = (value, version_of(value), value.detach().clone() if small else None)
         elif isinstance(value, np.ndarray):

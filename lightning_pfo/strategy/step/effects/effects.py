@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.model.untouched import Changed, Flags
 from lightning_pfo.strategy.step.effects.attributes import Attributes, Changes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
 from lightning_pfo.strategy.step.effects.within import step_under_way
@@ -24,6 +25,8 @@ class Effects:
     def __init__(self, owner: nn.Module) -> None:
         self._owner = owner
         self._attributes = Attributes(owner)
+        self._flags = Flags(owner)
+        self._switched: Changed = ({}, {})
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self._dear: Changes = {}
@@ -55,7 +58,9 @@ class Effects:
             has_ended = True
         finally:
             with following(None):
+                switched = self._flags.take_changes()
                 if ends_here and has_ended:
+                    self._switched = switched
                     self._changes.append(self._attributes.take_changes())
                     self._calls.append(calls)
                 else:
@@ -82,10 +87,12 @@ class Effects:
             self._dear = self._attributes.dear(changes)
         return {
             "changes": {path: change for path, change in changes.items() if path not in self._dear},
+            "switched": self._switched,
             "calls": merged_calls(self._calls, sizes, weights),
         }
 
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
         self._attributes.apply({**outcome["changes"], **self._dear})
+        self._flags.apply(outcome["switched"])
         make_calls(self._owner, outcome["calls"])

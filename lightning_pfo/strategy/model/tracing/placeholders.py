@@ -1,0 +1,102 @@
+"""Placeholders: parameters and buffers of other ranks, which lie on the meta device and have no values.
+
+While a step runs they say that they lie where this rank computes, as they would without a pipeline: steps ask
+parameters where to make tensors (`next(self.parameters()).device`), and of what form. At any other time they are
+ordinary tensors on meta. Functions of torch are followed only if they are given one of them, and only meanwhile, so all
+others take as long as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.parallel.compat import tensors_of
+
+_ORDINARY = nn.Parameter.__torch_function__
+"""With it torch does not ask a class what its functions shall do."""
+
+_device: torch.device | None = None
+"""Where placeholders say that they lie, while a step runs."""
+
+
+class _PlaceholderParameter(nn.Parameter):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class _PlaceholderTensor(torch.Tensor):
+    __torch_function__ = _ORDINARY
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = _marked(self.detach().clone())
+        return copied
+
+
+_KINDS: dict[type, type] = {nn.Parameter: _PlaceholderParameter, torch.Tensor: _PlaceholderTensor}
+_PLACEHOLDERS = frozenset(_KINDS.values())
+
+
+def mark_placeholders(root: nn.Module) -> None:
+    """Let the tensors of a module that lie on the meta device be placeholders; they stay the same objects."""
+    for module in root.modules():
+        for tensors in tensors_of(module):
+            for tensor in tensors.values():
+                _marked(tensor)
+
+
+def _marked(value: Any) -> Any:
+    if type(value) in _KINDS and value.is_meta:
+        value.__class__ = _KINDS[type(value)]
+    return value
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether something is a tensor without values, wherever it says that it lies."""
+    return isinstance(value, torch.Tensor) and (type(value) in _PLACEHOLDERS or value.is_meta)
+
+
+@contextmanager
+def placeholders_on(device: torch.device) -> Iterator[None]:
+    """Let placeholders say that they lie on a device while the context is open."""
+    global _device
+    before, _device = _device, device
+    _follow(staticmethod(_answer))
+    try:
+        yield
+    finally:
+        _device = before
+        if before is None:
+            _follow(_ORDINARY)
+
+
+def _follow(answer: Any) -> None:
+    for kind in _PLACEHOLDERS:
+        kind.__torch_function__ = answer  # type: ignore[attr-defined]
+
+
+def _answer(
+    function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """What a function of torch does that is given a placeholder while a step runs."""
+    kwargs = kwargs or {}
+    assert _device is not None
+    if tells_place(function):
+        return function(torch.empty(0, device=_device))
+    index = form_argument(function)
+    if index is not None and len(args) > index and type(args[index]) in _PLACEHOLDERS:
+        return function(*args[:index], zeros_in_form(args[index], _device), *args[index + 1 :], **kwargs)
+    run = current_run()
+    if run is not None and any(isinstance(value, Tracked) for value in tree_leaves((args, kwargs))):
+        return run.operation(function, args, kwargs)
+    return _marked(natively(function, args, kwargs))  # views of placeholders are some as well

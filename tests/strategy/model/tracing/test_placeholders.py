@@ -1,0 +1,92 @@
+"""Parameters and buffers of other ranks: on meta, but in a step where they would be without a pipeline."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, mark_placeholders, placeholders_on
+from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
+
+
+@pytest.fixture
+def absent():
+    module = nn.BatchNorm1d(3, device="meta")
+    mark_placeholders(module)
+    return module
+
+
+def test_while_a_step_runs_placeholders_tell_the_device_of_the_rank(absent):
+    weight, mean = absent.weight, absent.running_mean
+    assert weight.is_meta
+    with placeholders_on(CPU):
+        for tensor in (weight, mean, weight[:2], mean.view(3, 1)):
+            assert tensor.device == CPU
+            assert (tensor.is_cpu, tensor.is_meta, tensor.is_cuda, tensor.get_device()) == (True, False, False, -1)
+            assert is_placeholder(tensor)
+        assert torch.zeros(2, device=weight.device).tolist() == [0, 0]
+        assert torch.ones_like(weight).tolist() == weight.new_ones(3).tolist() == [1, 1, 1]
+        assert weight.new_full((2,), 2.0).tolist() == [2, 2]
+        assert torch.arange(3).to(mean).tolist() == torch.arange(3).type_as(mean).tolist() == [0, 1, 2]
+        assert (weight.shape, weight.dtype, weight.numel()) == ((3,), torch.float32, 3)
+        with pytest.raises(NotImplementedError, match="meta"):
+            weight.tolist()  # there are no values
+    assert weight.is_meta
+    assert mean.device.type == "meta"
+
+
+def test_contexts_may_be_within_one_another(absent):
+    with placeholders_on(CPU):
+        with placeholders_on(torch.device("meta")):
+            assert absent.weight.is_meta
+        assert absent.weight.device == CPU
+    assert absent.weight.is_meta
+
+
+def test_placeholders_are_parameters_and_are_copied_and_saved_as_such(absent):
+    assert isinstance(absent.weight, nn.Parameter)
+    assert [name for name, _ in absent.named_parameters()] == ["weight", "bias"]
+    assert {type(tensor) for tensor in absent.state_dict().values()} == {torch.Tensor}
+    copied = copy.deepcopy(absent)
+    assert copied.weight is not absent.weight
+    assert is_placeholder(copied.weight)
+    assert isinstance(copied.weight, nn.Parameter)
+    with placeholders_on(CPU):
+        assert copied.running_mean.device == CPU
+    loaded = pickle.loads(pickle.dumps(absent))
+    assert type(loaded.weight) is nn.Parameter
+    assert type(loaded.running_mean) is torch.Tensor
+    assert loaded.weight.is_meta
+
+
+def test_only_what_lies_on_meta_is_a_placeholder():
+    module = nn.Linear(2, 2)
+    mark_placeholders(module)
+    assert type(module.weight) is nn.Parameter
+    assert not is_placeholder(module.weight)
+
+
+def step(owner):
+    """Asks every parameter, of whatever stage, where it lies and of what form it is."""
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    shifts = [torch.full((4,), 0.1, device=p.device) + torch.zeros_like(p).sum() for p in owner.parameters()]
+    for layer, shift in zip(owner.model, shifts, strict=False):
+        x = layer(x + shift.to(owner.head.weight)).type_as(owner.model[0].weight)
+    for parameter in owner.model.parameters():
+        parameter.requires_grad_(parameter.requires_grad)
+    return functional.mse_loss(owner.head(x) + owner.model[1].weight.new_ones(4), x.detach())
+
+
+def test_steps_may_ask_parameters_of_other_stages_which_do_not_hold_them_therefore():
+    torch.manual_seed(0)
+    owner = Holder(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]), head=nn.Linear(4, 4))
+    stages = Stages(copy.deepcopy(owner), step, (0, 1, 2, 3))
+    expected = run_plainly(owner, step)
+    assert_equal((stages.run(), stages.gradients()), expected)
+    held = stages.held()
+    assert held[0] == {"model.0.weight", "model.0.bias"}
+    assert held[1] == {"model.1.weight", "model.1.bias"}
+    assert not held[2] & (held[0] | held[1])

@@ -1,0 +1,72 @@
+"""What steps do beside calling layers: ask parameters where they lie, and switch modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.strategy.zoo.case import Module, case, vectors
+from tests.strategy.zoo.own import WIDTH, InALoop
+
+
+class Layered(Module):
+    """Layers in a loop, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = InALoop()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+
+class AsksParameters(Layered):
+    """Makes tensors where parameters lie, and in their form."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        first, last = next(self.model.parameters()), self.head.weight
+        noise = torch.linspace(0, 1, WIDTH, device=first.device) + torch.zeros(1, device=last.device)
+        assert not any(p.is_meta or p.device.type == "meta" or p[:1].device.type == "meta" for p in self.parameters())
+        x = self.model(x.to(first.device) * (1 + 0.1 * noise.type_as(first)))
+        ramp = torch.arange(WIDTH, device=self.model.layers[0][0].weight.device).to(last)
+        return functional.mse_loss(self.head(x) + first.new_zeros(1) + torch.ones_like(last)[0] * 0.01 * ramp, y)
+
+
+@case("steps")
+def asks_parameters() -> Any:
+    return AsksParameters(), vectors()
+
+
+class Scale(nn.Module):
+    """Does something else in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1.0 if self.training else 0.5)
+
+
+class Switches(Layered):
+    """Freezes the model, or lets it be in evaluation mode, for a part of the step; and for good after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.weights = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = functional.mse_loss(self.scale(self.model(x)), y)
+        self.model.requires_grad_(False)
+        self.scale.eval()
+        through = self.scale(self.model(x * self.weights))
+        self.model.requires_grad_(True)
+        self.scale.train()
+        if batch_idx == 1:
+            self.head.requires_grad_(False)
+        return loss + functional.mse_loss(self.scale(self.head(through)), y)
+
+
+@case("steps")
+def switches() -> Any:
+    return Switches(), vectors()
