@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -20,6 +21,12 @@ from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP, finish_backward
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"
+_share_buffers = getattr(fsdp, "share_comm_ctx", None)
+LETS_GO_EARLY = _share_buffers is not None
+"""Whether a layer's gradients, once exchanged, are let go of before the backward ends; older torch keeps them.
+
+FSDP2 does so among the parts of one root, but each layer is a root here.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class ShardedLayers:
         is_pinned = sharding.mesh.device_type == "cuda"
         offload = CPUOffloadPolicy(pin_memory=is_pinned) if sharding.offload else OffloadPolicy()
         self._stage = sharding.zero_stage
+        self._has_begun = False
         self.holders: dict[nn.Module, Holder] = {}
         for layer in dict.fromkeys(layers):
             if layer.__dict__.get(_SHARDED) is None and not ignored.issuperset(layer.parameters()):
@@ -110,8 +118,22 @@ class ShardedLayers:
 
     def begin(self) -> None:
         """An iteration with backwards begins."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._use_same_buffers()
         for layer in self._divided():
             _exchange_gradients(layer, enabled=self._stage > 1, reshard=self._stage == 3)
+
+    def _use_same_buffers(self) -> None:
+        layers = list(self._divided())
+        if _share_buffers is None or not layers:
+            return
+        for layer in layers:
+            layer.unshard()  # makes buffers of its own, which it would do later otherwise
+            layer.reshard()
+            # by the order of forwards, which are of other microbatches, the wrong layers would be gathered ahead
+            layer.set_modules_to_backward_prefetch([layer])
+        _share_buffers(layers)
 
     def end(self) -> None:
         """Its backwards are over: average the gradients over the replicas, and let go of gathered parameters.

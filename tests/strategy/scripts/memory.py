@@ -166,6 +166,13 @@ CASES = {
     ),
     "recurrent, replicas": (Images, Recurrent, optim.Adam, {"data_parallel_size": 2}, {}),
     "divided": (Language, llama, optim.AdamW, {"data_parallel_size": 2, "fully_shard": "zero2"}, {}),
+    "divided, many weights": (
+        Language,
+        lambda: llama(num_hidden_layers=10, hidden_size=128, intermediate_size=512),
+        lambda p: optim.SGD(p, 0.1),
+        {"data_parallel_size": 2, "fully_shard": "zero2", "num_microbatches": 6},
+        {},
+    ),
 }
 
 

@@ -22,6 +22,7 @@ NAMES = (
     "frozen, bf16-true, sums in 32 bits, accumulated, Adafactor, gpipe, full",
     "recurrent, replicas",
     "divided",
+    "divided, many weights",
 )
 
 

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import gradient_type
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.memory.exchanges import exchanging
 from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 from lightning_pfo.strategy.step.memory.report import RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues, OwnValues, Substitutes
@@ -167,13 +168,12 @@ class MemoryForecast:
                     self.parameters,
                     way,
                     precise=self.precise,
-                    drops_gradients=self._zero_stage > 1,
+                    exchanges=exchanging(self.sharding),
                 )
             except Exception as error:
                 _log.info("The step does not run with %s: %s", type(way).__name__, error)
             else:
-                # where copies of shards are averaged, FSDP2 holds on to more than is counted here
-                return costs, self.sharding is None or self.sharding.mesh.ndim == 1
+                return costs, True
         return {stage: self._by_trace(stage, programs[stage]) for stage in self.engine.stages}, False
 
     def _by_trace(self, stage: int, program: StageProgram) -> StageCosts:

@@ -25,8 +25,7 @@ class RankMemory:
         batch_bytes: The batch.
         moment: When that is: an instruction such as `0F3`, or `optimizer step`.
         is_exact: Whether it was found by running a microbatch; else activations are those that the trace of the step
-            has shown, without what instructions make while they run, or layers are divided with copies (HSDP), which
-            takes more.
+            has shown, without what instructions make while they run.
         measured_bytes: The most that was there in iterations; None where nobody measures, as on a CPU.
     """
 

@@ -24,6 +24,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.gradients import StepGradients, loss_of, put_gradients, take_gradients
+from lightning_pfo.strategy.step.memory.exchanges import Exchanges
 from lightning_pfo.strategy.step.memory.substitutes import Substitutes
 from lightning_pfo.strategy.step.metrics import metrics_of
 from lightning_pfo.strategy.step.programs import logs_noted
@@ -90,7 +91,7 @@ def try_stages(
     substitutes: Substitutes,
     *,
     precise: bool,
-    drops_gradients: bool,
+    exchanges: Exchanges | None,
 ) -> dict[int, StageCosts]:
     """Run a microbatch on each stage of this rank, by itself; nothing remains of it.
 
@@ -104,7 +105,7 @@ def try_stages(
         parameters: Parameters of each stage.
         substitutes: What it is run with.
         precise: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
-        drops_gradients: Whether gradients of divided parameters are exchanged, and let go of, in each backward.
+        exchanges: What is done with gradients of divided layers in each backward; None: they stay.
 
     Raises:
         Exception: If the step, or a layer, needs values that are not there.
@@ -116,16 +117,16 @@ def try_stages(
     ):
         living = LivingBytes(engine.device)
         living.leave_out((list(stand_ins.values()), batch))
-        if drops_gradients:
+        if exchanges is not None:
             for layer in {unit.module for stage in engine.stages for unit in split.layers_of(stage)}:
                 divided = [p for p in replaced[layer] if p.requires_grad and is_divided_over(p, "data_parallel")]
-                _drop_gradients([stand_ins[parameter] for parameter in divided])
+                exchanges.of_layer([stand_ins[parameter] for parameter in divided])
         costs = {}
         for stage in engine.stages:
             whole = [stand_ins[parameter] for parameter in parameters[stage]]
             sums = StepGradients({stage: whole}, None, precise=precise)
             with living:
-                of_stage = _try_stage(stage, engine, programs[stage], step, substitutes, living, sums)
+                of_stage = _try_stage(stage, engine, programs[stage], step, substitutes, living, sums, exchanges)
             left = sum(bytes_on(engine.device, local(g).nbytes) for g in sums.finish([]).values())
             costs[stage] = of_stage.leaving(left)
         return costs
@@ -139,6 +140,7 @@ def _try_stage(
     substitutes: Substitutes,
     living: LivingBytes,
     sums: StepGradients,
+    exchanges: Exchanges | None,
 ) -> StageCosts:
     assert engine.schedule is not None
     is_last = index == engine.num_stages - 1
@@ -159,6 +161,8 @@ def _try_stage(
         stage.run(Instruction(index, kind, 0), received.pop())
         if kind in OF_WEIGHTS:
             sums.after_backward(index, ())
+            if exchanges is not None:
+                exchanges.end()
         if stage.failure is not None:
             raise stage.failure
         return Cost(living.peak - start, living.now - start)
@@ -182,20 +186,6 @@ def _try_stage(
 
 def _bytes_of(forms: Iterable[torch.Tensor], device: torch.device) -> int:
     return sum(bytes_on(device, form.numel() * form.element_size()) for form in forms)
-
-
-def _drop_gradients(parameters: Sequence[torch.Tensor]) -> None:
-    """Let the gradients of a layer go when all are there, and have been put in a row."""
-
-    def look(_: torch.Tensor) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if len(gradients) == len(parameters):
-            torch.cat([gradient.flatten() for gradient in gradients])
-            for parameter in parameters:
-                parameter.grad = None
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
