@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, children_of, modules_of, tensors_of
 
 _LONGEST = 10_000
@@ -76,7 +77,7 @@ class _Remembered:
             if 0 < len(value) <= _LONGEST:
                 self._items(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-            is_state = value.is_leaf and not value.is_meta and value.layout == torch.strided
+            is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
             if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
                 self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
         elif isinstance(value, torch.Generator):

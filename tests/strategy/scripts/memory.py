@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -215,7 +216,9 @@ def run(kind, make, optimizer, options, trainer_options):
 def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results = {name: run(*case) for name, case in CASES.items()}
+    can_divide = torch.__version__ >= OLDEST_FSDP["cpu"]
+    cases = {name: case for name, case in CASES.items() if can_divide or "fully_shard" not in case[3]}
+    results = {name: run(*case) for name, case in cases.items()}
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
 
 

@@ -18,6 +18,8 @@ class Module(nn.Module):
         self.outs, self.ids, self.window = [torch.tensor(0.0)], [1], deque([1, 2], maxlen=2)
         self.nested = {"kept": 1, "inner": {"values": []}}
         self.correct, self.histogram = torch.tensor(3), np.zeros(2, dtype=np.int64)
+        self.all_outs, self.pair, self.rows = [torch.tensor(0.0)], (3.0, torch.tensor(0.0)), torch.tensor([[9.0, 9.0]])
+        self.array, self.none_yet = np.array([9.0]), torch.zeros(0)
         self.register_buffer("running", torch.tensor([1.0, 1.0]))
 
 
@@ -35,6 +37,11 @@ def step(module, values):
     module.histogram[0] += len(values)
     module.running = module.running + torch.tensor(values).mean()
     module.new = torch.tensor(values)
+    module.all_outs = module.all_outs + [torch.tensor(values).mean()]  # noqa: RUF005 (as it is written)
+    module.pair = (*module.pair, torch.tensor(values).mean())
+    module.rows = torch.cat([module.rows, torch.tensor([[value, 1.0] for value in values])])
+    module.array = np.concatenate([module.array, values])
+    module.none_yet = torch.cat([module.none_yet, torch.tensor(values)])
 
 
 def state(module):

@@ -9,6 +9,8 @@ batch the changes of all microbatches are put together as one batch would have m
 - Lists that each microbatch appends as many items to grow by so many, each merged like an output; by all, if these are
   one for each sample, or not as many.
 - Tensors are merged like outputs; those that keep their shape, like numbers.
+- Lists, tuples, tensors and arrays that are made anew with the earlier items first (`self.outs = self.outs + [loss]`,
+  `torch.cat([self.outs, y])`) grow by what comes after these, merged in the same way.
 - Of other values that differ, the last one stays.
 - Floating-point numbers grow by the sum where the module counts samples and does not count batches.
 - Simple objects, such as average meters, are not taken back on the last stage: microbatches are their batches.
@@ -32,15 +34,9 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
-from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import PLAIN
-
-Path = tuple[Any, ...]
-Change = tuple[str, Any]
-"""`set` to a value, `appended` some items, `written` into a tensor, or `gone`."""
-Changes = dict[Path, Change]
-"""What has changed, by where it is."""
+from lightning_pfo.strategy.step.effects.merge import Changes, Merge, Path
 
 _ABSENT = object()
 _LONGEST = 10_000
@@ -151,7 +147,7 @@ class Attributes:
 
     def merged(self, changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float]) -> Changes:
         """What one batch would have changed, from what its microbatches have."""
-        merge = _Merge(sizes, weights)
+        merge = Merge(sizes, weights)
         growths = [merge.growth(path, changes, self._value_at(path)) for path in changes[0]] if changes else []
         if merge.sizes in growths and (1,) * len(sizes) not in growths and max(sizes) > 1:
             merge.floats_add_up = True
@@ -296,76 +292,3 @@ def _with_values(changes: Changes) -> Changes:
 
 def _bytes_of(value: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-class _Merge:
-    """How changes of microbatches are put together."""
-
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
-        self.sizes = tuple(sizes)
-        self._weights = tuple(weights)
-        self.floats_add_up = False
-
-    def growth(self, path: Path, changes: Sequence[Changes], before: Any) -> tuple[int, ...]:
-        """By how much an integer of the module has grown in the microbatches; nothing for other values."""
-        values = [each[path][1] for each in changes if path in each and len(path) == 1]
-        start = 0 if before is None else before
-        return tuple(value - start for value in values if type(value) is int and type(start) is int)
-
-    def values(self, values: list[Any], before: Any) -> Any:
-        """What one batch would leave where microbatches have left `values`, and `before` was."""
-        first = values[0]
-        if len(self.sizes) == 1:
-            return first
-        if any(type(value) is not type(first) for value in values):
-            return values[-1]
-        if type(first) is int:
-            return self._integers(values, before if type(before) is int else 0)
-        if isinstance(first, float):
-            start = before if type(before) in (int, float) else 0.0
-            growth = [value - start for value in values]
-            return start + (sum(growth) if self.floats_add_up else self._outputs(growth))
-        if isinstance(first, (torch.Tensor, np.ndarray)):
-            return self._arrays(values, before)
-        return self._outputs(values) if isinstance(first, (dict, list, tuple)) else values[-1]
-
-    def _outputs(self, values: list[Any]) -> Any:
-        return merge_outputs(values, self.sizes, self._weights)
-
-    def _integers(self, values: list[int], before: int) -> int:
-        growth = tuple(value - before for value in values)
-        counts_samples = growth == self.sizes and max(growth) > 1
-        return before + (growth[0] if len(set(growth)) == 1 and not counts_samples else sum(growth))
-
-    def _arrays(self, values: list[Any], before: Any) -> Any:
-        shapes = {tuple(value.shape) for value in values}
-        if type(before) is not type(values[0]) or {tuple(before.shape)} != shapes:
-            return self._outputs(values)
-        growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values] if _is_number(before) else []
-        if not growth:
-            return values[-1]
-        stacked = torch.stack(growth)
-        if stacked.is_floating_point() or stacked.is_complex():
-            weights = torch.tensor(self._weights, dtype=torch.float64).to(stacked)
-            grown = torch.tensordot(weights, stacked, 1)
-        else:  # a counter of batches, or of something in them
-            is_counter = max(self.sizes) > 1 and bool((stacked == 1).all())
-            grown = stacked[0] if is_counter else stacked.sum(0)
-        after = torch.as_tensor(before) + grown
-        return after.numpy() if isinstance(before, np.ndarray) else after.to(values[0].dtype)
-
-    def appended(self, values: list[list[Any]]) -> list[Any]:
-        """What one batch would append where microbatches have appended `values`."""
-        lengths = tuple(map(len, values))
-        together = [item for value in values for item in value]
-        one_per_sample = lengths == self.sizes and max(lengths) > 1
-        if len(values) < len(self.sizes) or len(set(lengths)) > 1 or one_per_sample:
-            return together
-        columns = [list(column) for column in zip(*values, strict=True)]
-        if any(isinstance(column[0], (str, int)) and len(set(column)) > 1 for column in columns):
-            return together
-        return [self.values(column, None) for column in columns]
-
-
-def _is_number(value: Any) -> bool:
-    return (value.dtype != torch.bool) if isinstance(value, torch.Tensor) else value.dtype.kind in "iufc"

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.model.untouched import Changed, Flags
-from lightning_pfo.strategy.step.effects.attributes import Attributes, Changes
+from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
+from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 

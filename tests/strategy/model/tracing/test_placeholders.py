@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, mark_placeholders, placeholders_on
+from lightning_pfo.strategy.model.untouched import untouched
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
 
@@ -90,3 +91,9 @@ def test_steps_may_ask_parameters_of_other_stages_which_do_not_hold_them_therefo
     assert held[0] == {"model.0.weight", "model.0.bias"}
     assert held[1] == {"model.1.weight", "model.1.bias"}
     assert not held[2] & (held[0] | held[1])
+
+
+def test_they_are_left_out_of_what_is_put_back_after_a_step(absent):
+    with placeholders_on(CPU), untouched(absent):
+        absent.eval()
+    assert absent.training
