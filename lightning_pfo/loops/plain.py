@@ -30,7 +30,7 @@ from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.state.placeholders import mark_placeholders
+from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
@@ -167,7 +167,7 @@ class PipelinedModel(ModelState):
             seed=random_state.synchronise(),
         )
 
-        mark_placeholders(module)
+        refuse_saving(module)
         self._together = Together(self._pipeline.engine)
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()

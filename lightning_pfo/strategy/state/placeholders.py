@@ -46,8 +46,8 @@ class Placeholder(torch.Tensor):
 _handles: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
 
-def mark_placeholders(root: nn.Module) -> None:
-    """Let the state dicts of a module, and of its parts, have a `Placeholder` for each tensor on the meta device.
+def refuse_saving(root: nn.Module) -> None:
+    """Let state dicts of a module, and of its parts, have a `Placeholder` for each tensor on the meta device.
 
     That lasts as long as the module: without its pipeline it has them, too.
     """
@@ -66,7 +66,7 @@ def unmarked(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        mark_placeholders(root)
+        refuse_saving(root)
 
 
 def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

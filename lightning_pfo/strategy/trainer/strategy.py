@@ -31,7 +31,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.fsdp import Sharding, check_shard_offload
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
-from lightning_pfo.strategy.state.placeholders import mark_placeholders
+from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.loading import check_loaded_by
@@ -325,7 +325,7 @@ class PfoPipelineStrategy(StepStrategy):
             seed=self._seed,
             meet=self.meet,
         )
-        mark_placeholders(module)
+        refuse_saving(module)
         if module.trainer.state.fn == TrainerFn.FITTING:
             rank_zero_info(f"pfo_pipeline: {pipeline.description}")
             for warning in pipeline.warnings:

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.state.placeholders import mark_placeholders, unmarked
+from lightning_pfo.strategy.state.placeholders import refuse_saving, unmarked
 
 
 @pytest.fixture
 def root():
     root = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))).requires_grad_(False)
     root[1].to("meta")
-    mark_placeholders(root)
-    mark_placeholders(root)  # as in a second fit
+    refuse_saving(root)
+    refuse_saving(root)  # as in a second fit
     return root
 
 
