@@ -6,9 +6,12 @@ comes to another meeting than the others (`meet`): then all of them raise an err
 
 from __future__ import annotations
 
+import os
+import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -105,6 +108,27 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     )
 
 
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Let threads that this one starts while the context is open not interrupt others; on Linux only.
+
+    gloo moves data in threads of its own. When one wakes up, Linux likes to run it in place of one that computes on the
+    same processor. If this had locked a connection to send, the thread of gloo, which needs the lock too, polls and
+    tries again until it gets it (`Pair::handleEvents` in gloo's tcp/pair.cc): with two processes on two processors a
+    third of their time went there. Under `SCHED_BATCH`, which anybody may ask for, a thread has the same share of a
+    processor as others, but does not interrupt them when it wakes up. Where somebody has chosen another policy than the
+    usual one, that is kept: not everybody may go back to it.
+    """
+    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 class Wanted(NamedTuple):
     """A group that is to be made.
 
@@ -187,7 +211,8 @@ class Groups:
         ranks, backend, _ = wanted
         key = wanted, self._timeout
         if key not in self._made:
-            group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=of_these_only)
+            with in_background():
+                group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=of_these_only)
             self._made[key] = _Made(group, WeakSet())
         self._made[key].users.add(self)
         return self._made[key].group

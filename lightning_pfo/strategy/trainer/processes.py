@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import abort_process_group
-from lightning_pfo.strategy.parallel.groups import meet, tell_all
+from lightning_pfo.strategy.parallel.groups import in_background, meet, tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
@@ -193,7 +193,8 @@ class MeshStrategy(StrategyBase):
         check_mesh_sizes(self._data_parallel_size, self._tensor_parallel_size, self.world_size)
         backend = self._process_group_backend or default_backend(self.root_device)
         self._process_group_backend = backend
-        connect_processes(self.cluster_environment, backend, timeout=self._timeout)
+        with in_background():
+            connect_processes(self.cluster_environment, backend, timeout=self._timeout)
         self.rank_watch = watch_ranks(
             self.cluster_environment.main_address,
             abort_process_group,
