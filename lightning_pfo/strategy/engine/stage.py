@@ -24,6 +24,7 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
 """What one instruction of a stage and kind computes."""
@@ -125,8 +126,9 @@ class Stage:
 
     def make_buffers(self, instruction: Instruction) -> Tensors:
         """Make tensors to receive what `instruction` needs from another rank."""
-        forms = received_forms(self.programs[instruction.microbatch], instruction.type)
-        return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
+        with DisableTorchFunctionSubclass():  # forms would take three times as long to tell theirs
+            forms = received_forms(self.programs[instruction.microbatch], instruction.type)
+            return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
 
     def forget(self) -> None:
         """Drop the microbatches in flight, which an exception has left."""
@@ -135,14 +137,15 @@ class Stage:
 
     def _forward(self, microbatch: int, received: Tensors) -> Tensors:
         program = self.programs[microbatch]
-        for tensor, label in zip(received, program.received, strict=True):
-            tensor.requires_grad_(program.forms[label].requires_grad and self._train)
-        forms = [program.forms[label] for label in program.sent]
+        with DisableTorchFunctionSubclass():
+            for tensor, label in zip(received, program.received, strict=True):
+                tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         outputs = None
         offload = self._offload if self._train and microbatch not in self.at_once else None
         with self._noting_failures(), nullcontext() if offload is None else offload.of_forward():
             outputs = self._outputs(program, microbatch, received) if self.failure is None else None
         if outputs is None:
+            forms = [program.forms[label] for label in program.sent]
             outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         if self._train:
             self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
