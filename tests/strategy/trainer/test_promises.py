@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
@@ -16,21 +17,6 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("promises")
     run_script(SCRIPT, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
-
-
-def check(found, expected, path):
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        for key in expected:
-            check(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for index, items in enumerate(zip(found, expected, strict=True)):
-            check(*items, f"{path}[{index}]")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=2e-5), path
-    else:
-        assert found == expected, path
 
 
 @pytest.mark.parametrize("rank", RANKS)
