@@ -1,4 +1,4 @@
-"""Optimizers of an Accelerate loop follow the model into its stages, and save whole states; their schedulers keep pace."""
+"""Optimizers of an Accelerate loop: they follow the model into its stages, save whole states, and schedulers keep pace."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prepare_for_pipeline(prepared: Any, pipeline: PipelinedModel, replaced: Repl
 
 
 def keep_pace(scheduler: Any, pipeline: PipelinedModel) -> None:
-    """Let a scheduler that Accelerate has prepared make a step for each replica, as under DDP, until the pipeline is released.
+    """Let a scheduler that Accelerate has prepared make a step for each replica, until the pipeline is released.
 
     Accelerate makes one for each process, as each reads a batch of its own; ranks of a pipeline read the same one.
 
