@@ -1,4 +1,4 @@
-"""Optimizers of an Accelerate loop: they follow the model into its stages, save whole states, and schedulers keep pace."""
+"""Optimizers of an Accelerate loop: in stages, saved whole; and their schedulers, at the pace of replicas."""
 
 from __future__ import annotations
 
