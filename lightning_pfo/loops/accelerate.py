@@ -110,8 +110,9 @@ def prepare_pipeline(
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
     It takes the place of `accelerator.prepare(model, optimizer, dataloader)`. Prepare further loaders, optimizers and
-    schedulers with `accelerator.prepare`, before or afterwards: every rank reads the same batches, and a scheduler
-    makes one step per optimizer step. In a single process without torchrun, everything runs in one stage.
+    schedulers with `accelerator.prepare`, before or afterwards: every rank reads the same batches, and what Accelerate
+    counts or gathers over processes (`num_processes`, `gather`, steps of schedulers) is over replicas. In a single
+    process without torchrun, everything runs in one stage.
 
     Args:
         accelerator: The accelerator; its methods are adapted to the pipeline.
@@ -181,11 +182,11 @@ def prepare_pipeline(
 def _check_processes(accelerator: Accelerator) -> None:
     """Check that Accelerate sees all processes; in a single one, make a process group of one."""
     if dist.is_initialized():
-        if dist.get_world_size() != accelerator.num_processes:
+        if dist.get_world_size() != accelerator.state.num_processes:
             raise ConfigurationError(
                 f"torch.distributed has {dist.get_world_size()} processes, but this Accelerator counts "
-                f"{accelerator.num_processes}: without a GPU it must be told to use CPUs. Write Accelerator(cpu=True), "
-                f"or set ACCELERATE_USE_CPU=true."
+                f"{accelerator.state.num_processes}: without a GPU it must be told to use CPUs. Write "
+                f"Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
             )
         return
     # `accelerate launch` sets the first when it is asked for several processes, and leaves starting them to mpirun

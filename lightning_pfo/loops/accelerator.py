@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.loops.compat import add_model, loaders_of, optimizers_of, schedulers_of
 from lightning_pfo.loops.loaders import adopt, prepare_same
-from lightning_pfo.loops.optimizers import Replaced, prepare_for_pipeline
+from lightning_pfo.loops.optimizers import Replaced, keep_pace, prepare_for_pipeline
 from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
@@ -55,15 +56,32 @@ def adapt(accelerator: Any, pipeline: PipelinedModel, replaced: Replaced) -> Non
     patches = pipeline.patches
     for name in _METHODS:
         patches.set(accelerator, name, getattr(adapted, name))
+    _count_replicas(accelerator, pipeline)
     patches.callback(accelerator.register_save_state_pre_hook(adapted.save_progress).remove)
     patches.callback(accelerator.register_load_state_pre_hook(adapted.load_progress).remove)
     add_model(accelerator, pipeline, patches)
     for optimizer in optimizers_of(accelerator):
         prepare_for_pipeline(optimizer, pipeline, replaced)
     for scheduler in schedulers_of(accelerator):
-        patches.set(scheduler, "split_batches", True)
+        keep_pace(scheduler, pipeline)
     for loader in loaders_of(accelerator):
         adopt(loader, pipeline)
+
+
+def _count_replicas(accelerator: Any, pipeline: PipelinedModel) -> None:
+    """Let `num_processes` be the number of replicas, as the ranks of a pipeline read the same batches."""
+    ordinary = type(accelerator)
+    of_pipeline = type(ordinary.__name__, (ordinary,), {})  # a property is the class's
+
+    def give_back() -> None:
+        if type(accelerator) is of_pipeline:
+            accelerator.__class__ = ordinary
+
+    accelerator.__class__ = of_pipeline
+    pipeline.patches.callback(give_back)
+    number = pipeline.num_replicas
+    pipeline.patches.set(of_pipeline, "num_processes", property(lambda self: number))
+    pipeline.patches.set(of_pipeline, "is_last_process", property(lambda self: self.state.is_last_process))
 
 
 class _AcceleratorOfPipeline:
@@ -85,7 +103,7 @@ class _AcceleratorOfPipeline:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared = self._ordinary["prepare_scheduler"](scheduler)
-        prepared.split_batches = True  # a batch does not grow with the number of processes
+        keep_pace(prepared, self._pipeline)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -113,15 +131,32 @@ class _AcceleratorOfPipeline:
         self._ordinary["wait_for_everyone"]()
 
     def gather(self, tensor: Any) -> Any:
+        """The tensors of all replicas."""
         self._pipeline.meet("accelerator.gather")
-        return self._ordinary["gather"](tensor)
+        self._check_same(tensor, "accelerator.gather")
+        if self._pipeline.num_replicas == 1:
+            return tensor
+        return recursively_apply(partial(self._gather_over_replicas, size=None), tensor, error_on_other_type=True)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As Accelerate's; but the model's own parameters, as `LocalSGD` gives them, are reduced over replicas."""
-        if isinstance(tensor, torch.Tensor) and self._is_of_model(tensor):
+        """The sum or mean over replicas; a maximum does not change where ranks hold the same."""
+        if isinstance(tensor, torch.Tensor) and self._is_of_model(tensor):  # as `LocalSGD` gives them
             return tensor if tensor.is_meta else self._reduce_over_replicas(tensor, reduction)
         self._pipeline.meet("accelerator.reduce")
-        return self._ordinary["reduce"](tensor, reduction, scale)
+        if reduction == "max" or tensor is self._accelerator.flag_tensor:  # of the trigger: any may set it
+            return self._ordinary["reduce"](tensor, reduction, scale)
+        self._check_same(tensor, "accelerator.reduce")
+        return recursively_apply(self._reduce_over_replicas, tensor, reduction, error_on_other_type=True)
+
+    def _check_same(self, data: Any, what: str) -> None:
+        others = self._pipeline.ranks_with_others(data)
+        if others:
+            raise ConfigurationError(
+                f"{what} counts the ranks of a pipeline once, as they hold the same, but ranks {others} of this one "
+                f"give other values than rank 0. For a value of each process (its memory, its time) call the function "
+                f"of that name in accelerate.utils; for metrics that ranks round differently, "
+                f"accelerator.gather_for_metrics."
+            )
 
     def _is_of_model(self, tensor: torch.Tensor) -> bool:
         if tensor.is_meta:
@@ -133,7 +168,9 @@ class _AcceleratorOfPipeline:
         reduced, group = tensor.clone(), self._pipeline.replica_group
         if group is not None:
             dist.all_reduce(reduced, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
-        return reduced / self._pipeline.num_replicas if reduction == "mean" else reduced
+            if reduction == "mean":
+                reduced /= self._pipeline.num_replicas
+        return reduced
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
         """Every rank of a pipeline has all of it: gathered over replicas, and cut where Accelerate cuts it."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-SEEN_IN = "accelerate 1.10 to 1.15"
+SEEN_IN = "accelerate 1.10 to 1.15, torch 2.6 to 2.15"
 PRIVATE = {
     "accelerate.Accelerator._models": (
         "`save_state` and `load_state` would leave the model out, and a model that went through `prepare` before "
@@ -24,6 +24,9 @@ PRIVATE = {
     "accelerate.Accelerator._schedulers": "Schedulers that were prepared before would make a step for each process.",
     "accelerate.Accelerator._is_accelerate_prepared": (
         "`prepare` would wrap the pipeline in DDP, and shard a loader a second time."
+    ),
+    "torch.optim.lr_scheduler.LRScheduler._step_count": (
+        "OneCycleLR would raise after its last step, where Accelerate stops stepping it."
     ),
 }
 """Private names, and what they are needed for."""
@@ -71,6 +74,11 @@ def schedulers_of(accelerator: Any) -> list[Any]:
     """The schedulers that an accelerator has prepared."""
     schedulers: list[Any] = accelerator._schedulers
     return schedulers
+
+
+def has_steps_left(scheduler: Any) -> bool:
+    """Whether Accelerate would step one of torch's schedulers: OneCycleLR has an end."""
+    return not hasattr(scheduler, "total_steps") or scheduler._step_count <= scheduler.total_steps
 
 
 def _remove(items: list[Any], item: Any) -> None:

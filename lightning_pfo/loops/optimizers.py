@@ -1,4 +1,4 @@
-"""Optimizers of an Accelerate loop: they follow the model into its stages, and save whole states."""
+"""Optimizers of an Accelerate loop: in stages, saved whole; and their schedulers, at the pace of replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_pfo.loops.compat import mark_prepared
+from lightning_pfo.loops.compat import has_steps_left, mark_prepared
 from lightning_pfo.loops.plain import PipelinedModel
 
 
@@ -49,3 +49,28 @@ def prepare_for_pipeline(prepared: Any, pipeline: PipelinedModel, replaced: Repl
         return
     pipeline.patches.set(prepared, "state_dict", lambda: pipeline.full_optimizer_state(inner))
     pipeline.patches.set(prepared, "load_state_dict", lambda state: pipeline.load_optimizer_state(inner, state))
+
+
+def keep_pace(scheduler: Any, pipeline: PipelinedModel) -> None:
+    """Let a scheduler that Accelerate has prepared make a step for each replica, until the pipeline is released.
+
+    Accelerate makes one for each process, as each reads a batch of its own; ranks of a pipeline read the same one.
+
+    Args:
+        scheduler: Accelerate's scheduler.
+        pipeline: The model.
+    """
+    if scheduler.split_batches:  # replicas share a batch
+        return
+    one_step = scheduler.step
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if not scheduler.step_with_optimizer or not scheduler.gradient_state.sync_gradients:
+            one_step(*args, **kwargs)
+            return
+        for _ in range(pipeline.num_replicas):
+            if has_steps_left(scheduler.scheduler):
+                one_step(*args, **kwargs)
+
+    pipeline.patches.set(scheduler, "split_batches", True)  # one step, not one for each process
+    pipeline.patches.set(scheduler, "step", step)

@@ -32,6 +32,7 @@ from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.check import ranks_with_others
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 
@@ -205,6 +206,10 @@ class PipelinedModel(ModelState):
     def meet(self, what: str) -> None:
         """Say what comes next, so that ranks of the pipeline notice if others do not take part; see `Together.meet`."""
         self._together.meet(what)
+
+    def ranks_with_others(self, data: Any) -> list[int]:
+        """The ranks of this pipeline that give other data than its first; a collective call of them."""
+        return ranks_with_others(data, self._mesh.pipeline_group, self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch through the pipeline; a collective call, with the same batch on every rank.

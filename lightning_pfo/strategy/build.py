@@ -334,7 +334,9 @@ def _trace(
         called = {unit.name for event in trace.events for unit in event.units}
         if may_look_elsewhere and called:
             with suppress(ConfigurationError):  # what is said of those that were found first helps more
-                return again(find(called=called), may_look_elsewhere=False)
+                others = find(called=called)
+                if len(others.layers) >= at_least:
+                    return again(others, may_look_elsewhere=False)
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."

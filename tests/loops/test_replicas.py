@@ -5,20 +5,49 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparing import check
 from tests.launch import run_script
 
 
-def test_two_replicas_of_two_stages_train_like_ddp_of_two(tmp_path):
-    run_script(Path(__file__).parent / "scripts" / "replicas.py", tmp_path)
-    ddp = [json.loads((tmp_path / f"ddp_{rank}.json").read_text()) for rank in range(2)]
-    pipeline = [json.loads((tmp_path / f"pipeline_{rank}.json").read_text()) for rank in range(4)]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replicas")
+    run_script(Path(__file__).parent / "scripts" / "replicas.py", folder)
+    return folder
+
+
+def of_ranks(folder, name, number):
+    return [json.loads((folder / f"{name}_{rank}.json").read_text()) for rank in range(number)]
+
+
+def test_two_replicas_of_two_stages_train_like_ddp_of_two(folder):
+    ddp, pipeline = of_ranks(folder, "ddp", 2), of_ranks(folder, "pipeline", 4)
     assert len(ddp[0]["loss"]) == 2 * 7  # with gradients averaged, then with weights averaged by LocalSGD
     assert len(ddp[0]["norm"]) == 4
     assert len(ddp[0]["predicted"]) == 3 * len(ddp[0]["repeated"]) == 3 * 37
     assert ddp[0]["loss"] != ddp[1]["loss"]  # they read different batches
     for rank, seen in enumerate(pipeline):
-        for key in ("loss", "norm", "predicted", "repeated"):
+        for key in ("loss", "norm", "predicted", "repeated", "lr", "resumed"):
             assert seen[key] == pytest.approx(ddp[rank // 2][key], abs=2e-5), key
     for name, weights in ddp[0]["weights"].items():
         assert pipeline[0]["weights"][name] == pytest.approx(weights, abs=2e-5), name
     assert [seen["weights"] for seen in pipeline[1:]] == [{}] * 3
+
+
+def test_what_processes_tell_each_other_is_that_of_ddp_of_two(folder):
+    """Ranks of a pipeline hold the same, so they count once."""
+    ddp, pipeline = of_ranks(folder, "ddp", 2), of_ranks(folder, "pipeline", 4)
+    assert ddp[0]["processes"] == len(ddp[0]["gathered"]["loss"]) == 2
+    assert len({*ddp[0]["lr"]}) == 1 + 4  # a step at every second batch
+    for rank, seen in enumerate(pipeline):
+        for key in ("processes", "gathered", "reduced"):
+            check(seen[key], ddp[rank // 2][key], key)
+
+
+def test_checkpoints_of_replicas_go_to_ddp_and_back(folder):
+    """Losses, learning rates and an object of the user's after each of them."""
+    for rank, expected in enumerate(seen["resumed"] for seen in of_ranks(folder, "ddp", 2)):
+        assert expected[0] == 7
+        assert of_ranks(folder, "ddp_from_pipeline", 2)[rank] == pytest.approx(expected, abs=2e-5)
+        for found in of_ranks(folder, "pipeline_from_ddp", 4)[2 * rank : 2 * rank + 2]:
+            assert found == pytest.approx(expected, abs=2e-5)

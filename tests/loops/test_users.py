@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parent / "scripts" / "users.py"
@@ -19,23 +20,14 @@ def seen(tmp_path_factory):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def check(found, expected, path):
-    if isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=2e-5), path
-    elif isinstance(expected, (list, dict)):
-        assert len(found) == len(expected), (path, found)
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            check(found[key], expected[key], f"{path}[{key!r}]")
-    else:
-        assert found == expected, path
-
-
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(
     "loop",
     [
         "loaders_prepared_before",
         "gathered_for_metrics",
+        "gathered_and_cut_by_hand",
+        "stopped_early",
         "loss_over_items_of_several_batches",
         "outputs_and_attributes",
         "local_sgd",
@@ -91,6 +83,8 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("evaluation_on_the_main_process", "RanksApartError", r"rank 0: evaluation .*; rank 1: accelerator\.gather"),
         ("prediction_on_the_main_process", "RanksApartError", r"rank 0: prediction .*; rank 1: begin of an epoch"),
         ("outputs_on_the_main_process", "RanksApartError", r"rank 0: a look at outputs 'logits'; rank 1: evaluation"),
+        ("gathered_values_of_processes", "ConfigurationError", r"ranks \[1\] .* accelerate\.utils"),
+        ("summed_values_of_processes", "ConfigurationError", r"accelerator\.reduce counts .* accelerate\.utils"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
         ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
         ("tuple_with_loss", "ConfigurationError", r"a tuple of 2 .*return_dict=True"),

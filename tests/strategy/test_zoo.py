@@ -18,6 +18,7 @@ EQUAL = [
     "lstm_beside_others",
     "unet",
     "text_beside_a_large_encoder",
+    "list_that_is_not_called",
     "tied_embedding_and_head",
     "layers_called_repeatedly",
     "boolean_mask_from_stem",

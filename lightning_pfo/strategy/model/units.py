@@ -163,7 +163,8 @@ def _find_layers(root: nn.Module, called: Collection[str] | None) -> list[Named]
     if called is not None:
         lists = [(path, module) for path, module in lists if any(_is_within(path, one) for one in called)]
     if not lists:
-        return _children_with_parameters("", root) if called is None else []
+        children = _children_with_parameters("", root)
+        return [item for item in children if called is None or any(_is_within(item[0], one) for one in called)]
     weights = [_count(module) for _, module in lists]
     chosen = [item for item, weight in zip(lists, weights, strict=True) if weight >= _LEAST_SHARE * sum(weights)]
     layers = [item for path, module in chosen for item in _items(path, module)]

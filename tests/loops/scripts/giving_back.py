@@ -25,7 +25,8 @@ def look():
     objects = own_functions(
         accelerator=accelerator, net=net, layers=net.layers, layer=net.layers[0], scaler=accelerator.scaler
     )
-    objects["accelerator"] |= {"hooks": hooks() or None, "scheduler": earlier.split_batches}
+    objects["accelerator"] |= {"hooks": hooks() or None, "scheduler": earlier.split_batches or "step" in vars(earlier)}
+    objects["accelerator"] |= {"type": type(accelerator)}
     return objects
 
 

@@ -11,6 +11,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.utils import set_seed
 from net import Net, make_loaders
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_pfo.accelerate import prepare_pipeline
 from tests.ranks import run_ranks
@@ -19,7 +20,20 @@ FOLDER = Path(sys.argv[1])
 loss_fn = nn.functional.cross_entropy
 
 
-def main(name):
+class Counted:
+    """An object of the user's that is kept in checkpoints."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def make(name):
     set_seed(3)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net = Net()
@@ -40,26 +54,67 @@ def main(name):
         )
     else:
         model, optimizer, train = accelerator.prepare(net, optimizer, train)
-    history = {"loss": [], "norm": [], "predicted": [], "repeated": []}
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=21))
+    accelerator.register_for_checkpointing(counted := Counted())
+    return accelerator, model, optimizer, scheduler, train, val, counted
+
+
+def go_on(made, folder):
+    """Go on with what was saved, and say what is known after each step."""
+    accelerator, model, optimizer, scheduler, _, val, counted = made
+    accelerator.load_state(folder)
+    seen = [counted.count]
+    model.train()
+    for x, y in val:
+        loss = model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen += [loss.item(), scheduler.get_last_lr()[0]]
+    return seen
+
+
+def is_pipeline(model):
+    return hasattr(model, "predict")
+
+
+def resumed(name, source):
+    (FOLDER / f"{name}_from_{source}_{dist.get_rank()}.json").write_text(json.dumps(go_on(make(name), FOLDER / source)))
+
+
+def main(name):
+    accelerator, model, optimizer, scheduler, train, val, counted = made = make(name)
+    history = {"loss": [], "norm": [], "predicted": [], "repeated": [], "lr": []}
     for x, y in train:
         with accelerator.accumulate(model):
-            loss = model(x, y) if name == "pipeline" else loss_fn(model(x), y)
+            loss = model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 history["norm"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
         history["loss"].append(loss.item())
+        history["lr"].append(scheduler.get_last_lr()[0])
+        counted.count += 1
+    accelerator.save_state(FOLDER / name)
+    history["processes"] = accelerator.num_processes
+    history["gathered"] = accelerator.gather({"loss": loss, "some": [x[:2], y]})
+    history["reduced"] = {
+        kind: accelerator.reduce((loss.detach(), x[:2]), kind) for kind in ("sum", "mean", "max", "none")
+    }
+    history = tree_map_only(torch.Tensor, torch.Tensor.tolist, history)
     model.eval()
     for x, _ in val:
         with torch.no_grad():
-            logits = model.predict(x) if name == "pipeline" else model(x)
+            logits = model.predict(x) if is_pipeline(model) else model(x)
         history["predicted"] += accelerator.gather_for_metrics(logits).flatten().tolist()
         history["repeated"] += accelerator.gather_for_metrics(logits.mean().repeat(8)).tolist()
     model.train()
     with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
         for x, y in train:
-            loss = model(x, y) if name == "pipeline" else loss_fn(model(x), y)
+            loss = model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -67,8 +122,11 @@ def main(name):
             history["loss"].append(loss.item())
     weights = accelerator.get_state_dict(model)
     history["weights"] = {key: value.flatten().tolist() for key, value in weights.items()}
+    history["resumed"] = go_on(made, FOLDER / name)
     (FOLDER / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(history))
 
 
 run_ranks(main, 2, "ddp")
 run_ranks(main, 4, "pipeline")
+run_ranks(resumed, 4, "pipeline", "ddp")
+run_ranks(resumed, 2, "ddp", "pipeline")

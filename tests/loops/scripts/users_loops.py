@@ -8,6 +8,7 @@ from accelerate.utils import find_executable_batch_size
 from net import NetWithLoss, make_loaders
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import LlamaForCausalLM
 from users_setup import (
     FOLDER,
@@ -62,6 +63,44 @@ def gathered_for_metrics():
         texts += accelerator.gather_for_metrics([f"{float(value):.3f}" for value in batch["x"].sum(1)])
     losses = torch.cat(losses)
     return {"number": len(losses), "mean": float(losses.mean()), "texts": texts, "in_loader": in_loader}
+
+
+def gathered_and_cut_by_hand():
+    """Accelerate's example `multi_process_metrics`, and what processes tell each other besides."""
+    accelerator, model = make_accelerator(), make_net()
+    model, _, val = prepare(accelerator, model, None, named(make_loaders()[1]))
+    model.eval()
+    correct, samples_seen = 0, 0
+    for step, batch in enumerate(val):
+        logits = outputs_of(model, **batch)["logits"]
+        predictions, labels = accelerator.gather((logits.argmax(1), batch["labels"]))
+        if accelerator.use_distributed:
+            if step == len(val) - 1:
+                predictions = predictions[: len(val.dataset) - samples_seen]
+                labels = labels[: len(val.dataset) - samples_seen]
+            else:
+                samples_seen += labels.shape[0]
+        correct += int((predictions == labels).sum())
+        last = len(labels)
+    of_batch = {"mean": logits.mean(), "labels": [batch["labels"]]}
+    told = [accelerator.gather(of_batch), *(accelerator.reduce(of_batch, kind) for kind in ("sum", "mean", "max"))]
+    told = tree_map_only(torch.Tensor, torch.Tensor.tolist, told)
+    return {"correct": correct, "last": last, "told": told, "processes": accelerator.num_processes}
+
+
+def stopped_early():
+    """Any process may set the trigger."""
+    accelerator, model = make_accelerator(), make_net()
+    model, _, loader = prepare(accelerator, model, None, named(make_loaders()[0]))
+    seen = []
+    for index, batch in enumerate(loader):
+        accelerator.backward(model(**batch)["loss"])
+        if index == 2 and accelerator.state.is_last_process:
+            accelerator.set_trigger()
+        if index == 3 and accelerator.is_main_process:
+            accelerator.set_trigger()
+        seen.append(accelerator.check_trigger())
+    return seen
 
 
 def loss_over_items_of_several_batches():
@@ -261,6 +300,8 @@ def batch_sizes_that_fit():
 LOOPS = (
     loaders_prepared_before,
     gathered_for_metrics,
+    gathered_and_cut_by_hand,
+    stopped_early,
     loss_over_items_of_several_batches,
     outputs_and_attributes,
     prepared_later,

@@ -4,6 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather
 from net import NetWithLoss, make_loaders
 from users_setup import (
     FOLDER,
@@ -86,6 +87,18 @@ def prediction_on_the_main_process():
     next(iter(loader))
 
 
+def gathered_values_of_processes():
+    accelerator, _, _ = simple()
+    assert gather(accelerator.process_index * torch.ones(1)).tolist() == [0.0, 1.0]  # what the message says
+    accelerator.gather({"memory": accelerator.process_index * torch.ones(1)})
+
+
+def summed_values_of_processes():
+    accelerator, _, _ = simple()
+    assert accelerator.reduce(accelerator.process_index * torch.ones(1), "max") == 1
+    accelerator.reduce(accelerator.process_index * torch.ones(1))
+
+
 def outputs_on_the_main_process():
     accelerator, model, batch = simple()
     model.eval()
@@ -143,6 +156,8 @@ REFUSALS = (
     evaluation_on_the_main_process,
     prediction_on_the_main_process,
     outputs_on_the_main_process,
+    gathered_values_of_processes,
+    summed_values_of_processes,
     other_batches_to_predict,
     generation,
     tuple_with_loss,

@@ -8,6 +8,7 @@ import pytest
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes
+from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "data_parallel.py"
@@ -64,6 +65,20 @@ def test_collectives_in_steps_and_hooks_see_the_replicas(folder, order):
             for values, others in zip(found["seen"], expected["seen"], strict=True):
                 for value, other in zip(*(v if isinstance(v, list) else [v] for v in (values, others)), strict=True):
                     assert value == pytest.approx(other, abs=2e-5), (values, others)
+
+
+@pytest.mark.parametrize("order", ["dp_pp", "pp_dp"])
+@pytest.mark.parametrize(("gather", "has"), [("all", (0, 1)), ("rank0", (0,)), ("none", (1,))])
+def test_each_replica_predicts_and_writes_its_batches_once(folder, order, gather, has):
+    for replica in (0, 1):
+        expected = read(folder, f"ddp_{replica}_0")["predicted"]["all"]
+        assert [len(part) for part in expected["predictions"]] == [16, 3 - replica]
+        assert len(expected["written"]) == 3
+        for stage in (0, 1):
+            found = read(folder, f"{order}_{replica}_{stage}")["predicted"][gather]
+            predictions = expected["predictions"] if stage in has else [None] * 2
+            check(found["predictions"], predictions, "predictions")
+            check(found["written"], expected["written"] if stage == has[0] else [], "written")
 
 
 def test_the_mesh_order_places_processes(folder):

@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
 from plain_module import PlainModule, make_loaders
 from torchmetrics import MeanMetric
 
@@ -75,10 +76,10 @@ class Collective(PlainModule):
         self.seen.append(outputs.tolist())
 
 
-def options_of(kind):
+def options_of(kind, **strategy_options):
     if kind == "ddp":
         return {"strategy": "ddp", "devices": 2}
-    strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4)
+    strategy = PfoPipelineStrategy(data_parallel_size=2, mesh_order=kind, num_microbatches=4, **strategy_options)
     return {"strategy": strategy, "devices": 4}
 
 
@@ -89,6 +90,29 @@ def talk(kind):
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **silent, **options_of(kind))
     trainer.fit(module, *loaders)
     return {"seen": module.seen, "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()}}
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append([batch_idx, batch_indices, prediction.tolist()])
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.written.append(["epoch", batch_indices, [prediction.tolist() for prediction in predictions]])
+
+
+def predict(kind, gather):
+    """Of a number of samples that cannot be divided."""
+    L.seed_everything(3)
+    module, (_, loader), writer = PlainModule(), make_loaders(), Writer()
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = options_of(kind) if kind == "ddp" else options_of(kind, gather=gather)
+    trainer = L.Trainer(accelerator="cpu", callbacks=[writer], **silent, **options)
+    predictions = trainer.predict(module, loader)
+    return {"predictions": [None if part is None else part.tolist() for part in predictions], "written": writer.written}
 
 
 def main(kind, folder):
@@ -119,6 +143,7 @@ def main(kind, folder):
     stage = 0 if kind == "ddp" else strategy.mesh.rank
     result["place"] = [trainer.global_rank, replica, stage]
     result["talked"] = talk(kind)
+    result["predicted"] = {gather: predict(kind, gather) for gather in ("all", "rank0", "none")}
     (folder / f"{kind}_{replica}_{stage}.json").write_text(json.dumps(result))
     trainer.strategy.barrier()
     if trainer.is_global_zero:

@@ -3,6 +3,7 @@
 The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it saw.
 """
 
+import io
 import json
 import pickle
 import sys
@@ -28,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -489,7 +491,12 @@ HOOKS = (
     *(name for name in dir(L.LightningModule) if name.startswith(("on_", "optimizer_")) and name != "on_gpu"),
     *("configure_model", "configure_optimizers", "configure_callbacks", "configure_gradient_clipping"),
     *("setup", "teardown", "backward", "lr_scheduler_step", "transfer_batch_to_device"),
-    *("training_step", "validation_step", "predict_step"),
+    *("training_step", "validation_step", "test_step", "predict_step"),
+)
+DATA_HOOKS = (
+    *("prepare_data", "setup", "teardown", "train_dataloader", "val_dataloader", "test_dataloader"),
+    *("predict_dataloader", "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+    *("state_dict", "load_state_dict", "on_exception"),
 )
 CALLBACK_HOOKS = (*(name for name in dir(L.Callback) if name.startswith("on_")), "setup", "teardown", "state_dict")
 
@@ -508,15 +515,28 @@ def noting(base, names, prefix):
     return cls
 
 
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=6)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    def state_dict(self):
+        return {"seen": len(self.called)}
+
+
 class Quiet(Module):
     def training_step(self, batch, batch_idx):
         return self.loss(batch[0])
+
+    fails = False
 
     def validation_step(self, batch, batch_idx):
         return self.loss(batch[0])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        pass
+        if self.fails and batch_idx == 2:
+            raise ValueError("the user's own mistake")
 
     on_after_backward = on_train_epoch_end = on_validation_epoch_end = lambda self: None
 
@@ -540,16 +560,60 @@ def hooks(where):
     for resumed in (False, True):
         L.seed_everything(3, verbose=False)
         module, callback = noting(Quiet, HOOKS, "")(), noting(L.Callback, CALLBACK_HOOKS, "callback.")()
-        module.called = callback.called = []
+        data = noting(Data, DATA_HOOKS, "data.")()
+        module.called = callback.called = data.called = []
         trainer, _ = trainer_of(where, [callback], max_epochs=2 if resumed else 1, **options)
-        loader = DataLoader(TensorDataset(DATA), batch_size=6)
-        trainer.fit(module, loader, loader, ckpt_path=path if resumed else None)
+        trainer.fit(module, data, ckpt_path=path if resumed else None)
         if not resumed:
             trainer.save_checkpoint(path)
-        trainer.validate(module, loader, verbose=False)
-        trainer.predict(module, loader)
+        trainer.validate(module, data, verbose=False)
+        trainer.test(module, data, verbose=False)
+        trainer.predict(module, data)
+        called.append(module.called)
+    module.called = callback.called = data.called = []
+    module.fails, trainer.fit_loop.max_epochs = True, 3
+    try:
+        trainer.fit(module, data)
+    except ValueError:
         called.append(module.called)
     return called
+
+
+def evaluates_checkpoints(where):
+    """Of weights that were trained, in a module that has others; what was trained on one device too."""
+    path = FOLDER / where / "trained.ckpt"
+    fit(where, Skips, save=path)
+    seen = []
+    for source in (path, FOLDER / "plain" / "trained.ckpt"):
+        L.seed_everything(5, verbose=False)
+        loader, module, writer = DataLoader(TensorDataset(DATA), batch_size=6), Module(), Writer()
+        trainer, _ = trainer_of(where, [writer])
+        seen += trainer.validate(module, loader, ckpt_path=source, verbose=False)
+        seen += trainer.test(module, loader, ckpt_path=source, verbose=False)
+        predictions = trainer.predict(module, loader, ckpt_path=source)
+        seen += [plain(predictions[0]), module.hooks]
+    return seen
+
+
+def saves_state_dicts(where):
+    """A rank of a pipeline has placeholders, and does not write them; a state dict of all does."""
+    found = []
+
+    class Saves(Skips):
+        def on_train_end(self):
+            found.append(attempt(self))
+
+    def attempt(module):
+        try:
+            torch.save({"model": module.state_dict()}, io.BytesIO())
+            torch.save(module.layers.state_dict(), io.BytesIO())
+        except PfoError as error:
+            return [type(error).__name__, str(error)]
+        return "written"
+
+    module = fit(where, Saves)
+    found.append(attempt(module))
+    return found
 
 
 class Splits(Quiet):
@@ -678,6 +742,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
     parts = (*parts, *([] if where == "two" else [whole]))
     results = {}

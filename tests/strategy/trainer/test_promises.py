@@ -1,10 +1,12 @@
 """What Lightning promises of steps, hooks, loggers and predictions: on one rank and on two as with a plain Trainer."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
@@ -16,21 +18,6 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("promises")
     run_script(SCRIPT, folder)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
-
-
-def check(found, expected, path):
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        for key in expected:
-            check(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), path
-        for index, items in enumerate(zip(found, expected, strict=True)):
-            check(*items, f"{path}[{index}]")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=2e-5), path
-    else:
-        assert found == expected, path
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -94,10 +81,36 @@ def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_hooks_are_called_in_the_order_of_lightning(seen, rank):
-    """Of the module and of callbacks; also when a training is resumed."""
-    for found, expected in zip(seen[rank]["hooks"], seen["plain_0"]["hooks"], strict=True):
+    """Of the module, of callbacks and of a data module; also when a training is resumed, and when a hook fails."""
+    assert len(seen["plain_0"]["hooks"]) == 3
+    for run, (found, expected) in enumerate(zip(seen[rank]["hooks"], seen["plain_0"]["hooks"], strict=True)):
+        if rank == "two_1":  # the first process of each node downloads
+            expected = [hook for hook in expected if hook != "data.prepare_data"]
+        if rank != "one_0" and run < 2:  # a first batch is taken, where the module is split
+            assert found.pop(found.index("configure_model") + 1) == "data.train_dataloader"
         assert found == expected
-        assert {"on_fit_start", "training_step", "callback.on_train_batch_end", "on_predict_end"} <= set(expected)
+    first, resumed, failed = map(set, seen["plain_0"]["hooks"])
+    assert {"on_fit_start", "training_step", "callback.on_train_batch_end", "test_step", "on_predict_end"} <= first
+    assert {"data.on_after_batch_transfer", "data.predict_dataloader", "data.state_dict"} <= first
+    assert "data.load_state_dict" in resumed
+    assert "data.on_exception" in failed
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_evaluation_loads_checkpoints_of_any_number_of_ranks(seen, rank):
+    expected = seen["plain_0"]["evaluates_checkpoints"]
+    assert expected[0] == expected[4]
+    assert expected[0] != seen["plain_0"]["train"]["metrics"]
+    check(seen[rank]["evaluates_checkpoints"], expected, "evaluates_checkpoints")
+
+
+def test_ranks_do_not_write_state_dicts_that_have_placeholders(seen):
+    """Neither in a hook nor after the fit, nor of a part."""
+    assert seen["plain_0"]["saves_state_dicts"] == seen["one_0"]["saves_state_dicts"] == ["written"] * 2
+    for rank in ("two_0", "two_1"):
+        for kind, text in seen[rank]["saves_state_dicts"]:
+            assert kind == "ConfigurationError"
+            assert re.search(r"placeholders.*gather_module", text, re.DOTALL)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -91,6 +91,24 @@ def text_beside_a_large_encoder() -> Any:
     return Regressor(TextBesideALargeEncoder()), vectors(WIDTH)
 
 
+class OverridesForward(nn.Module):
+    """Calls other layers than those that it has from its base class, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*blocks(3))
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 2 * WIDTH)
+        self.third, self.fourth = nn.Linear(2 * WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fourth(torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))))
+
+
+@case("own")
+def list_that_is_not_called() -> Any:
+    return Regressor(OverridesForward()), vectors(WIDTH)
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()

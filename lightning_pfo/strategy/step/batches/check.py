@@ -66,19 +66,24 @@ def _tensors_of(leaf: Any) -> Sequence[torch.Tensor]:
     return [leaf if leaf.layout == torch.strided else leaf.to_dense()]
 
 
+def ranks_with_others(data: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
+    """The ranks that have other data than rank 0, bit by bit; a collective call."""
+    value = checksum(data)
+    mine = torch.tensor([value - (value >> (_BITS - 1) << _BITS)], device=device)  # with a sign
+    sums = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, mine, group=group)
+    values = [int(value) for value in sums]
+    return [rank for rank, value in enumerate(values) if value != values[0]]
+
+
 def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Compare the batch with those of all other ranks; a collective call.
 
     Raises:
         BatchError: On every rank, if any rank has another batch.
     """
-    value = checksum(batch)
-    mine = torch.tensor([value - (value >> (_BITS - 1) << _BITS)], device=device)  # with a sign
-    sums = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sums, mine, group=group)
-    values = [int(value) for value in sums]
-    if len(set(values)) > 1:
-        different = [rank for rank, value in enumerate(values) if value != values[0]]
+    different = ranks_with_others(batch, group, device)
+    if different:
         raise BatchError(
             f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
             f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
