@@ -123,6 +123,7 @@ MAY_KNOW = {
     "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
+    "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.parallel"},
     "strategy.parallel": {"core"},
     "strategy.state": {"core", "strategy.parallel"},

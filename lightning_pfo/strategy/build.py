@@ -18,7 +18,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.batch_norm import defer_batch_norms
-from lightning_pfo.strategy.model.caches import Caches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_recomputable,
@@ -34,6 +33,7 @@ from lightning_pfo.strategy.model.ownership import (
     release_others,
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
+from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
+from lightning_pfo.strategy.model.reach.variables import is_of_library, packages_of
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.program import (
     Bound,
@@ -116,6 +117,29 @@ class Split:
     def parts(self) -> list[Part]:
         """What each stage runs; modules that are not part of any run on every rank, if at all."""
         return [Part(unit.module, self.owners[unit]) for unit in self.units.all if self.owners.get(unit)]
+
+    def modules_at_end(self, root: nn.Module) -> dict[str, nn.Module]:
+        """The modules whose own code a step runs on its last stage, by name: those around units, and the user's there.
+
+        Args:
+            root: The user's module, which is none of them.
+        """
+        at_end = [unit for unit in self.units.all if self.owners.get(unit, self._last) == self._last]
+        left_out = {id(module) for unit in self.units.all if unit not in at_end for module in unit.module.modules()}
+        inside = {id(module) for unit in at_end for module in unit.module.modules()}
+        packages = packages_of(type(root))
+        return {
+            name: module
+            for name, module in root.named_modules()
+            if module is not root
+            and id(module) not in left_out
+            and not is_of_library(type(module), packages)
+            and not (id(module) in inside and any(True for _ in module.parameters()))
+        }
+
+    @property
+    def _last(self) -> frozenset[int]:
+        return frozenset({self.num_stages - 1})
 
     def layers_of(self, stage: int) -> list[Unit]:
         """The layers of a stage."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.caches import Caches
+from lightning_pfo.strategy.model.reach.caches import Caches
+from lightning_pfo.strategy.model.reach.places import NO_MODULES
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following
-from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import modules_of, tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -57,6 +58,9 @@ class Programs:
         split: How it is divided.
         device: Where the stages run.
         patches: Closing it gives modules back that are followed later than others.
+
+    Attributes:
+        modules: Further modules that a step may leave something in, by name.
     """
 
     def __init__(self, owner: nn.Module, split: Split, device: torch.device, patches: Patches) -> None:
@@ -66,6 +70,7 @@ class Programs:
         self._patches = patches
         self._caches = Caches()
         self._known: OrderedDict[Any, StepPrograms] = OrderedDict()
+        self.modules = split.modules_at_end(owner)
 
     def of(
         self,
@@ -125,24 +130,29 @@ class Programs:
 
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
         with torch.set_grad_enabled(train):
-            trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
+            trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
             while self._split.follow_into(trace.listened, self._patches):
-                trace = trace_untouched(self._owner, step, self._device, self._caches, seed)
+                trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
             return trace
 
 
 def trace_untouched(
-    owner: nn.Module, step: Callable[[], Any], device: torch.device, caches: Caches, seed: tuple[int, ...] = ()
+    owner: nn.Module,
+    step: Callable[[], Any],
+    device: torch.device,
+    caches: Caches,
+    seed: tuple[int, ...] = (),
+    modules: Mapping[str, nn.Module] = NO_MODULES,
 ) -> Trace:
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache."""
     with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner):
         random_state.seed(device, *seed, 0)
-        return trace_step(owner, lambda: _noting_attributes(owner, step), device)
+        return trace_step(owner, lambda: _noting_attributes(owner, modules, step), device)
 
 
-def _noting_attributes(owner: nn.Module, step: Callable[[], Any]) -> Any:
+def _noting_attributes(owner: nn.Module, modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Any:
     """Run a step; the values that it leaves in attributes are wanted at its end."""
-    attributes = Attributes(owner)
+    attributes = Attributes(owner, modules)
     try:
         result = step()
         run = current_run()

@@ -58,6 +58,11 @@ class LogRecorder:
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """How many samples it has."""
+        return self.sizes[self.index] if self.sizes else 1
+
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `LightningModule.log`."""
         if is_metric(value):

@@ -250,7 +250,7 @@ class StepRunner:
             return loss if loss_scale is None else loss * loss_scale
 
         error: Exception | None = None
-        effects = Effects(self.owner)
+        effects = Effects(self.owner, self.programs.modules)
         outcome: dict[str, Any] = {}
 
         def step_of(index: int) -> Any:
@@ -320,7 +320,7 @@ class StepRunner:
             with ExitStack() as stack:
                 if stage is not None and changes:
                     stack.enter_context(buffers.of(stage))
-                stack.enter_context(kept.of(ends_here=ends_here, log=log))
+                stack.enter_context(kept.of(ends_here=ends_here, log=log, size=recorder.size))
                 if self._metrics:
                     stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:
@@ -334,7 +334,7 @@ class StepRunner:
 
         with random_state.isolated(engine.device):
             found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
-            kept = Effects(self.owner) if effects is None else effects
+            kept = Effects(self.owner, self.programs.modules) if effects is None else effects
             changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
             # what the end of the step changes is among its effects
             changes = {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}

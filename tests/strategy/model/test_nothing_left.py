@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.untouched import untouched
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from tests.strategy.model.stages import Holder, Stages
 
 

@@ -20,6 +20,7 @@ class Module(nn.Module):
         self.correct, self.histogram = torch.tensor(3), np.zeros(2, dtype=np.int64)
         self.all_outs, self.pair, self.rows = [torch.tensor(0.0)], (3.0, torch.tensor(0.0)), torch.tensor([[9.0, 9.0]])
         self.array, self.none_yet = np.array([9.0]), torch.zeros(0)
+        self.names, self.latest = {"old"}, deque([1.0], maxlen=3)
         self.register_buffer("running", torch.tensor([1.0, 1.0]))
 
 
@@ -31,7 +32,7 @@ def step(module, values):
     module.text, module.none = f"{values}", values[0]
     module.outs.append(torch.tensor(values).mean())
     module.ids.extend(values)
-    module.window.append(values[-1])
+    module.window.append(sum(values) / len(values))
     module.nested["inner"]["values"].append(torch.tensor(values))
     module.correct += sum(value > 2 for value in values)
     module.histogram[0] += len(values)
@@ -41,6 +42,8 @@ def step(module, values):
     module.pair = (*module.pair, torch.tensor(values).mean())
     module.rows = torch.cat([module.rows, torch.tensor([[value, 1.0] for value in values])])
     module.array = np.concatenate([module.array, values])
+    module.names.update(map(str, values))
+    module.latest.extend(values)
     module.none_yet = torch.cat([module.none_yet, torch.tensor(values)])
 
 
@@ -61,6 +64,7 @@ def test_microbatches_change_a_module_as_their_batch_does():
         assert repr(state(module)) == before
     attributes.apply(attributes.merged(changes, (2, 2), (0.5, 0.5)))
     found, wanted = state(module), state(expected)
+    assert found.pop("names") == wanted.pop("names")  # in any order
     for name in ("text", "none"):  # of what has no merged form, the last one stays; numbers are averaged
         found.pop(name), wanted.pop(name)
     assert repr(found) == repr(wanted)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.places import trainer_of
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
@@ -33,7 +34,7 @@ def redirected(owner: nn.Module, log: Callable[..., Any], note: Note) -> Iterato
         log: What `self.log` calls.
         note: Takes the other calls.
     """
-    trainer: Any = _trainer_of(owner)
+    trainer: Any = trainer_of(owner)
     loggers = None if trainer is None else trainer.loggers
     attributes = owner.__dict__
     replaced: dict[str, Any] = {"log": log}
@@ -89,17 +90,10 @@ def make_calls(owner: nn.Module, calls: Sequence[Call]) -> None:
         target: Any = owner
         for kind, name in path:
             if kind == "logger":
-                target = _trainer_of(owner).loggers[name]
+                target = trainer_of(owner).loggers[name]
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
         target(*args, **kwargs)
-
-
-def _trainer_of(owner: nn.Module) -> Any:
-    try:
-        return getattr(owner, "trainer", None)
-    except RuntimeError:  # Lightning's modules have none outside of a run
-        return None
 
 
 class _Noted:

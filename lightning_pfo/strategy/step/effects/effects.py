@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.places import NO_MODULES
+from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.model.untouched import Changed, Flags
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
 from lightning_pfo.strategy.step.effects.merge import Changes
@@ -21,11 +22,12 @@ class Effects:
 
     Args:
         owner: The user's module, as it is at the begin of the batch.
+        modules: Other modules whose attributes count, by name.
     """
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner)
+        self._attributes = Attributes(owner, modules)
         self._flags = Flags(owner)
         self._switched: Changed = ({}, {})
         self._changes: list[Changes] = []
@@ -33,12 +35,13 @@ class Effects:
         self._dear: Changes = {}
 
     @contextmanager
-    def of(self, *, ends_here: bool, log: Callable[..., Any]) -> Iterator[None]:
+    def of(self, *, ends_here: bool, log: Callable[..., Any], size: int = 1) -> Iterator[None]:
         """Run a step on a stage and a microbatch; afterwards the module is as before.
 
         Args:
             ends_here: Whether the step is run to its end here, so that what it leaves behind counts.
             log: What `self.log` calls then.
+            size: How many samples the microbatch has.
         """
         calls: list[Call] = []
 
@@ -49,7 +52,6 @@ class Effects:
             calls.append(with_values(call))
 
         has_ended = False
-        self._attributes.enter()
         try:
             with (
                 redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),
@@ -62,7 +64,7 @@ class Effects:
                 switched = self._flags.take_changes()
                 if ends_here and has_ended:
                     self._switched = switched
-                    self._changes.append(self._attributes.take_changes())
+                    self._changes.append(self._attributes.take_changes(size))
                     self._calls.append(calls)
                 else:
                     self._attributes.take_back()
@@ -73,7 +75,7 @@ class Effects:
 
     def discard(self) -> None:
         """Leave nothing behind."""
-        self._attributes.take_back_objects()
+        self._attributes.discard()
 
     def outcome(self, sizes: Sequence[int], weights: Sequence[float], *, is_sent: bool) -> dict[str, Any]:
         """What the batch leaves behind, where the step was run to its end.

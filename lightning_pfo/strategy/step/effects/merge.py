@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.structures import holds_tensors
 
-Path = tuple[Any, ...]
 Change = tuple[str, Any]
 """`set` to a value, `appended` some items, `written` into a tensor, or `gone`."""
 Changes = dict[Path, Change]
@@ -24,42 +26,63 @@ class Merge:
         sizes: How many samples the microbatches have.
         weights: How much they count.
 
-    Attributes:
-        floats_add_up: Whether floating-point numbers grow by the sum.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
         self.sizes = tuple(sizes)
         self._weights = tuple(weights)
-        self.floats_add_up = False
+        self._sums: set[Path] = set()
 
-    def growth(self, path: Path, changes: Sequence[Changes], before: Any) -> tuple[int, ...]:
-        """By how much an integer of the module has grown in the microbatches; nothing for other values."""
-        values = [each[path][1] for each in changes if path in each and len(path) == 1]
-        start = 0 if before is None else before
-        return tuple(value - start for value in values if type(value) is int and type(start) is int)
+    def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
+        """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
+        counts: dict[Path, set[tuple[int, ...]]] = {}
+        for path in changes[0] if changes else ():
+            values = [each[path][1] for each in changes if path in each]
+            before = before_of(path)
+            start = 0 if before is None else before
+            if type(start) is int and all(type(value) is int for value in values):
+                counts.setdefault(path[:-1], set()).add(tuple(value - start for value in values))
+        alike = (1,) * len(self.sizes)
+        self._sums = {path for path, each in counts.items() if self.sizes in each and alike not in each}
+        if max(self.sizes) == 1:
+            self._sums = set()
 
-    def values(self, values: list[Any], before: Any) -> Any:
-        """What one batch would leave where microbatches have left `values`, and `before` was."""
+    def values(self, values: list[Any], before: Any, holder: Path | None = None) -> Any:
+        """What one batch would leave where microbatches have left `values`, and `before` was.
+
+        Args:
+            values: What they have left.
+            before: What was there.
+            holder: Of attributes, where the module or object is that has them.
+        """
         first = values[0]
         if len(self.sizes) == 1:
             return first
         if any(type(value) is not type(first) for value in values):
             return values[-1]
-        if type(before) is type(first) and all(_goes_on(value, before) for value in values):
+        if type(before) is type(first) and self._all_go_on(values, before):
             return self._gone_on([value[len(before) :] for value in values], before)
         if type(first) is int:
             return self._integers(values, before if type(before) is int else 0)
         if isinstance(first, float):
             start = before if type(before) in (int, float) else 0.0
             growth = [value - start for value in values]
-            return start + (sum(growth) if self.floats_add_up else self._outputs(growth))
+            return start + (sum(growth) if holder in self._sums else self._outputs(growth))
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._arrays(values, before)
-        return self._outputs(values) if isinstance(first, (dict, list, tuple)) else values[-1]
+        if isinstance(first, set) and isinstance(before, set):
+            return (before & set.intersection(*values)) | (set.union(*values) - before)
+        if isinstance(first, (dict, list, tuple)) or is_dataclass(first) or holds_tensors(first):
+            return self._outputs(values)
+        return values[-1]
 
     def _outputs(self, values: list[Any]) -> Any:
         return merge_outputs(values, self.sizes, self._weights)
+
+    def _all_go_on(self, values: list[Any], before: Any) -> bool:
+        if type(before) in (list, tuple) and not before:  # what began with nothing may be anything, but of one item
+            return max(self.sizes) > 1 and all(len(value) == 1 for value in values)
+        return all(_goes_on(value, before) for value in values)
 
     def _gone_on(self, added: list[Any], before: Any) -> Any:
         if isinstance(before, torch.Tensor):
@@ -92,13 +115,13 @@ class Merge:
 
     def appended(self, values: list[list[Any]]) -> list[Any]:
         """What one batch would append where microbatches have appended `values`."""
-        lengths = tuple(map(len, values))
+        lengths, sizes = tuple(map(len, values)), list(self.sizes)
         together = [item for value in values for item in value]
-        one_per_sample = lengths == self.sizes and max(lengths) > 1
+        one_per_sample = list(lengths) == sizes and max(lengths) > 1
         if len(values) < len(self.sizes) or len(set(lengths)) > 1 or one_per_sample:
             return together
         columns = [list(column) for column in zip(*values, strict=True)]
-        if any(isinstance(column[0], (str, int)) and len(set(column)) > 1 for column in columns):
+        if any(isinstance(column[0], (str, int)) and len({*column}) > 1 and column != sizes for column in columns):
             return together
         return [self.values(column, None) for column in columns]
 

@@ -15,11 +15,11 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import followed_at_once
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes, bytes_on
 from lightning_pfo.strategy.engine.stage import Stage, received_forms
-from lightning_pfo.strategy.model.caches import Caches
+from lightning_pfo.strategy.model.reach.caches import Caches
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.outline import without_reports
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
 from lightning_pfo.strategy.parallel.patches import Patches

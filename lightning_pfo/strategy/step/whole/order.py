@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.untouched import untouched
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.step.programs import Programs, Whole, logs_noted
 from lightning_pfo.strategy.step.whole.joining import Join, find_blocks, joins_of
 

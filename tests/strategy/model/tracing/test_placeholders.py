@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, mark_placeholders, placeholders_on
-from lightning_pfo.strategy.model.untouched import untouched
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.places import Places
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, children_of, modules_of, tensors_of
 
@@ -31,7 +32,8 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
-    Parameters and very large tensors keep what was written into them, and so do objects of other classes.
+    So is what a step reaches elsewhere, see `places`. Parameters and very large tensors keep what was written into
+    them, and so do objects of libraries.
 
     Args:
         root: The outermost module.
@@ -41,6 +43,7 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     remembered.undo.append(Flags(root).take_changes)
     for module in root.modules():
         remembered.module(module)
+    remembered.places(Places(root))
     try:
         yield
     finally:
@@ -63,6 +66,13 @@ class _Remembered:
         attributes = vars(module)
         self.undo.append(partial(_refill, attributes, dict(attributes)))
         self._items(attributes.values())
+
+    def places(self, places: Places) -> None:
+        """Note what is not in modules."""
+        for path in places.objects:
+            attributes = places.containers[path]
+            self.undo.append(partial(_refill, attributes, dict(attributes)))
+            self._items(attributes.values())
 
     def _items(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -104,7 +114,7 @@ def _refill(container: Any, items: Any) -> None:
     if len(container) == len(items) and all(map(is_, container, items)) and _values_are_same(container, items):
         return
     container.clear()
-    if isinstance(container, (dict, set)):
+    if isinstance(container, (MutableMapping, set)):
         container.update(items)
     else:
         container.extend(items)

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.untouched import Flags
+from lightning_pfo.strategy.model.reach.untouched import Flags
 
 
 def test_flags_are_switched_back_and_switched_elsewhere():

@@ -1,0 +1,169 @@
+"""Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
+
+They are reached from the user's module: from it, its class, and modules around its layers; from the data module and the
+callbacks of its Trainer; and from the variables that its functions know besides their arguments. Into objects of the
+user's own classes it is looked as into containers; those of libraries are theirs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Collection, Mapping
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.reach.variables import Variables, is_of_user, known_variables, packages_of
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+
+_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
+"""Types of most attributes; there is nothing in them."""
+Path = tuple[Any, ...]
+"""How a place is reached: names of attributes, keys and indices; before those another root than the module."""
+
+LONGEST = 10_000
+"""Containers of more items are data: nobody looks into them, and of lists only what is appended."""
+_MANY = 1_000
+"""Nobody looks into the items of containers that have more."""
+_MOST_OBJECTS = 2_000
+"""Of more objects of the user's, the later ones are taken for data."""
+SMALL_BYTES = 2**16
+"""Larger tensors are not copied: what is written into them stays, on the rank where it was written."""
+LEFT_ALONE = frozenset(vars(nn.Module())) - {"_buffers"}
+"""What belongs to every module."""
+
+
+NO_MODULES: Mapping[str, nn.Module] = types.MappingProxyType({})
+
+
+class Places:
+    """The places that a module has now.
+
+    Args:
+        owner: The user's module.
+        modules: Other modules whose attributes count, by name.
+
+    Attributes:
+        containers: Dicts (of attributes too), lists, deques and sets.
+        tensors: Tensors and arrays that may be written into.
+        objects: Which of the containers are the attributes of an object, and no module.
+    """
+
+    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+        self.containers: dict[Path, Any] = {}
+        self.tensors: dict[Path, Any] = {}
+        self.objects: set[Path] = set()
+        self._seen: set[int] = set()
+        self._packages = packages_of(type(owner))
+        self._module((), owner, LEFT_ALONE)
+        for name in _names_of_containers(type(owner)):
+            if name not in vars(owner):
+                self._note((name,), getattr(type(owner), name))
+        for name, module in modules.items():
+            self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
+        trainer = trainer_of(owner)
+        if trainer is not None:
+            self._object(("trainer.datamodule",), getattr(trainer, "datamodule", None))
+            for index, callback in enumerate(getattr(trainer, "callbacks", ())):
+                self._object((f"trainer.callbacks[{index}]",), callback)
+        for cls in dict.fromkeys(map(type, (owner, *modules.values()))):
+            for name, variables in known_variables(cls):
+                self._attributes((name,), variables)
+
+    def _module(self, path: Path, module: nn.Module, left_alone: Collection[str]) -> None:
+        attributes = vars(module)
+        self.containers[path] = attributes
+        for name, value in attributes.items():
+            if name not in left_alone:
+                self._note((*path, name), value)
+
+    def _object(self, path: Path, value: Any) -> None:
+        if id(value) not in self._seen and is_of_user(type(value), self._packages):
+            self._seen.add(id(value))
+            self._attributes(path, _attributes_of(value))
+
+    def _attributes(self, path: Path, attributes: Any) -> None:
+        if len(self.objects) < _MOST_OBJECTS:
+            self.containers[path] = attributes
+            self.objects.add(path)
+            for name, value in list(attributes.items()):
+                self._note((*path, name), value)
+
+    def _note(self, path: Path, value: Any) -> None:
+        if type(value) in _PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._seen.add(id(value))
+            if not is_placeholder(value) and value.layout == torch.strided and value.is_leaf:
+                self.tensors[path] = value
+        elif isinstance(value, np.ndarray):
+            self._seen.add(id(value))
+            if value.nbytes <= SMALL_BYTES:
+                self.tensors[path] = value
+        elif isinstance(value, (dict, list, deque, set)):
+            self._seen.add(id(value))
+            if len(value) <= LONGEST or isinstance(value, list):
+                self.containers[path] = value
+            if len(value) <= _MANY and not isinstance(value, set):
+                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    self._note((*path, key), item)
+            if getattr(value, "__dict__", None):  # of a dict of another class
+                self._note((*path, _BESIDE), vars(value))
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value[:_MANY]):
+                self._note((*path, index), item)
+        elif is_of_user(type(value), self._packages) or _is_simple(value):
+            self._seen.add(id(value))
+            self._attributes(path, _attributes_of(value))
+
+
+_BESIDE = "its attributes"
+
+
+def named(path: Path) -> str:
+    """How a place is told to users."""
+    root, *keys = path
+    text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
+    return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
+
+
+def trainer_of(owner: nn.Module) -> Any:
+    """The Trainer of a module; None without one."""
+    try:
+        return getattr(owner, "trainer", None)
+    except RuntimeError:  # Lightning's modules have none outside of a run
+        return None
+
+
+# ---- attributes of objects ----
+
+
+def _attributes_of(value: Any) -> Any:
+    if hasattr(value, "__dict__"):
+        return vars(value)
+    of_classes = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    slots = [name for names in of_classes for name in ((names,) if isinstance(names, str) else names)]
+    put, drop = partial(object.__setattr__, value), partial(object.__delattr__, value)
+    return Variables(slots, partial(getattr, value), put, drop)
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether it is an object that holds nothing but plain values and tensors, such as an average meter."""
+    attributes = getattr(value, "__dict__", {})
+    return (
+        bool(attributes)
+        and not callable(value)
+        and all(type(item) in _PLAIN or type(item) is torch.Tensor for item in attributes.values())
+    )
+
+
+@cache
+def _names_of_containers(cls: type) -> list[str]:
+    """The containers that a user's class holds for all of its modules."""
+    of_users = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "lightning.", "builtins"))]
+    names = dict.fromkeys(name for base in of_users for name in vars(base) if not name.startswith("__"))
+    return [name for name in names if isinstance(getattr(cls, name), (dict, list, deque, set))]

@@ -1,0 +1,321 @@
+"""What steps leave behind of all kinds; usage: left_behind.py FOLDER [CASE ...].
+
+The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it found afterwards.
+"""
+
+import json
+import sys
+import types
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+HISTORY, COUNTED, NUMBER = [], {"batches": 0}, 0
+
+
+def plain(value):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [plain(item) for item in value]
+    if isinstance(value, set):
+        return sorted(value)
+    if hasattr(value, "__slots__"):
+        return {name: plain(getattr(value, name)) for name in value.__slots__}
+    is_object = hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+    return {name: plain(item) for name, item in vars(value).items()} if is_object else value
+
+
+class Base(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        self.note(batch[0], output, batch_idx)
+        return output.square().mean()
+
+    def note(self, x, output, batch_idx):
+        """What a step leaves behind."""
+
+    def found(self):
+        """It."""
+
+
+class Meter:
+    """As in many projects."""
+
+    def __init__(self):
+        self.val = self.avg = self.sum = self.count = 0
+
+    def update(self, value, number=1):
+        self.val = value
+        self.sum += value * number
+        self.count += number
+        self.avg = self.sum / self.count
+
+
+class Smoothed:
+    """As in torchvision's references."""
+
+    def __init__(self):
+        self.deque, self.total, self.count = deque(maxlen=3), 0.0, 0
+
+    def update(self, value, number=1):
+        self.deque.append(value)
+        self.count += number
+        self.total += value * number
+
+
+class Evaluator:
+    def __init__(self):
+        self.predictions, self.by_sign, self.seen, self.names = [], defaultdict(list), 0, {"all": set()}
+        self.child = Smoothed()
+        self.parent, self.child.parent = None, self
+        self.losses, self.kinds, self.last = [], Counter(), None
+
+    def update(self, x, output):
+        self.predictions.append(output.detach())
+        self.by_sign["positive"].extend(output[:, 0].tolist())
+        self.seen += len(x)
+        self.names["all"].update(f"{value:.4f}" for value in output[:, 1].tolist())
+        self.child.update(output.square().mean().item(), len(x))
+        self.losses = [*self.losses, output.square().mean().item()]
+        self.kinds["samples"] += len(x)
+        self.last = output[:, 0].detach()
+
+
+@dataclass
+class Record:
+    batch: str
+    loss: float
+    outputs: torch.Tensor
+
+
+@dataclass(slots=True)
+class State:
+    steps: int = 0
+    rows: list = field(default_factory=list)
+
+
+class Objects(Base):
+    """Objects of the user's, in attributes, in containers and in each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.evaluator, self.meters, self.state = Evaluator(), {"loss": Meter(), "once": Meter()}, State()
+        self.evaluator.self_again = self.evaluator
+        self.plain, self.progress = types.SimpleNamespace(rows=[], number=0), types.SimpleNamespace(step=0)
+        self.smoothed, self.records = [Smoothed(), Smoothed()], []
+
+    def note(self, x, output, batch_idx):
+        loss = output.square().mean().item()
+        self.evaluator.update(x, output)
+        self.meters["loss"].update(loss, len(x))
+        self.meters["once"].update(loss)
+        self.state.steps += 1
+        self.state.rows.append(output[:, 0].detach())
+        self.plain.rows.append(loss)
+        self.plain.number += 1
+        self.progress.step += 1
+        self.smoothed[0].update(loss)
+        self.smoothed[1].update(loss, len(x))
+        self.records.append(Record(f"batch {batch_idx}", loss, output.detach()))
+
+    def found(self):
+        del self.evaluator.self_again, self.evaluator.child.parent
+        of_step = (self.evaluator, self.meters, self.state, self.plain, self.progress, self.smoothed, self.records)
+        return plain(of_step)
+
+
+class Part(nn.Module):
+    """Runs layers, and keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.calls, self.lengths, self.last, self.seen = 0, [], None, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.lengths.append(len(x))
+        x = self.layers(x)
+        self.last = x.detach()
+        self.seen.append(x.mean().item())
+        return x
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.history, self.samples = [], 0
+
+    def forward(self, output):
+        loss = output.square().mean()
+        self.history.append(loss.item())
+        self.samples += len(output)
+        return loss
+
+
+class Modules(Base):
+    """Attributes of other modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.criterion = Part(), Criterion()
+
+    def training_step(self, batch, batch_idx):
+        return self.criterion(self.layers(batch[0]))
+
+    def found(self):
+        part, criterion = self.layers, self.criterion
+        return plain((part.calls, part.lengths, part.last, part.seen, criterion.history, criterion.samples))
+
+
+class Data(L.LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.used = []
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=6)
+
+
+class Watching(L.Callback):
+    def __init__(self):
+        self.outputs, self.batches = [], 0
+
+
+def make_closed(history):
+    class Closed(Base):
+        """Writes into what its functions know besides their arguments."""
+
+        def note(self, x, output, batch_idx):
+            global NUMBER
+            NUMBER += 1
+            HISTORY.append(output.mean().item())
+            COUNTED["batches"] += 1
+            history.append(output[:, 0].detach())
+            self.trainer.datamodule.used.append(len(x))
+            self.trainer.callbacks[0].outputs.append(output.detach())
+            self.trainer.callbacks[0].batches += 1
+
+        def found(self):
+            watching = self.trainer.callbacks[0]
+            kept = (HISTORY, COUNTED, NUMBER, history, watching.outputs, watching.batches)
+            return plain(kept)
+
+    return Closed()
+
+
+class Numbers(Base):
+    """Whole numbers of all kinds; microbatches have two samples, as many as the batch that counts as number 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.index, self.epochs, self.indices, self.tokens, self.size, self.half = 0, 0, [], 0, 2, 0
+        self.positive, self.columns, self.returned = 0, 0, []
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        output = self.layers(x)
+        self.index = batch_idx
+        self.indices.append(batch_idx)
+        self.epochs = self.current_epoch + 2
+        self.tokens += x.numel()
+        self.columns += x.shape[1]
+        self.half += self.size
+        self.positive += int((output[:, 0] > output[:, 1]).sum())
+        counts = {
+            "positive": int((x[:, 0] > -9).sum()),
+            "tokens": x.numel(),
+            "two": 2,
+            "index": torch.tensor(batch_idx),
+        }
+        return {"loss": output.square().mean(), "batch_idx": batch_idx, "size": len(x), **counts}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append(plain({key: value for key, value in outputs.items() if key != "loss"}))
+
+    def found(self):
+        names = ("index", "epochs", "indices", "tokens", "columns", "half", "positive", "returned")
+        return {name: plain(getattr(self, name)) for name in names}
+
+
+class Lengths(Base):
+    """Tensors that are by chance as long as a microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.means, self.rows, self.returned = None, [], [], []
+        self.table = types.SimpleNamespace(mean=None)
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        output = self.layers(x)
+        self.mean = self.table.mean = output[:, :2].mean(0).detach()
+        self.means.append(output[:, :2].mean(0).detach())
+        self.rows.append(output.detach())
+        pair = [float(output[:, 0].mean()), float(output[:, 1].mean())]
+        return {"loss": output.square().mean(), "mean": self.mean, "pair": pair, "rows": output.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append(plain({key: value for key, value in outputs.items() if key != "loss"}))
+
+    def found(self):
+        return plain((self.mean, self.table.mean, self.means, self.rows, self.returned))
+
+
+CASES = {
+    "objects": Objects,
+    "modules": Modules,
+    "closed": lambda: make_closed([]),
+    "numbers": Numbers,
+    "lengths": Lengths,
+}
+
+
+def fit(where, make, **options):
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if where == "two" else 1,
+        strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=3, **options),
+        callbacks=[Watching()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=FOLDER,
+        max_epochs=1,
+    )
+    module = make()
+    trainer.fit(module, datamodule=Data())
+    return module.found()
+
+
+def one(where, names):
+    results = {name: fit(where, CASES[name]) for name in names}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
+
+
+for where in ("plain", "one", "two"):
+    run_ranks(one, 2 if where == "two" else 1, where, sys.argv[2:] or list(CASES))

@@ -1,0 +1,39 @@
+"""What steps leave behind of all kinds: on one rank and on two as with a plain Trainer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
+CASES = ("objects", "modules", "closed")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("left_behind")
+    run_script(SCRIPT, folder, *CASES)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", "one_0", "two_0", "two_1")}
+
+
+def check(found, expected, path):
+    if isinstance(expected, dict):
+        assert list(found) == list(expected), path
+        for key in expected:
+            check(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), (path, found, expected)
+        for index, items in enumerate(zip(found, expected, strict=True)):
+            check(*items, f"{path}[{index}]")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=2e-5), path
+    else:
+        assert found == expected, path
+
+
+@pytest.mark.parametrize("rank", ["one_0", "two_0", "two_1"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_leaves_what_it_leaves_on_one_device(found, case, rank):
+    check(found[rank][case], found["plain_0"][case], case)
