@@ -119,14 +119,22 @@ def in_background() -> Iterator[None]:
     processor as others, but does not interrupt them when it wakes up. Where somebody has chosen another policy than the
     usual one, that is kept: not everybody may go back to it.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    is_chosen = sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER
+    if is_chosen or not _set_policy("SCHED_BATCH"):
         yield
         return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         yield
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        _set_policy("SCHED_OTHER")
+
+
+def _set_policy(name: str) -> bool:
+    try:
+        os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
+    except OSError:  # a sandbox, or a C library that does not know it
+        return False
+    return True
 
 
 class Wanted(NamedTuple):

@@ -55,6 +55,18 @@ def test_a_policy_that_somebody_chose_is_kept():
         assert os.sched_getscheduler(0) == os.SCHED_BATCH
 
 
+def test_where_policies_cannot_be_chosen_all_goes_on(monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError
+
+    with policy(os.SCHED_OTHER):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "sched_setscheduler", refuse)
+            with in_background():
+                assert policy_of_new_thread() == os.SCHED_OTHER
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def check():
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     tasks = Path("/proc/self/task")
