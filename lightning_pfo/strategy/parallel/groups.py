@@ -119,20 +119,21 @@ def in_background() -> Iterator[None]:
     processor as others, but does not interrupt them when it wakes up. Where somebody has chosen another policy than the
     usual one, that is kept: not everybody may go back to it.
     """
-    is_chosen = sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER
-    if is_chosen or not _set_policy("SCHED_BATCH"):
+    if sys.platform != "linux" or not _change_policy(os.SCHED_OTHER, os.SCHED_BATCH):
         yield
         return
     try:
         yield
     finally:
-        _set_policy("SCHED_OTHER")
+        _change_policy(os.SCHED_BATCH, os.SCHED_OTHER)
 
 
-def _set_policy(name: str) -> bool:
+def _change_policy(before: int, after: int) -> bool:
     try:
-        os.sched_setscheduler(0, getattr(os, name), os.sched_param(0))
-    except OSError:  # a sandbox, or a C library that does not know it
+        if os.sched_getscheduler(0) != before:
+            return False
+        os.sched_setscheduler(0, after, os.sched_param(0))
+    except OSError:  # a sandbox, or a C library that does not know of policies
         return False
     return True
 
