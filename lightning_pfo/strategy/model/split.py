@@ -127,7 +127,7 @@ class Split:
         at_end = [unit for unit in self.units.all if self.owners.get(unit, self._last) == self._last]
         left_out = {id(module) for unit in self.units.all if unit not in at_end for module in unit.module.modules()}
         inside = {id(module) for unit in at_end for module in unit.module.modules()}
-        packages = packages_of(type(root))
+        packages = packages_of(root)
         return {
             name: module
             for name, module in root.named_modules()

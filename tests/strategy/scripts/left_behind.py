@@ -104,7 +104,7 @@ class Evaluator:
 
 @dataclass
 class Record:
-    batch: str
+    batch: int
     loss: float
     outputs: torch.Tensor
 
@@ -137,7 +137,7 @@ class Objects(Base):
         self.progress.step += 1
         self.smoothed[0].update(loss)
         self.smoothed[1].update(loss, len(x))
-        self.records.append(Record(f"batch {batch_idx}", loss, output.detach()))
+        self.records.append(Record(batch_idx, loss, output.detach()))
 
     def found(self):
         del self.evaluator.self_again, self.evaluator.child.parent

@@ -8,7 +8,7 @@ import pytest
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
-CASES = ("objects", "modules", "closed")
+CASES = ("objects", "modules", "closed", "numbers", "lengths")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Variables, is_of_user, known_variables, packages_of
+from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_variables, packages_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
@@ -58,11 +58,12 @@ class Places:
         self.tensors: dict[Path, Any] = {}
         self.objects: set[Path] = set()
         self._seen: set[int] = set()
-        self._packages = packages_of(type(owner))
+        self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
-        for name in _names_of_containers(type(owner)):
+        kind: Any = type(owner)
+        for name in _names_of_containers(kind):
             if name not in vars(owner):
-                self._note((name,), getattr(type(owner), name))
+                self._note((name,), getattr(kind, name))
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
         trainer = trainer_of(owner)
@@ -82,7 +83,7 @@ class Places:
                 self._note((*path, name), value)
 
     def _object(self, path: Path, value: Any) -> None:
-        if id(value) not in self._seen and is_of_user(type(value), self._packages):
+        if id(value) not in self._seen and is_object_of_user(value, self._packages):
             self._seen.add(id(value))
             self._attributes(path, _attributes_of(value))
 
@@ -116,17 +117,19 @@ class Places:
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
-        elif is_of_user(type(value), self._packages) or _is_simple(value):
+        elif is_object_of_user(value, self._packages) or _is_simple(value):
             self._seen.add(id(value))
             self._attributes(path, _attributes_of(value))
 
 
 _BESIDE = "its attributes"
+ITEMS = "all items"
+"""Stands at the end of a path for what a list, deque or set has."""
 
 
 def named(path: Path) -> str:
     """How a place is told to users."""
-    root, *keys = path
+    root, *keys = [key for key in path if key not in (ITEMS, _BESIDE)]
     text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
 

@@ -28,11 +28,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import LEFT_ALONE, LONGEST, NO_MODULES, SMALL_BYTES, Path, Places, named
+from lightning_pfo.strategy.model.reach.places import (
+    ITEMS,
+    LEFT_ALONE,
+    LONGEST,
+    NO_MODULES,
+    SMALL_BYTES,
+    Path,
+    Places,
+    named,
+)
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain_in_place
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.effects.merge import Changes, Merge
+from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.effects.merge import Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 
 _ABSENT = object()
@@ -74,9 +84,9 @@ class Attributes:
         self._meters.forget()
         self.take_back()
 
-    def take_back(self) -> None:
-        """Take back what has changed since the run has begun."""
-        self._take()
+    def take_back(self) -> Changes:
+        """Take back what has changed since the run has begun, and return it as it is."""
+        return self._take()
 
     def take_changes(self, size: int = 1) -> Changes:
         """Return what has changed in a run to the end of the step, and take it back.
@@ -106,20 +116,34 @@ class Attributes:
                 self._tensors[path] = (array, _version_of(array), before)
         return changes
 
-    def merged(self, changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float]) -> Changes:
+    def growth(self, changes: Changes) -> dict[str, Any]:
+        """By how much what has changed has grown, by where it is; see `rules`."""
+        return {
+            named(path): value if kind == "appended" else growth_of(value, self._value_at(path))
+            for path, (kind, value) in changes.items()
+            if kind != "gone"
+        }
+
+    def merged(
+        self,
+        changes: Sequence[Changes],
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        rules: Rules | None = None,
+    ) -> Changes:
         """What one batch would have changed, from what its microbatches have."""
-        merge = Merge(sizes, weights)
+        merge = Merge(sizes, weights, rules)
         merge.find_sums(changes, self._value_at)
         merged: Changes = {}
         for path in dict.fromkeys(path for each in changes for path in each):
             found = [each[path] for each in changes if path in each]
             kinds, values = {kind for kind, _ in found}, [value for _, value in found]
             if kinds == {"appended"}:
-                merged[path] = ("appended", merge.appended(values))
+                merged[path] = ("appended", merge.appended(values, named(path)))
             elif len(found) < len(sizes) or kinds & {"gone", "appended"}:
                 merged[path] = found[-1]
             else:
-                merged[path] = (found[0][0], merge.values(values, self._value_at(path), path[:-1]))
+                merged[path] = (found[0][0], merge.values(values, self._value_at(path), named(path), path[:-1]))
         return _with_values(merged | self._meters.changes())
 
     def dear(self, changes: Changes) -> Changes:
@@ -127,7 +151,7 @@ class Attributes:
         found = {path: change for path, change in changes.items() if _bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
             warn_once(
-                f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {_told(path)}, which only the rank of the last"
+                f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
                 f" stage has: more than {_DEAR_BYTES / 2**20:.0f} MiB a batch are not sent to the others. Keep less "
                 f"(such as a metric object), or return it from the step."
             )
@@ -172,13 +196,6 @@ def _copied_values(array: Any) -> Any:
     return array.detach().clone() if array.numel() * array.element_size() <= SMALL_BYTES else None
 
 
-def _told(path: Path) -> str:
-    return named(path if path[-1] is not _ITEMS else path[:-1])
-
-
-_ITEMS = "all items"
-
-
 def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(before, dict):
         if container.keys() == before.keys() and all(map(is_, container.values(), before.values())):
@@ -192,14 +209,14 @@ def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
                 yield key, ("gone", None)
     elif isinstance(before, set):
         if container != before:
-            yield _ITEMS, ("set", set(container))
+            yield ITEMS, ("set", set(container))
     elif isinstance(before, int):  # of a long list
         if len(container) > before:
-            yield _ITEMS, ("appended", container[before:])
+            yield ITEMS, ("appended", container[before:])
     elif len(container) != len(before) or any(map(is_not, container, before)):
         items = list(container)
         added = _appended(items, list(before), getattr(container, "maxlen", None))
-        yield _ITEMS, ("set", items) if added is None else ("appended", added)
+        yield ITEMS, ("set", items) if added is None else ("appended", added)
 
 
 def _appended(items: list[Any], before: list[Any], most: int | None) -> list[Any] | None:
@@ -247,7 +264,7 @@ def _with_values(changes: Changes) -> Changes:
         try:
             found[path] = (kind, tree_map_only(torch.Tensor, torch.Tensor.detach, plain_in_place(value)))
         except AbsentValueError:  # too dear to be sent from stage to stage
-            warn_once(f"A step has left a large value of an earlier stage in {_told(path)}, which no rank has.")
+            warn_once(f"A step has left a large value of an earlier stage in {named(path)}, which no rank has.")
     return found
 
 

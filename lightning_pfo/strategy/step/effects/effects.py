@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
 from lightning_pfo.strategy.step.effects.merge import Changes
@@ -77,21 +78,32 @@ class Effects:
         """Leave nothing behind."""
         self._attributes.discard()
 
-    def outcome(self, sizes: Sequence[int], weights: Sequence[float], *, is_sent: bool) -> dict[str, Any]:
+    def growth(self, index: int) -> dict[str, Any]:
+        """What a microbatch has changed, to be compared with a trace of it; see `rules`."""
+        return self._attributes.growth(self._changes[index])
+
+    def calls(self, index: int) -> list[Call]:
+        """The calls of a microbatch."""
+        return self._calls[index]
+
+    def outcome(
+        self, sizes: Sequence[int], weights: Sequence[float], rules: Rules | None = None, *, is_sent: bool
+    ) -> dict[str, Any]:
         """What the batch leaves behind, where the step was run to its end.
 
         Args:
             sizes: How many samples the microbatches have.
             weights: How much they count.
+            rules: What is known of values at the same place.
             is_sent: Whether others get it; then changes that are dear stay here.
         """
-        changes = self._attributes.merged(self._changes, sizes, weights)
+        changes = self._attributes.merged(self._changes, sizes, weights, rules)
         if is_sent:
             self._dear = self._attributes.dear(changes)
         return {
             "changes": {path: change for path, change in changes.items() if path not in self._dear},
             "switched": self._switched,
-            "calls": merged_calls(self._calls, sizes, weights),
+            "calls": merged_calls(self._calls, sizes, weights, rules),
         }
 
     def leave(self, outcome: dict[str, Any]) -> None:
