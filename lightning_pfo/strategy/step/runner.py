@@ -340,7 +340,7 @@ class StepRunner:
             with ExitStack() as stack:
                 if stage is not None and changes:
                     stack.enter_context(buffers.of(stage))
-                stack.enter_context(kept.of(ends_here=ends_here, log=log, size=recorder.size))
+                stack.enter_context(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
                 if self._metrics:
                     stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:

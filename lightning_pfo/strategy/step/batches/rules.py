@@ -104,7 +104,7 @@ def form_of(value: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
 def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
     is_count = isinstance(first, (int, np.integer))
     if not math.isclose(small, first, rel_tol=1e-6):  # a trace does not know it
-        return "sum" if is_count else None
+        return "sum" if is_count and min(small, large) >= 0 else None
     if first == second == large:
         return "first" if large else None  # nothing may be an index or a count
     if math.isclose(large, first + second, rel_tol=1e-6):

@@ -42,7 +42,9 @@ from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
-from lightning_pfo.strategy.step.effects.merge import Changes, Merge, growth_of
+from lightning_pfo.strategy.step.batches.structures import PLAIN
+from lightning_pfo.strategy.step.effects.generators import Generators
+from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 
 _ABSENT = object()
@@ -56,6 +58,9 @@ class Attributes:
     Args:
         owner: The user's module.
         modules: Other modules whose attributes count, by name.
+
+    Attributes:
+        generators: Its random generators.
     """
 
     def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
@@ -64,7 +69,10 @@ class Attributes:
         self._tensors = {
             path: (array, _version_of(array), _copied_values(array)) for path, array in places.tensors.items()
         }
+        self._holders = places.holders
+        self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._meters = Meters(places.objects)
+        self.generators = Generators(places.generators)
         self._left_alone: frozenset[Path] = frozenset()
 
     def changed_values(self) -> list[Any]:
@@ -94,7 +102,8 @@ class Attributes:
         Args:
             size: How many samples its microbatch has.
         """
-        return _with_values(self._take(size))
+        changes = self._take(size)
+        return _with_values({path: (kind, self._referring(value)) for path, (kind, value) in changes.items()})
 
     def _take(self, size: int | None = None) -> Changes:
         changes: Changes = {}
@@ -118,11 +127,12 @@ class Attributes:
 
     def growth(self, changes: Changes) -> dict[str, Any]:
         """By how much what has changed has grown, by where it is; see `rules`."""
-        return {
-            named(path): value if kind == "appended" else growth_of(value, self._value_at(path))
-            for path, (kind, value) in changes.items()
-            if kind != "gone"
-        }
+        found: dict[str, Any] = {}
+        for path, (kind, value) in changes.items():
+            if kind != "gone":
+                place = named(path)
+                found |= {place: value} if kind == "appended" else growth_of(place, value, self._value_at(path))
+        return found
 
     def merged(
         self,
@@ -136,15 +146,36 @@ class Attributes:
         merge.find_sums(changes, self._value_at)
         merged: Changes = {}
         for path in dict.fromkeys(path for each in changes for path in each):
-            found = [each[path] for each in changes if path in each]
+            there = [index for index, each in enumerate(changes) if path in each]
+            found = [changes[index][path] for index in there]
             kinds, values = {kind for kind, _ in found}, [value for _, value in found]
             if kinds == {"appended"}:
                 merged[path] = ("appended", merge.appended(values, named(path)))
-            elif len(found) < len(sizes) or kinds & {"gone", "appended"}:
+            elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                merged[path] = (found[0][0], merge.values(values, self._value_at(path), named(path), path[:-1]))
+                of_these = merge if len(there) == len(changes) else merge.only(there)
+                merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
         return _with_values(merged | self._meters.changes())
+
+    def _referring(self, value: Any) -> Any:
+        """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
+        if type(value) in PLAIN:
+            return value
+        if id(value) in self._paths:
+            return At(self._paths[id(value)])
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referring, value))
+        return {key: self._referring(item) for key, item in value.items()} if type(value) is dict else value
+
+    def _referred(self, value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, At):
+            return self._holders.get(value.path)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referred, value))
+        return {key: self._referred(item) for key, item in value.items()} if type(value) is dict else value
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
@@ -159,7 +190,8 @@ class Attributes:
 
     def apply(self, changes: Mapping[Path, Any]) -> None:
         """Make changes to the module as it was at the begin of the batch."""
-        for path, (kind, value) in changes.items():
+        for path, (kind, sent) in changes.items():
+            value = self._referred(sent)
             if kind == "written":
                 if path in self._tensors:
                     with torch.no_grad():
@@ -180,8 +212,12 @@ class Attributes:
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
             return self._tensors[path][2]
-        before = self._containers[path[:-1]][1]
-        return before.get(path[-1]) if isinstance(before, dict) else before
+        holder = self._containers[path[:-1]][1]
+        before: Any = holder.get(path[-1]) if isinstance(holder, dict) else holder
+        if type(before) in (list, tuple):
+            kind: Any = type(before)
+            return kind(self._referring(item) for item in before)
+        return before
 
 
 def _copied(container: Any) -> Any:

@@ -34,15 +34,17 @@ class Effects:
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self._dear: Changes = {}
+        self._is_alone = False
 
     @contextmanager
-    def of(self, *, ends_here: bool, log: Callable[..., Any], size: int = 1) -> Iterator[None]:
+    def of(self, *, ends_here: bool, log: Callable[..., Any], index: int = 0, size: int = 1) -> Iterator[None]:
         """Run a step on a stage and a microbatch; afterwards the module is as before.
 
         Args:
             ends_here: Whether the step is run to its end here, so that what it leaves behind counts.
             log: What `self.log` calls then.
-            size: How many samples the microbatch has.
+            index: Which microbatch it is.
+            size: How many samples that has.
         """
         calls: list[Call] = []
 
@@ -53,6 +55,8 @@ class Effects:
             calls.append(with_values(call))
 
         has_ended = False
+        generators = self._attributes.generators
+        generators.enter(index)
         try:
             with (
                 redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),
@@ -61,6 +65,7 @@ class Effects:
                 yield
             has_ended = True
         finally:
+            generators.leave(has_ended=ends_here and has_ended)
             with following(None):
                 switched = self._flags.take_changes()
                 if ends_here and has_ended:
@@ -98,11 +103,13 @@ class Effects:
             is_sent: Whether others get it; then changes that are dear stay here.
         """
         changes = self._attributes.merged(self._changes, sizes, weights, rules)
+        self._is_alone = len(sizes) == 1 and not is_sent
         if is_sent:
             self._dear = self._attributes.dear(changes)
         return {
             "changes": {path: change for path, change in changes.items() if path not in self._dear},
             "switched": self._switched,
+            "drawn": self._attributes.generators.drawn(),
             "calls": merged_calls(self._calls, sizes, weights, rules),
         }
 
@@ -110,4 +117,5 @@ class Effects:
         """Leave it behind on this rank."""
         self._attributes.apply({**outcome["changes"], **self._dear})
         self._flags.apply(outcome["switched"])
+        self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         make_calls(self._owner, outcome["calls"])
