@@ -138,6 +138,26 @@ class Split:
             and not (id(module) in inside and any(True for _ in module.parameters()))
         }
 
+    def modules_inside(self, root: nn.Module, stages: Collection[int]) -> dict[str, nn.Module]:
+        """The units of some stages and what is in them, by name, of classes of the user's own.
+
+        Args:
+            root: The user's module.
+            stages: The stages.
+        """
+        inside = {
+            id(module)
+            for unit in self.units.all
+            if not self.owners.get(unit, frozenset()).isdisjoint(stages)
+            for module in unit.module.modules()
+        }
+        packages, at_end = packages_of(root), self.modules_at_end(root)
+        return {
+            name: module
+            for name, module in root.named_modules()
+            if id(module) in inside and name not in at_end and not is_of_library(type(module), packages)
+        }
+
     @property
     def _last(self) -> frozenset[int]:
         return frozenset({self.num_stages - 1})

@@ -28,6 +28,7 @@ from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import Left, learn
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
@@ -103,6 +104,7 @@ class StepRunner:
         self._hosts = engine.host_group()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
+        self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
         for metric in self._metrics:
@@ -167,6 +169,7 @@ class StepRunner:
             )
             if is_ordinary:
                 engine.iteration_end()
+            self._layers.look()
             gradients = of_step.finish(self._shared)
         finally:
             put_gradients(self._parameters, earlier)

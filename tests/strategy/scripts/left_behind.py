@@ -163,6 +163,24 @@ class Part(nn.Module):
         return x
 
 
+class Layer(nn.Module):
+    """Counts its calls, on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+class Layers(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
+
+
 class Criterion(nn.Module):
     def __init__(self):
         super().__init__()
@@ -399,6 +417,7 @@ class Draws(Base):
 CASES = {
     "objects": Objects,
     "modules": Modules,
+    "layers": Layers,
     "closed": lambda: make_closed([]),
     "numbers": Numbers,
     "lengths": Lengths,
