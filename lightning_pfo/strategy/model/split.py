@@ -23,6 +23,7 @@ from lightning_pfo.strategy.model.tracing.program import (
 )
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
+from lightning_pfo.strategy.parallel.compat import tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
@@ -127,7 +128,7 @@ class Split:
         at_end = [unit for unit in self.units.all if self.owners.get(unit, self._last) == self._last]
         left_out = {id(module) for unit in self.units.all if unit not in at_end for module in unit.module.modules()}
         inside = {id(module) for unit in at_end for module in unit.module.modules()}
-        packages = packages_of(type(root))
+        packages = packages_of(root)
         return {
             name: module
             for name, module in root.named_modules()
@@ -135,6 +136,26 @@ class Split:
             and id(module) not in left_out
             and not is_of_library(type(module), packages)
             and not (id(module) in inside and any(True for _ in module.parameters()))
+        }
+
+    def modules_inside(self, root: nn.Module, stages: Collection[int]) -> dict[str, nn.Module]:
+        """The units of some stages and what is in them, by name, of classes of the user's own.
+
+        Args:
+            root: The user's module.
+            stages: The stages.
+        """
+        inside = {
+            id(module)
+            for unit in self.units.all
+            if not self.owners.get(unit, frozenset()).isdisjoint(stages)
+            for module in unit.module.modules()
+        }
+        packages, at_end = packages_of(root), self.modules_at_end(root)
+        return {
+            name: module
+            for name, module in root.named_modules()
+            if id(module) in inside and name not in at_end and not is_of_library(type(module), packages)
         }
 
     @property
@@ -198,6 +219,11 @@ class Split:
             ConfigurationError: If it cannot be cut so.
         """
         self._check_everywhere(trace)
+        cuts = self._cuts(trace)
+        _check_states(trace, cuts)
+        return cuts
+
+    def _cuts(self, trace: Trace) -> list[int]:
         bound = [self._bound_to(event) for event in trace.events]
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
             cuts = cuts_before(trace, [trace.marks[first][1] for first in self.boundaries[1:-1]], bound)
@@ -259,6 +285,29 @@ def split_units(
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
     )
+
+
+def _check_states(trace: Trace, cuts: Sequence[int]) -> None:
+    """Check that no stage uses running statistics that another one changes."""
+    changing: dict[nn.Module, set[int]] = {}
+    using: dict[nn.Module, set[int]] = {}
+    names: dict[nn.Module, str] = {}
+    for stage, (start, stop) in enumerate(pairwise([0, *cuts, len(trace.events)])):
+        for event in trace.events[start:stop]:
+            for unit in event.units:
+                parts = [part for part in unit.module.modules() if "running_mean" in tensors_of(part).buffers]
+                for module in {unit.module, *parts}:
+                    names.setdefault(module, unit.name)
+                    (changing if event.changes_state else using).setdefault(module, set()).add(stage)
+    for module, stages in changing.items():
+        others = using.get(module, set()) - stages
+        if others:
+            raise ConfigurationError(
+                f"{names[module]!r} changes its buffers, such as running statistics, on {_stages(stages)}, and uses "
+                f"them without a change on {_stages(others)}, as in eval() for one call: each rank has those of its "
+                f"own calls, so these would be others than on one device. Keep both calls on one stage "
+                f"(partition='custom:...'), or give each call a module of its own."
+            )
 
 
 def _stages(stages: Collection[int]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import move_local_tensors
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.tracked import follow_units, following
 from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.parallel import random_state
@@ -151,7 +152,7 @@ def measure_training_step(owner: nn.Module, units: Units, step: Callable[[], Any
     buffers = [(buffer, buffer.clone()) for buffer in owner.buffers()]
     owner.__dict__["log"] = lambda *args, **kwargs: None
     try:
-        with random_state.isolated(device), without_synchronisation(metrics):
+        with random_state.isolated(device), without_synchronisation(metrics), untouched(owner):
             return measure_layer_times(units, lambda: loss_of(step()), device)
     finally:
         del owner.__dict__["log"]

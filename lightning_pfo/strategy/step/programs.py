@@ -18,13 +18,15 @@ from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
-from lightning_pfo.strategy.model.tracing.tracked import current_run, following
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import modules_of, tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, redirected
+from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 _KEPT = 256
@@ -112,6 +114,19 @@ class Programs:
             for index, microbatch in enumerate(microbatches)
         ]
 
+    def left_by(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Left | None:
+        """What a step leaves, by a trace of it; None if it does not run to its end.
+
+        Args:
+            step: Runs the step.
+            seed: What random numbers of the step derive from.
+            train: Whether gradients flow.
+        """
+        left = Left()
+        with torch.set_grad_enabled(train):
+            trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules, left)
+        return left if trace.failure is None else None
+
     def _of(
         self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None
     ) -> StepPrograms:
@@ -143,14 +158,27 @@ def trace_untouched(
     caches: Caches,
     seed: tuple[int, ...] = (),
     modules: Mapping[str, nn.Module] = NO_MODULES,
+    left: Left | None = None,
 ) -> Trace:
-    """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache."""
-    with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner):
+    """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache.
+
+    Args:
+        owner: The user's module.
+        step: Runs its step.
+        device: Where it runs.
+        caches: Caches of the process.
+        seed: What random numbers of the step derive from.
+        modules: Further modules that it may leave something in, by name.
+        left: Takes what it leaves, in form.
+    """
+    with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left):
         random_state.seed(device, *seed, 0)
-        return trace_step(owner, lambda: _noting_attributes(owner, modules, step), device)
+        return trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device)
 
 
-def _noting_attributes(owner: nn.Module, modules: Mapping[str, nn.Module], step: Callable[[], Any]) -> Any:
+def _noting_attributes(
+    owner: nn.Module, modules: Mapping[str, nn.Module], step: Callable[[], Any], left: Left | None
+) -> Any:
     """Run a step; the values that it leaves in attributes are wanted at its end."""
     attributes = Attributes(owner, modules)
     try:
@@ -158,25 +186,39 @@ def _noting_attributes(owner: nn.Module, modules: Mapping[str, nn.Module], step:
         run = current_run()
         if run is not None:
             run.note(attributes.changed_values())
+        if left is not None:
+            with following(None):
+                changes = {path: (kind, _form_of(value)) for path, (kind, value) in attributes.take_back().items()}
+                left.output, left.growth = _form_of(result), attributes.growth(changes)
     finally:
         with following(None):
             attributes.take_back()
     return result
 
 
+def _form_of(value: Any) -> Any:
+    return form_of(value, lambda tensor: not isinstance(tensor, Tracked))
+
+
 @contextmanager
-def logs_noted(owner: nn.Module) -> Iterator[None]:
+def logs_noted(owner: nn.Module, left: Left | None = None) -> Iterator[None]:
     """Let `self.log` only tell the run under way which values are wanted, and other calls too; nobody is told."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = current_run()
         if run is not None:
             run.note(value)
+        if left is not None and isinstance(value, (int, float, torch.Tensor)):
+            with following(None):
+                left.logged.append((name, _form_of(value)))
 
     def note(call: Call) -> None:
         run = current_run()
         if run is not None:
             run.note(call[1:])
+        if left is not None:
+            with following(None):
+                left.calls.append((call[0], *_form_of(call[1:])))
 
     with redirected(owner, log, note), step_under_way(ends_here=False):
         yield

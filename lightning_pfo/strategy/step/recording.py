@@ -14,7 +14,9 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.compat import batch_value
+from lightning_pfo.strategy.step.effects.left import place_of_log
 from lightning_pfo.strategy.step.metrics import is_metric, path_of
 
 
@@ -92,20 +94,24 @@ class LogRecorder:
         self.values.setdefault(key, []).append((self.index, value))
         self.arguments[key] = kwargs
 
-    def logged(self) -> list[Logged]:
+    def logged(self, rules: Rules | None = None) -> list[Logged]:
         """The calls for the batch, with values over its microbatches."""
         return [
-            Logged(key[0], self.metrics.get(key[0]), self.arguments[key], self._reduce(values, self.arguments[key]))
+            Logged(key[0], self.metrics.get(key[0]), self.arguments[key], self._reduce(key, values, rules or Rules()))
             for key, values in self.values.items()
         ]
 
-    def output(self, results: list[Any], *, train: bool, batch_dim: int) -> dict[str, Any]:
+    def values_of(self, index: int) -> list[tuple[str, Any]]:
+        """What a microbatch has logged, in order."""
+        return [(name, value) for (name, _), values in self.values.items() for n, value in values if n == index]
+
+    def output(self, results: list[Any], rules: Rules | None = None, *, train: bool, batch_dim: int) -> dict[str, Any]:
         """What the step returned for the batch, from what it returned for microbatches.
 
         Raises:
             ConfigurationError: If a training step skips some of them.
         """
-        merge = partial(merge_outputs, sizes=self.sizes, weights=self.weights, batch_dim=batch_dim)
+        merge = partial(merge_outputs, sizes=self.sizes, weights=self.weights, batch_dim=batch_dim, rules=rules)
         if not train:
             return {"output": merge(results)}
         skipped = [result is None for result in results]
@@ -125,11 +131,14 @@ class LogRecorder:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
         return self._mean(list(enumerate(loss.detach().reshape(()) for loss in losses)), is_loss=True)
 
-    def _reduce(self, values: list[tuple[int, Any]], arguments: dict[str, Any]) -> torch.Tensor:
+    def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
-        how = arguments.get("reduce_fx", "mean")
+        how = self.arguments[key].get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         found = [value for _, value in values]
+        by_rule = merged_by(rules.of(place_of_log(*key), ask=all(map(_is_count, found))), found)
+        if by_rule is not None and key[0] not in self.metrics:
+            return torch.as_tensor(by_rule[0], dtype=torch.float64)
         counts_samples = found == list(self.sizes) and max(found) > 1
         is_setting = all(type(value) is int and value == found[0] for value in found) and not counts_samples
         if name in ("sum", "max", "min") and all(map(_is_count, found)) and not is_setting:

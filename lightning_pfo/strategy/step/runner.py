@@ -24,9 +24,12 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.left import Left, learn
 from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
@@ -100,6 +103,8 @@ class StepRunner:
         self._shared = shared
         self._hosts = engine.host_group()
         self._exchanges: dict[str, ValueExchange] = {}
+        self._rules: dict[str, Rules] = {}
+        self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
         for metric in self._metrics:
@@ -164,6 +169,7 @@ class StepRunner:
             )
             if is_ordinary:
                 engine.iteration_end()
+            self._layers.look()
             gradients = of_step.finish(self._shared)
         finally:
             put_gradients(self._parameters, earlier)
@@ -259,10 +265,27 @@ class StepRunner:
         try:
             self.run(kind, step_of, microbatches, step_seed, recorder, take, whole, effects, after_backward)
             if engine.is_last:
-                outcome = effects.outcome(sizes, weights, is_sent=engine.num_ranks > 1) | {
-                    "logged": [tuple(logged) for logged in recorder.logged()]
+                rules = self._rules.setdefault(kind, Rules())
+
+                def of_microbatch(index: int) -> Left:
+                    return Left(results[index], effects.growth(index), effects.calls(index), recorder.values_of(index))
+
+                def look() -> None:
+                    seed = (engine.seed, *step_seed, 0)
+                    small, large = (
+                        self.programs.left_by(partial(step, part, *rest), seed, train=train)
+                        for part in (microbatches[0], self.batching.first_parts(batch, microbatches, 2))
+                    )
+                    if small is not None and large is not None:
+                        learn(rules, of_microbatch(0), of_microbatch(1), small, large)
+
+                # the user's own way of splitting does not tell which samples the first microbatches have
+                is_told = whole is None and len(microbatches) > 1 and self.batching.split_batch is None
+                rules.begin(look if is_told else None)
+                outcome = effects.outcome(sizes, weights, rules, is_sent=engine.num_ranks > 1) | {
+                    "logged": [tuple(logged) for logged in recorder.logged(rules)]
                 }
-                outcome |= recorder.output(results, train=train, batch_dim=self.batching.batch_dim)
+                outcome |= recorder.output(results, rules, train=train, batch_dim=self.batching.batch_dim)
         except Exception as exception:
             error = exception
         if kind not in self._exchanges:
@@ -320,7 +343,7 @@ class StepRunner:
             with ExitStack() as stack:
                 if stage is not None and changes:
                     stack.enter_context(buffers.of(stage))
-                stack.enter_context(kept.of(ends_here=ends_here, log=log, size=recorder.size))
+                stack.enter_context(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
                 if self._metrics:
                     stack.enter_context(without_synchronisation(self._metrics))
                 if self._deferred is not None and stage is not None:

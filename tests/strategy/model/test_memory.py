@@ -103,6 +103,15 @@ def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
     _, warnings = of(Holder(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))), repeated, (0, 2, 4))
     assert [warning for warning in warnings if "'model.0' changes its buffers, such as running statistics" in warning]
 
+    def mixed(owner):
+        x = owner.model.train()(torch.ones(2, 4))
+        x = owner.model.eval()(x)
+        owner.model.train()
+        return x.mean()
+
+    with pytest.raises(ConfigurationError, match=r"'model.0' changes its buffers.* on stage 0, and uses .* on stage 1"):
+        of(Holder(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))), mixed, (0, 2, 4))
+
     def penalised(owner):
         return chain(owner) + sum(parameter.square().sum() for parameter in owner.parameters())
 

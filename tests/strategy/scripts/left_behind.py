@@ -4,6 +4,7 @@ The same runs by a plain Trainer, and by the pipeline on one and two ranks; each
 """
 
 import json
+import random
 import sys
 import types
 from collections import Counter, defaultdict, deque
@@ -104,7 +105,7 @@ class Evaluator:
 
 @dataclass
 class Record:
-    batch: str
+    batch: int
     loss: float
     outputs: torch.Tensor
 
@@ -137,7 +138,7 @@ class Objects(Base):
         self.progress.step += 1
         self.smoothed[0].update(loss)
         self.smoothed[1].update(loss, len(x))
-        self.records.append(Record(f"batch {batch_idx}", loss, output.detach()))
+        self.records.append(Record(batch_idx, loss, output.detach()))
 
     def found(self):
         del self.evaluator.self_again, self.evaluator.child.parent
@@ -160,6 +161,24 @@ class Part(nn.Module):
         self.last = x.detach()
         self.seen.append(x.mean().item())
         return x
+
+
+class Layer(nn.Module):
+    """Counts its calls, on its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+class Layers(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Layer() for _ in range(4)))
 
 
 class Criterion(nn.Module):
@@ -283,12 +302,129 @@ class Lengths(Base):
         return plain((self.mean, self.table.mean, self.means, self.rows, self.returned))
 
 
+class ByClass(Base):
+    """Entries that only some microbatches change: of classes, and of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.scores, self.predictions = Counter(), defaultdict(list), {}
+        self.bank, self.times_seen, self.histogram = torch.zeros(22, 4), np.zeros(22), torch.zeros(3)
+
+    def note(self, x, output, batch_idx):
+        for row, of_row in zip(x, output, strict=True):
+            number = int(row[0] > 0) + int(row[1] > 1)
+            self.counts[number] += 1
+            self.scores[number].append(float(of_row[0]))
+            index = int((row == DATA).all(1).nonzero()[0, 0])
+            self.bank[index] = of_row.detach()
+            self.times_seen[index] += 1
+            self.predictions[index] = float(of_row[1])
+            self.histogram[number] += 1
+
+    def found(self):
+        by_key = [dict(sorted(each.items())) for each in (self.counts, self.scores, self.predictions)]
+        return plain([*by_key, self.bank, self.times_seen, self.histogram])
+
+
+class Idioms(Base):
+    """What else one finds in steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.is_begun, self.ema, self.window, self.losses = None, False, None, deque(maxlen=4), ()
+        self.matrix, self.record, self.by_epoch, self.names = np.zeros((2, 2)), None, {0: []}, []
+        self.nested = {"a": {"b": [1, {"c": 0}]}}
+
+    def note(self, x, output, batch_idx):
+        loss = output.square().mean().item()
+        if self.first is None:
+            self.first = loss
+        self.is_begun = True
+        self.ema = loss if self.ema is None else 0.9 * self.ema + 0.1 * loss
+        self.window.extend(output[:, 0].tolist())
+        self.losses += (loss,)
+        self.matrix += loss * np.ones((2, 2))
+        self.record = Record(batch_idx, loss, output.detach())
+        self.by_epoch[0].append(loss)
+        self.names.append(f"batch {batch_idx}")
+        self.nested["a"]["b"][0] += 1
+        self.nested["a"]["b"][1]["c"] += len(x)
+        self.sums, self.indices, self.size = x.sum(0), torch.tensor([batch_idx, batch_idx + 1]), len(x)
+        self.both, self.pair = [len(x), batch_idx], (loss, len(x))
+
+    def found(self):
+        names = ("first", "is_begun", "ema", "window", "losses", "matrix", "record", "by_epoch", "names", "nested")
+        return {name: plain(getattr(self, name)) for name in (*names, "sums", "indices", "size", "both", "pair")}
+
+
+class Evaluates(Base):
+    """In validation, with everything that a step may return and log."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.evaluator, self.meter, self.returned = [], Evaluator(), Meter(), []
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=6)
+
+    def validation_step(self, batch, batch_idx):
+        (x,) = batch
+        output = self.layers(x)
+        self.kept.append({"output": output, "index": batch_idx, "size": len(output), "loss": output.mean()})
+        self.evaluator.update(x, output)
+        self.meter.update(output.mean().item(), len(output))
+        positive = (output > 0).sum()
+        for name, value in {"size": len(output), "positive": positive, "sum": x.sum(), "mean": output.mean()}.items():
+            self.log(name, value)
+        for name, value in {"tokens": output.numel(), "as_float": float(x.numel()), "positives": positive}.items():
+            self.log(name, value, reduce_fx="sum")
+        self.log("index", batch_idx, reduce_fx="max")
+        return output.mean(0), batch_idx, len(output), output.T, [output[:, 0].tolist(), 3], output[:, :2].mean(0)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.returned.append(plain(outputs))
+
+    def found(self):
+        del self.evaluator.child.parent
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return plain([self.kept, self.evaluator, self.meter, self.returned, logged])
+
+
+class Draws(Base):
+    """Has generators of its own; stages that end early draw less of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.numpy, self.python, self.torch = np.random.default_rng(0), random.Random(1), torch.Generator()
+        self.states = []
+
+    def training_step(self, batch, batch_idx):
+        drawn = [self.numpy.random()]
+        x = self.layers[:2](batch[0])
+        drawn.append(self.python.random())
+        x = self.layers[2:](x)
+        self.drawn = [*drawn, float(torch.rand(1, generator=self.torch))]
+        return x.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        states = self.numpy.bit_generator.state["state"], self.python.getstate()[1], self.torch.get_state().tolist()
+        self.states.append([str(state) for state in states])
+
+    def found(self):
+        return [*self.states, self.drawn]
+
+
 CASES = {
     "objects": Objects,
     "modules": Modules,
+    "layers": Layers,
     "closed": lambda: make_closed([]),
     "numbers": Numbers,
     "lengths": Lengths,
+    "by_class": ByClass,
+    "idioms": Idioms,
+    "evaluates": Evaluates,
+    "draws": Draws,
 }
 
 

@@ -8,14 +8,16 @@ import pytest
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
-CASES = ("objects", "modules", "closed")
+CASES = ("objects", "modules", "closed", "numbers", "lengths", "by_class", "idioms", "evaluates")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("left_behind")
-    run_script(SCRIPT, folder, *CASES)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", "one_0", "two_0", "two_1")}
+    found = {"output": run_script(SCRIPT, folder).stdout}
+    for name in ("plain_0", "one_0", "two_0", "two_1"):
+        found[name] = json.loads((folder / f"{name}.json").read_text())
+    return found
 
 
 def check(found, expected, path):
@@ -37,3 +39,15 @@ def check(found, expected, path):
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_leaves_what_it_leaves_on_one_device(found, case, rank):
     check(found[rank][case], found["plain_0"][case], case)
+
+
+def test_generators_of_the_users_go_on_alike_on_all_ranks_and_do_not_repeat_themselves(found):
+    *states, _ = found["two_0"]["draws"]
+    assert found["two_0"]["draws"] == found["two_1"]["draws"]
+    assert len({state for each in states for state in each}) == 12
+
+
+def test_layers_that_keep_something_are_named(found):
+    for name in ("layers.0", "layers.2"):  # the first of each rank
+        assert f"A layer changes its attribute self.{name}.calls in a step" in found["output"]
+    assert found["output"].count("A layer changes its attribute") == 3

@@ -7,6 +7,7 @@ user's own classes it is looked as into containers; those of libraries are their
 
 from __future__ import annotations
 
+import random
 import types
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Variables, is_of_user, known_variables, packages_of
+from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_variables, packages_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
@@ -51,18 +52,23 @@ class Places:
         containers: Dicts (of attributes too), lists, deques and sets.
         tensors: Tensors and arrays that may be written into.
         objects: Which of the containers are the attributes of an object, and no module.
+        generators: Random generators.
+        holders: The containers, and the objects that these are the attributes of.
     """
 
     def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
         self.containers: dict[Path, Any] = {}
         self.tensors: dict[Path, Any] = {}
         self.objects: set[Path] = set()
+        self.generators: dict[Path, Any] = {}
+        self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
-        self._packages = packages_of(type(owner))
+        self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
-        for name in _names_of_containers(type(owner)):
+        kind: Any = type(owner)
+        for name in _names_of_containers(kind):
             if name not in vars(owner):
-                self._note((name,), getattr(type(owner), name))
+                self._note((name,), getattr(kind, name))
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
         trainer = trainer_of(owner)
@@ -82,9 +88,10 @@ class Places:
                 self._note((*path, name), value)
 
     def _object(self, path: Path, value: Any) -> None:
-        if id(value) not in self._seen and is_of_user(type(value), self._packages):
+        if id(value) not in self._seen and is_object_of_user(value, self._packages):
             self._seen.add(id(value))
             self._attributes(path, _attributes_of(value))
+            self.holders[path] = value
 
     def _attributes(self, path: Path, attributes: Any) -> None:
         if len(self.objects) < _MOST_OBJECTS:
@@ -107,26 +114,33 @@ class Places:
         elif isinstance(value, (dict, list, deque, set)):
             self._seen.add(id(value))
             if len(value) <= LONGEST or isinstance(value, list):
-                self.containers[path] = value
+                self.containers[path] = self.holders[path] = value
             if len(value) <= _MANY and not isinstance(value, set):
                 for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
                     self._note((*path, key), item)
             if getattr(value, "__dict__", None):  # of a dict of another class
                 self._note((*path, _BESIDE), vars(value))
+        elif isinstance(value, _GENERATORS):
+            self._seen.add(id(value))
+            self.generators[path] = value
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
-        elif is_of_user(type(value), self._packages) or _is_simple(value):
+        elif is_object_of_user(value, self._packages) or _is_simple(value):
             self._seen.add(id(value))
             self._attributes(path, _attributes_of(value))
+            self.holders[path] = value
 
 
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _BESIDE = "its attributes"
+ITEMS = "all items"
+"""Stands at the end of a path for what a list, deque or set has."""
 
 
 def named(path: Path) -> str:
     """How a place is told to users."""
-    root, *keys = path
+    root, *keys = [key for key in path if key not in (ITEMS, _BESIDE)]
     text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
 

@@ -20,9 +20,14 @@ _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "li
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+def is_object_of_user(value: Any, packages: frozenset[str]) -> bool:
+    """Whether an object is of a class of the user's own: of no library, or of that which the user's module is of."""
+    kind: Any = type(value)
+    return _is_of_user(kind, packages)
+
+
 @cache
-def is_of_user(cls: type, packages: frozenset[str]) -> bool:
-    """Whether a class is the user's own: of no library, or of the library that the user's module is of."""
+def _is_of_user(cls: type, packages: frozenset[str]) -> bool:
     if issubclass(cls, _NO_OBJECTS):
         return False
     if issubclass(cls, _HOLDERS):
@@ -50,9 +55,14 @@ def _package_of(what: Any) -> str:
     return str(what.__module__).partition(".")[0]
 
 
-@cache
-def packages_of(cls: type) -> frozenset[str]:
+def packages_of(module: nn.Module) -> frozenset[str]:
     """The packages that the classes of a user's module come from."""
+    kind: Any = type(module)
+    return _packages_of(kind)
+
+
+@cache
+def _packages_of(cls: type) -> frozenset[str]:
     return frozenset(map(_package_of, cls.__mro__)) - {*_NOT_THE_USERS, *sys.stdlib_module_names}
 
 
@@ -101,7 +111,7 @@ def known_variables(cls: type) -> list[tuple[str, Variables]]:
 
 
 def _find_variables(cls: type) -> list[tuple[str, Variables]]:
-    packages = packages_of(cls)
+    packages = _packages_of(cls)
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     cells: dict[str, Any] = {}
     waiting = [function for base in cls.__mro__ for function in map(_function_of, vars(base).values())]

@@ -1,6 +1,6 @@
 """Putting together what a step returned for each microbatch: what one device would return for the whole batch.
 
-The rule, for values at the same place of all results:
+The rule, for values at the same place of all results, where nothing better has been learnt (see `rules`):
 
 - Tensors and arrays with a batch dimension are joined along it.
 - Lists of items (texts, numbers, dicts, tensors of different sizes) are joined: they have as many items as the
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.rules import Rule, Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
@@ -53,13 +54,18 @@ class _Merger:
     weights: tuple[float, ...]
     batch_dim: int
     said: bool = False
+    rules: Rules | None = None
+
+    def rule(self, path: str, *, ask: bool = True) -> Rule | None:
+        """What has been learnt of a place."""
+        return None if self.rules is None else self.rules.of(path, ask=ask)
 
     def only(self, indices: Sequence[int]) -> _Merger:
         """The same for some of the microbatches; their weights add up to what those of all do."""
         sizes = None if self.sizes is None else tuple(self.sizes[index] for index in indices)
         total = sum(self.weights)
         weights = shares_of([self.weights[index] for index in indices], (1,) * len(indices))
-        return _Merger(sizes, tuple(weight * total for weight in weights), self.batch_dim, self.said)
+        return _Merger(sizes, tuple(weight * total for weight in weights), self.batch_dim, self.said, self.rules)
 
 
 def merge_outputs(
@@ -69,6 +75,8 @@ def merge_outputs(
     *,
     batch_dim: int = 0,
     said: bool = False,
+    rules: Rules | None = None,
+    path: str = "output",
 ) -> Any:
     """Merge what a step returned for each microbatch; the module says how.
 
@@ -79,6 +87,8 @@ def merge_outputs(
             its samples.
         batch_dim: The dimension along which tensors have samples.
         said: Whether these are arguments of calls, as of a logger: integers that are equal are settings then.
+        rules: What is known of values at the same place.
+        path: Where the values are.
 
     Raises:
         UnmergeableError: If arguments of calls have no merged form.
@@ -88,7 +98,7 @@ def merge_outputs(
     known = None if sizes is None else tuple(sizes)
     if weights is None:
         weights = shares_of(known or (1,) * len(outputs), (1,) * len(outputs))
-    return _merge(list(outputs), _Merger(known, tuple(weights), batch_dim, said), "output")
+    return _merge(list(outputs), _Merger(known, tuple(weights), batch_dim, said, rules), path)
 
 
 def _merge(values: list[Any], how: _Merger, path: str) -> Any:
@@ -145,6 +155,9 @@ def _merge_mappings(values: list[Mapping[Any, Any]], how: _Merger, path: str) ->
 
 def _are_items(values: list[Any], how: _Merger, path: str) -> bool:
     """Whether lists have one item for each sample, or for each of something that samples have different numbers of."""
+    rule = how.rule(path)
+    if rule is not None:
+        return rule == "items"
     lengths = tuple(len(value) for value in values)
     items = [item for value in values for item in value]
     sizes = how.sizes or (None,) * len(values)
@@ -235,27 +248,53 @@ def _merge_tensors(values: list[Any], how: _Merger, path: str) -> Any:
         if isinstance(values[0], torch.Tensor):
             return _merge_scalar_tensors(values, how, path)
         return np.asarray(_merge_numbers([value[()] for value in values], how, path))
+    rule = how.rule(path)
+    if rule == "apart":
+        return _as_they_are(values, how, path, "has samples in several dimensions")
+    if isinstance(rule, str) and len({value.shape for value in values}) == 1:
+        return _merge_fixed(values, rule, how)
     try:
-        return join_samples(values, how.batch_dim)
+        return join_samples(values, rule if isinstance(rule, int) else how.batch_dim)
     except Exception as error:  # shapes that differ in other dimensions, mostly
         return _as_they_are(values, how, path, f"cannot be joined ({error})")
+
+
+def _merge_fixed(values: list[Any], rule: str, how: _Merger) -> Any:
+    """Tensors or arrays whose shape has nothing to do with the number of samples."""
+    by_rule = merged_by(rule, values)
+    if by_rule is not None:
+        return by_rule[0]
+    mean = _weighted_mean(torch.stack([torch.as_tensor(value) for value in values]), how)
+    return mean.numpy().astype(values[0].dtype) if isinstance(values[0], np.ndarray) else mean
 
 
 def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -> Any:
     stacked = torch.stack(values)
     if stacked.dtype == torch.bool:
         return _as_they_are(values, how, path)
-    if not (stacked.is_floating_point() or stacked.is_complex()):
+    is_count = not (stacked.is_floating_point() or stacked.is_complex())
+    by_rule = merged_by(how.rule(path, ask=is_count), values)
+    if by_rule is not None:
+        return by_rule[0]
+    if is_count:
         return stacked.sum().to(stacked.dtype)
+    return _weighted_mean(stacked, how)
+
+
+def _weighted_mean(stacked: torch.Tensor, how: _Merger) -> torch.Tensor:
     weights = torch.tensor(how.weights, dtype=torch.float64, device=stacked.device)
     kept = weights != 0  # such as the loss of a microbatch without labels, which is NaN
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
-    return (wide[kept] * weights[kept]).sum().to(stacked.dtype)
+    mean: torch.Tensor = torch.tensordot(weights[kept].to(wide.dtype), wide[kept], 1)
+    return mean.to(stacked.dtype)
 
 
 def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     first = values[0]
     is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
+    by_rule = merged_by(how.rule(path, ask=is_count), values) if is_count or isinstance(first, _FLOATS) else None
+    if by_rule is not None:
+        return by_rule[0]
     if is_count and how.said and all(value == first for value in values):
         return first
     if is_count and how.sizes is not None and tuple(int(value) for value in values) == how.sizes:

@@ -28,11 +28,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import LEFT_ALONE, LONGEST, NO_MODULES, SMALL_BYTES, Path, Places, named
+from lightning_pfo.strategy.model.reach.places import (
+    ITEMS,
+    LEFT_ALONE,
+    LONGEST,
+    NO_MODULES,
+    SMALL_BYTES,
+    Path,
+    Places,
+    named,
+)
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain_in_place
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.effects.merge import Changes, Merge
+from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.structures import PLAIN
+from lightning_pfo.strategy.step.effects.generators import Generators
+from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 
 _ABSENT = object()
@@ -46,6 +58,9 @@ class Attributes:
     Args:
         owner: The user's module.
         modules: Other modules whose attributes count, by name.
+
+    Attributes:
+        generators: Its random generators.
     """
 
     def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
@@ -54,7 +69,10 @@ class Attributes:
         self._tensors = {
             path: (array, _version_of(array), _copied_values(array)) for path, array in places.tensors.items()
         }
+        self._holders = places.holders
+        self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._meters = Meters(places.objects)
+        self.generators = Generators(places.generators)
         self._left_alone: frozenset[Path] = frozenset()
 
     def changed_values(self) -> list[Any]:
@@ -74,9 +92,9 @@ class Attributes:
         self._meters.forget()
         self.take_back()
 
-    def take_back(self) -> None:
-        """Take back what has changed since the run has begun."""
-        self._take()
+    def take_back(self) -> Changes:
+        """Take back what has changed since the run has begun, and return it as it is."""
+        return self._take()
 
     def take_changes(self, size: int = 1) -> Changes:
         """Return what has changed in a run to the end of the step, and take it back.
@@ -84,7 +102,8 @@ class Attributes:
         Args:
             size: How many samples its microbatch has.
         """
-        return _with_values(self._take(size))
+        changes = self._take(size)
+        return _with_values({path: (kind, self._referring(value)) for path, (kind, value) in changes.items()})
 
     def _take(self, size: int | None = None) -> Changes:
         changes: Changes = {}
@@ -106,28 +125,64 @@ class Attributes:
                 self._tensors[path] = (array, _version_of(array), before)
         return changes
 
-    def merged(self, changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float]) -> Changes:
+    def growth(self, changes: Changes) -> dict[str, Any]:
+        """By how much what has changed has grown, by where it is; see `rules`."""
+        found: dict[str, Any] = {}
+        for path, (kind, value) in changes.items():
+            if kind != "gone":
+                place = named(path)
+                found |= {place: value} if kind == "appended" else growth_of(place, value, self._value_at(path))
+        return found
+
+    def merged(
+        self,
+        changes: Sequence[Changes],
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        rules: Rules | None = None,
+    ) -> Changes:
         """What one batch would have changed, from what its microbatches have."""
-        merge = Merge(sizes, weights)
+        merge = Merge(sizes, weights, rules)
         merge.find_sums(changes, self._value_at)
         merged: Changes = {}
         for path in dict.fromkeys(path for each in changes for path in each):
-            found = [each[path] for each in changes if path in each]
+            there = [index for index, each in enumerate(changes) if path in each]
+            found = [changes[index][path] for index in there]
             kinds, values = {kind for kind, _ in found}, [value for _, value in found]
             if kinds == {"appended"}:
-                merged[path] = ("appended", merge.appended(values))
-            elif len(found) < len(sizes) or kinds & {"gone", "appended"}:
+                merged[path] = ("appended", merge.appended(values, named(path)))
+            elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                merged[path] = (found[0][0], merge.values(values, self._value_at(path), path[:-1]))
+                of_these = merge if len(there) == len(changes) else merge.only(there)
+                merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
         return _with_values(merged | self._meters.changes())
+
+    def _referring(self, value: Any) -> Any:
+        """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
+        if type(value) in PLAIN:
+            return value
+        if id(value) in self._paths:
+            return At(self._paths[id(value)])
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referring, value))
+        return {key: self._referring(item) for key, item in value.items()} if type(value) is dict else value
+
+    def _referred(self, value: Any) -> Any:
+        if type(value) in PLAIN:
+            return value
+        if isinstance(value, At):
+            return self._holders.get(value.path)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._referred, value))
+        return {key: self._referred(item) for key, item in value.items()} if type(value) is dict else value
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
         found = {path: change for path, change in changes.items() if _bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
             warn_once(
-                f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {_told(path)}, which only the rank of the last"
+                f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
                 f" stage has: more than {_DEAR_BYTES / 2**20:.0f} MiB a batch are not sent to the others. Keep less "
                 f"(such as a metric object), or return it from the step."
             )
@@ -135,7 +190,8 @@ class Attributes:
 
     def apply(self, changes: Mapping[Path, Any]) -> None:
         """Make changes to the module as it was at the begin of the batch."""
-        for path, (kind, value) in changes.items():
+        for path, (kind, sent) in changes.items():
+            value = self._referred(sent)
             if kind == "written":
                 if path in self._tensors:
                     with torch.no_grad():
@@ -156,8 +212,12 @@ class Attributes:
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
             return self._tensors[path][2]
-        before = self._containers[path[:-1]][1]
-        return before.get(path[-1]) if isinstance(before, dict) else before
+        holder = self._containers[path[:-1]][1]
+        before: Any = holder.get(path[-1]) if isinstance(holder, dict) else holder
+        if type(before) in (list, tuple):
+            kind: Any = type(before)
+            return kind(self._referring(item) for item in before)
+        return before
 
 
 def _copied(container: Any) -> Any:
@@ -170,13 +230,6 @@ def _copied_values(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array.copy()
     return array.detach().clone() if array.numel() * array.element_size() <= SMALL_BYTES else None
-
-
-def _told(path: Path) -> str:
-    return named(path if path[-1] is not _ITEMS else path[:-1])
-
-
-_ITEMS = "all items"
 
 
 def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
@@ -192,14 +245,14 @@ def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
                 yield key, ("gone", None)
     elif isinstance(before, set):
         if container != before:
-            yield _ITEMS, ("set", set(container))
+            yield ITEMS, ("set", set(container))
     elif isinstance(before, int):  # of a long list
         if len(container) > before:
-            yield _ITEMS, ("appended", container[before:])
+            yield ITEMS, ("appended", container[before:])
     elif len(container) != len(before) or any(map(is_not, container, before)):
         items = list(container)
         added = _appended(items, list(before), getattr(container, "maxlen", None))
-        yield _ITEMS, ("set", items) if added is None else ("appended", added)
+        yield ITEMS, ("set", items) if added is None else ("appended", added)
 
 
 def _appended(items: list[Any], before: list[Any], most: int | None) -> list[Any] | None:
@@ -247,7 +300,7 @@ def _with_values(changes: Changes) -> Changes:
         try:
             found[path] = (kind, tree_map_only(torch.Tensor, torch.Tensor.detach, plain_in_place(value)))
         except AbsentValueError:  # too dear to be sent from stage to stage
-            warn_once(f"A step has left a large value of an earlier stage in {_told(path)}, which no rank has.")
+            warn_once(f"A step has left a large value of an earlier stage in {named(path)}, which no rank has.")
     return found
 
 

@@ -18,6 +18,7 @@ from lightning_pfo.strategy.model.reach.places import trainer_of
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
+from lightning_pfo.strategy.step.batches.rules import Rules
 
 Path = tuple[tuple[str, Any], ...]
 """How what is called is reached from the module: names of attributes, and items."""
@@ -62,18 +63,19 @@ def with_values(call: Call) -> Call:
     return path, args, kwargs
 
 
-def merged_calls(calls: Sequence[Sequence[Call]], sizes: Sequence[int], weights: Sequence[float]) -> list[Call]:
+def merged_calls(
+    calls: Sequence[Sequence[Call]], sizes: Sequence[int], weights: Sequence[float], rules: Rules | None = None
+) -> list[Call]:
     """The calls of a batch, from those of its microbatches: one for those that are alike, else all in order."""
     if not calls or not any(calls):
         return []
     if len({tuple(path for path, _, _ in each) for each in calls}) > 1:
         return [call for each in calls for call in each]
     merged: list[Call] = []
-    for alike in zip(*calls, strict=True):
+    for index, alike in enumerate(zip(*calls, strict=True)):
+        given = [arguments_of(call) for call in alike]
         try:
-            arguments = merge_outputs(
-                [dict(enumerate(args)) | kwargs for _, args, kwargs in alike], sizes, weights, said=True
-            )
+            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place_of(index))
         except UnmergeableError:  # such as texts that differ
             merged.extend(alike)
         else:
@@ -82,6 +84,17 @@ def merged_calls(calls: Sequence[Sequence[Call]], sizes: Sequence[int], weights:
                 (path, tuple(arguments[i] for i in range(len(args))), {key: arguments[key] for key in kwargs})
             )
     return merged
+
+
+def arguments_of(call: Call) -> dict[Any, Any]:
+    """The arguments of a call, by position or name."""
+    _, args, kwargs = call
+    return dict(enumerate(args)) | kwargs
+
+
+def place_of(index: int) -> str:
+    """Where the arguments of a call are, which is one of several."""
+    return f"the arguments of call {index}"
 
 
 def make_calls(owner: nn.Module, calls: Sequence[Call]) -> None:

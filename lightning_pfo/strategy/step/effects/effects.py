@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
 from lightning_pfo.strategy.step.effects.merge import Changes
@@ -33,15 +34,17 @@ class Effects:
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self._dear: Changes = {}
+        self._is_alone = False
 
     @contextmanager
-    def of(self, *, ends_here: bool, log: Callable[..., Any], size: int = 1) -> Iterator[None]:
+    def of(self, *, ends_here: bool, log: Callable[..., Any], index: int = 0, size: int = 1) -> Iterator[None]:
         """Run a step on a stage and a microbatch; afterwards the module is as before.
 
         Args:
             ends_here: Whether the step is run to its end here, so that what it leaves behind counts.
             log: What `self.log` calls then.
-            size: How many samples the microbatch has.
+            index: Which microbatch it is.
+            size: How many samples that has.
         """
         calls: list[Call] = []
 
@@ -52,6 +55,8 @@ class Effects:
             calls.append(with_values(call))
 
         has_ended = False
+        generators = self._attributes.generators
+        generators.enter(index)
         try:
             with (
                 redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),
@@ -60,6 +65,7 @@ class Effects:
                 yield
             has_ended = True
         finally:
+            generators.leave(has_ended=ends_here and has_ended)
             with following(None):
                 switched = self._flags.take_changes()
                 if ends_here and has_ended:
@@ -77,25 +83,39 @@ class Effects:
         """Leave nothing behind."""
         self._attributes.discard()
 
-    def outcome(self, sizes: Sequence[int], weights: Sequence[float], *, is_sent: bool) -> dict[str, Any]:
+    def growth(self, index: int) -> dict[str, Any]:
+        """What a microbatch has changed, to be compared with a trace of it; see `rules`."""
+        return self._attributes.growth(self._changes[index])
+
+    def calls(self, index: int) -> list[Call]:
+        """The calls of a microbatch."""
+        return self._calls[index]
+
+    def outcome(
+        self, sizes: Sequence[int], weights: Sequence[float], rules: Rules | None = None, *, is_sent: bool
+    ) -> dict[str, Any]:
         """What the batch leaves behind, where the step was run to its end.
 
         Args:
             sizes: How many samples the microbatches have.
             weights: How much they count.
+            rules: What is known of values at the same place.
             is_sent: Whether others get it; then changes that are dear stay here.
         """
-        changes = self._attributes.merged(self._changes, sizes, weights)
+        changes = self._attributes.merged(self._changes, sizes, weights, rules)
+        self._is_alone = len(sizes) == 1 and not is_sent
         if is_sent:
             self._dear = self._attributes.dear(changes)
         return {
             "changes": {path: change for path, change in changes.items() if path not in self._dear},
             "switched": self._switched,
-            "calls": merged_calls(self._calls, sizes, weights),
+            "drawn": self._attributes.generators.drawn(),
+            "calls": merged_calls(self._calls, sizes, weights, rules),
         }
 
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
         self._attributes.apply({**outcome["changes"], **self._dear})
         self._flags.apply(outcome["switched"])
+        self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         make_calls(self._owner, outcome["calls"])

@@ -11,12 +11,29 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import holds_tensors
+from lightning_pfo.strategy.step.batches.weights import shares_of
 
 Change = tuple[str, Any]
 """`set` to a value, `appended` some items, `written` into a tensor, or `gone`."""
 Changes = dict[Path, Change]
 """What has changed, by where it is."""
+
+
+class At:
+    """Stands for a container or an object that all ranks have had at a place."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, At) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
 
 
 class Merge:
@@ -25,13 +42,22 @@ class Merge:
     Args:
         sizes: How many samples the microbatches have.
         weights: How much they count.
-
+        rules: What is known of values at the same place.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], rules: Rules | None = None) -> None:
         self.sizes = tuple(sizes)
+        self._rules = rules or Rules()
         self._weights = tuple(weights)
         self._sums: set[Path] = set()
+        self._are_some = False
+
+    def only(self, indices: Sequence[int]) -> Merge:
+        """The same for what some of the microbatches have changed: their numbers add up, or are of one of them."""
+        weights = shares_of([self._weights[index] for index in indices], (1,) * len(indices))
+        merge = Merge([self.sizes[index] for index in indices], weights)
+        merge._are_some = True
+        return merge
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
         """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
@@ -39,20 +65,20 @@ class Merge:
         for path in changes[0] if changes else ():
             values = [each[path][1] for each in changes if path in each]
             before = before_of(path)
-            start = 0 if before is None else before
-            if type(start) is int and all(type(value) is int for value in values):
-                counts.setdefault(path[:-1], set()).add(tuple(value - start for value in values))
+            if type(before) is int and all(type(value) is int for value in values):
+                counts.setdefault(path[:-1], set()).add(tuple(value - before for value in values))
         alike = (1,) * len(self.sizes)
         self._sums = {path for path, each in counts.items() if self.sizes in each and alike not in each}
         if max(self.sizes) == 1:
             self._sums = set()
 
-    def values(self, values: list[Any], before: Any, holder: Path | None = None) -> Any:
+    def values(self, values: list[Any], before: Any, place: str, holder: Path | None = None) -> Any:
         """What one batch would leave where microbatches have left `values`, and `before` was.
 
         Args:
             values: What they have left.
             before: What was there.
+            place: Where that is, in words.
             holder: Of attributes, where the module or object is that has them.
         """
         first = values[0]
@@ -61,69 +87,126 @@ class Merge:
         if any(type(value) is not type(first) for value in values):
             return values[-1]
         if type(before) is type(first) and self._all_go_on(values, before):
-            return self._gone_on([value[len(before) :] for value in values], before)
-        if type(first) is int:
-            return self._integers(values, before if type(before) is int else 0)
-        if isinstance(first, float):
-            start = before if type(before) in (int, float) else 0.0
-            growth = [value - start for value in values]
-            return start + (sum(growth) if holder in self._sums else self._outputs(growth))
+            return self._gone_on([value[len(before) :] for value in values], before, place)
+        if type(first) in (int, float):
+            return self._numbers(values, before, place, holder)
         if isinstance(first, (torch.Tensor, np.ndarray)):
-            return self._arrays(values, before)
+            return self._arrays(values, before, place)
         if isinstance(first, set) and isinstance(before, set):
             return (before & set.intersection(*values)) | (set.union(*values) - before)
         if isinstance(first, (dict, list, tuple)) or is_dataclass(first) or holds_tensors(first):
-            return self._outputs(values)
+            return self._outputs(values, place)
         return values[-1]
 
-    def _outputs(self, values: list[Any]) -> Any:
-        return merge_outputs(values, self.sizes, self._weights)
+    def _outputs(self, values: list[Any], place: str) -> Any:
+        return merge_outputs(values, self.sizes, self._weights, rules=self._rules, path=place)
 
     def _all_go_on(self, values: list[Any], before: Any) -> bool:
         if type(before) in (list, tuple) and not before:  # what began with nothing may be anything, but of one item
             return max(self.sizes) > 1 and all(len(value) == 1 for value in values)
         return all(_goes_on(value, before) for value in values)
 
-    def _gone_on(self, added: list[Any], before: Any) -> Any:
+    def _gone_on(self, added: list[Any], before: Any, place: str) -> Any:
         if isinstance(before, torch.Tensor):
-            return torch.cat([before, self._outputs(added)])
+            return torch.cat([before, self._outputs(added, place)])
         if isinstance(before, np.ndarray):
-            return np.concatenate([before, self._outputs(added)])
-        return type(before)([*before, *self.appended(list(map(list, added)))])
+            return np.concatenate([before, self._outputs(added, place)])
+        return type(before)([*before, *self.appended(list(map(list, added)), place)])
 
-    def _integers(self, values: list[int], before: int) -> int:
-        growth = tuple(value - before for value in values)
-        counts_samples = growth == self.sizes and max(growth) > 1
-        return before + (growth[0] if len(set(growth)) == 1 and not counts_samples else sum(growth))
+    def _numbers(self, values: list[Any], before: Any, place: str, holder: Path | None) -> Any:
+        start = before if type(before) in (int, float) else 0
+        growth = tuple(value - start for value in values)
+        is_count = type(values[0]) is int
+        by_rule = self._by_rule(values, growth, start != 0, place, ask=is_count)
+        if by_rule is not None:
+            return by_rule[0]
+        if not is_count:
+            return start + (sum(growth) if holder in self._sums else self._outputs(list(growth), place))
+        if start and min(growth) < 0 and len(set(growth)) > 1:  # no counter, but what each counts for itself
+            return sum(values)
+        counts_samples = self._are_some or (growth == self.sizes and max(growth) > 1)
+        return start + (growth[0] if len(set(growth)) == 1 and not counts_samples else sum(growth))
 
-    def _arrays(self, values: list[Any], before: Any) -> Any:
+    def _by_rule(
+        self, values: Sequence[Any], growth: Sequence[Any], may_grow: bool, place: str, *, ask: bool
+    ) -> tuple[Any] | None:
+        """Numbers put together by what is known of them; see `growth_of`."""
+        if not may_grow:
+            return merged_by(self._rules.of(place, ask=ask), values)
+        by_growth = merged_by(self._rules.of(place + GROWN, ask=ask), growth)
+        if by_growth is not None:
+            return (values[0] - growth[0] + by_growth[0],)
+        return merged_by(self._rules.of(place + SET, ask=ask), values)
+
+    def _arrays(self, values: list[Any], before: Any, place: str) -> Any:
         shapes = {tuple(value.shape) for value in values}
         if type(before) is not type(values[0]) or {tuple(before.shape)} != shapes:
-            return self._outputs(values)
-        growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values] if _is_number(before) else []
-        if not growth:
+            return self._outputs(values, place)
+        is_count = values[0].ndim == 0 and not _is_float(values[0])
+        if isinstance(self._rules.of(place + SET, ask=values[0].ndim > 0), int):
+            return self._outputs(values, place + SET)
+        if not _is_number(before):
             return values[-1]
-        stacked = torch.stack(growth)
-        if stacked.is_floating_point() or stacked.is_complex():
-            weights = torch.tensor(self._weights, dtype=torch.float64).to(stacked)
-            grown = torch.tensordot(weights, stacked, 1)
-        else:  # a counter of batches, or of something in them
-            is_counter = max(self.sizes) > 1 and bool((stacked == 1).all())
-            grown = stacked[0] if is_counter else stacked.sum(0)
-        after = torch.as_tensor(before) + grown
-        return after.numpy() if isinstance(before, np.ndarray) else after.to(values[0].dtype)
+        growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values]
+        by_rule = self._by_rule(list(map(torch.as_tensor, values)), growth, True, place, ask=is_count)
+        if by_rule is None:
+            by_rule = (torch.as_tensor(before) + self._mean_or_sum(torch.stack(growth)),)
+        after = by_rule[0]
+        return after.numpy().astype(before.dtype) if isinstance(before, np.ndarray) else after.to(values[0].dtype)
 
-    def appended(self, values: list[list[Any]]) -> list[Any]:
+    def _mean_or_sum(self, growth: torch.Tensor) -> torch.Tensor:
+        if growth.is_floating_point() or growth.is_complex():
+            # what only some have written into, as into rows of a table, is theirs
+            weights = torch.tensor(self._weights, dtype=torch.float64).to(growth)
+            written = torch.tensordot(weights, (growth != 0).to(growth), 1)
+            share = torch.where(written == 0, 1, written / weights.sum()) if growth.dim() > 1 else 1
+            grown: torch.Tensor = torch.tensordot(weights, growth, 1) / share
+            return grown
+        # a counter of batches, or of something in them
+        is_counter = max(self.sizes) > 1 and bool((growth == 1).all())
+        return growth[0] if is_counter else growth.sum(0)
+
+    def appended(self, values: list[list[Any]], place: str) -> list[Any]:
         """What one batch would append where microbatches have appended `values`."""
         lengths, sizes = tuple(map(len, values)), list(self.sizes)
         together = [item for value in values for item in value]
         one_per_sample = list(lengths) == sizes and max(lengths) > 1
-        if len(values) < len(self.sizes) or len(set(lengths)) > 1 or one_per_sample:
+        if len(values) < len(self.sizes) or len(set(lengths)) > 1:
             return together
         columns = [list(column) for column in zip(*values, strict=True)]
+        rule = self._rules.of(place)
+        if rule == "parts":
+            return [self.values(column, None, f"{place}[{index}]") for index, column in enumerate(columns)]
+        if rule == "items" or one_per_sample:
+            return together
         if any(isinstance(column[0], (str, int)) and len({*column}) > 1 and column != sizes for column in columns):
             return together
-        return [self.values(column, None) for column in columns]
+        return [self.values(column, None, place) for column in columns]
+
+
+GROWN, SET = " as it grows", " as it is set"
+
+
+def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
+    """What is compared of a value that was set or written, by its place: it may have grown, or be made anew.
+
+    Of numbers that were 0 before, or of which there were none, nobody can tell.
+    """
+    is_array = isinstance(value, (torch.Tensor, np.ndarray))
+    if type(value) in (int, float):
+        found = {GROWN: value - before, SET: value} if type(before) in (int, float) and before else {"": value}
+    elif is_array and type(before) is type(value) and value.shape == before.shape and _is_number(before):
+        found = (
+            {SET: value} if isinstance(value, torch.Tensor) and value.is_meta else {GROWN: value - before, SET: value}
+        )
+    else:
+        grows = type(before) is type(value) and not (is_array and getattr(value, "is_meta", False))
+        found = {"": value[len(before) :] if grows and _goes_on(value, before) else value}
+    return {place + how: of_value for how, of_value in found.items()}
+
+
+def _is_float(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, torch.Tensor) else value.dtype.kind == "f"
 
 
 def _is_number(value: Any) -> bool:
@@ -145,5 +228,5 @@ def _goes_on(value: Any, before: Any) -> bool:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two items are one, or views of all of one tensor."""
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.shape != other.shape:
-        return one is other
+        return one is other or (isinstance(one, At) and one == other)
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype

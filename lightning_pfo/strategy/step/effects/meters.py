@@ -45,8 +45,8 @@ class Meters:
         if path not in self._objects:
             return found
         if path not in self._runs:
-            set_to = {key: value for key, (kind, value) in found.items() if kind == "set" and type(value) is int}
-            growth = {value - _number(before.get(key)) for key, value in set_to.items()}
+            counts = {key: value for key, (_, value) in found.items() if type(value) is type(before.get(key)) is int}
+            growth = {value - before[key] for key, value in counts.items()}
             if size == 1 or size not in growth or 1 in growth:
                 return found
         runs = self._runs.setdefault(path, [{k: value for k, value in before.items() if _is_number(value)}])

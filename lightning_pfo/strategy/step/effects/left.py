@@ -1,0 +1,64 @@
+"""What one run of a step leaves, in one piece, so that runs can be compared: see `rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.effects.calls import Call, arguments_of, place_of
+
+
+@dataclass
+class Left:
+    """What a step leaves.
+
+    Attributes:
+        output: What it returns.
+        growth: By how much it changes what, see `Attributes.growth`.
+        calls: Calls of others.
+        logged: What it logs: names and values.
+    """
+
+    output: Any = None
+    growth: dict[str, Any] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    logged: list[tuple[str, Any]] = field(default_factory=list)
+
+
+def learn(rules: Rules, *runs: Left) -> None:
+    """Compare what is left by the first microbatch, the second, a trace of the first, and a trace of both as one batch.
+
+    Args:
+        rules: What is known, to which more is added.
+        runs: These four.
+    """
+    rules.learn("output", *(_beside_loss(run.output) for run in runs))
+    if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
+        for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
+            rules.learn(place_of(index), *map(arguments_of, alike))
+    of_all = [run.growth | _by_place(run.logged) for run in runs]
+    for place in of_all[0]:
+        if all(place in each for each in of_all):
+            rules.learn(place, *(each[place] for each in of_all))
+
+
+def place_of_log(name: str, nth: int) -> str:
+    """Where a value is that the step logs under a name that it has used so often before."""
+    return f"the value that is logged as {name!r}" + f", number {nth}" * (nth > 0)
+
+
+def _by_place(logged: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    seen: dict[str, int] = {}
+    for name, value in logged:
+        found[place_of_log(name, seen.get(name, 0))] = value
+        seen[name] = seen.get(name, 0) + 1
+    return found
+
+
+def _beside_loss(output: Any) -> Any:
+    if isinstance(output, dict) and "loss" in output:  # of a training step; it has a rule of its own
+        return {key: value for key, value in output.items() if key != "loss"}
+    return output
