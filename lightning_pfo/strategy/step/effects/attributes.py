@@ -198,7 +198,8 @@ class Attributes:
 
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
-            return self._tensors[path][2]
+            tensor, _, copy = self._tensors[path]
+            return tensor if copy is None else copy
         before = self._containers[path[:-1]][1]
         return before.get(path[-1]) if isinstance(before, dict) else None
 
