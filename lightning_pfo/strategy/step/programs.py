@@ -131,6 +131,12 @@ class Programs:
             return trace
 
 
+def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:
+    """The buffers that a step changes before its end, and the stages that do; what its end changes is left by it."""
+    changes = programs[0].changes
+    return {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
+
+
 def trace_untouched(
     owner: nn.Module, step: Callable[[], Any], device: torch.device, caches: Caches, seed: tuple[int, ...] = ()
 ) -> Trace:

@@ -32,13 +32,14 @@ from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     attach_gradients,
     do_nothing,
+    kept_of,
     loss_of,
     put_gradients,
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
-from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import ValueExchange
 from lightning_pfo.strategy.step.whole.end import Ends
@@ -236,14 +237,14 @@ class StepRunner:
         def take(result: Any, index: int) -> torch.Tensor:
             if not train:
                 # only what somebody wants is kept: it may be large
-                results.append(_detached(result) if outputs != "nobody" else None)
+                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+                results.append(kept if outputs != "nobody" else None)
                 return torch.zeros(())
             if result is None:
                 results.append(None)
                 return torch.zeros(())
             loss = loss_of(result)
-            wanted = result if isinstance(result, dict) and outputs != "nobody" else {}
-            results.append(_detached({**wanted, "loss": loss}) if isinstance(result, dict) else loss.detach())
+            results.append(kept_of(result, wanted=outputs != "nobody"))
             if not weights[index]:  # its loss may be NaN, as a mean over no labels
                 return torch.zeros(())
             loss = loss * weights[index]
@@ -335,9 +336,9 @@ class StepRunner:
         with random_state.isolated(engine.device):
             found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             kept = Effects(self.owner) if effects is None else effects
-            changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
-            # what the end of the step changes is among its effects
-            changes = {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
+            changes: dict[str, int | None] = {}
+            for of_stages, whole_step in found:
+                changes |= changes_on_the_way(whole_step or of_stages, last)
             kept.leave_alone(changes)
             if whole is not None:
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
@@ -363,7 +364,3 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
-
-
-def _detached(result: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)

@@ -250,7 +250,7 @@ def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -
     weights = torch.tensor(how.weights, dtype=torch.float64, device=stacked.device)
     kept = weights != 0  # such as the loss of a microbatch without labels, which is NaN
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
-    return (wide[kept] * weights[kept]).sum().to(stacked.dtype)
+    return torch.where(kept, wide * weights, 0).sum().to(stacked.dtype)
 
 
 def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:

@@ -21,6 +21,9 @@ class Effects:
 
     Args:
         owner: The user's module, as it is at the begin of the batch.
+
+    Attributes:
+        dear: Changes that stay on the rank where the step was run to its end.
     """
 
     def __init__(self, owner: nn.Module) -> None:
@@ -30,7 +33,7 @@ class Effects:
         self._switched: Changed = ({}, {})
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
-        self._dear: Changes = {}
+        self.dear: Changes = {}
 
     @contextmanager
     def of(self, *, ends_here: bool, log: Callable[..., Any]) -> Iterator[None]:
@@ -71,6 +74,10 @@ class Effects:
         """Take buffers of the module for none of these: stages change them on the way."""
         self._attributes.leave_alone(buffers)
 
+    def repeat(self, number: int) -> None:
+        """Let so many microbatches have left what the latest has."""
+        self._changes, self._calls = self._changes[-1:] * number, self._calls[-1:] * number
+
     def discard(self) -> None:
         """Leave nothing behind."""
         self._attributes.take_back_objects()
@@ -85,15 +92,15 @@ class Effects:
         """
         changes = self._attributes.merged(self._changes, sizes, weights)
         if is_sent:
-            self._dear = self._attributes.dear(changes)
+            self.dear = self._attributes.dear(changes)
         return {
-            "changes": {path: change for path, change in changes.items() if path not in self._dear},
+            "changes": {path: change for path, change in changes.items() if path not in self.dear},
             "switched": self._switched,
             "calls": merged_calls(self._calls, sizes, weights),
         }
 
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
-        self._attributes.apply({**outcome["changes"], **self._dear})
+        self._attributes.apply({**outcome["changes"], **self.dear})
         self._flags.apply(outcome["switched"])
         make_calls(self._owner, outcome["calls"])

@@ -77,17 +77,16 @@ class Merge:
         shapes = {tuple(value.shape) for value in values}
         if type(before) is not type(values[0]) or {tuple(before.shape)} != shapes:
             return self._outputs(values)
-        growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values] if _is_number(before) else []
-        if not growth:
+        if not _is_number(before):
             return values[-1]
-        stacked = torch.stack(growth)
-        if stacked.is_floating_point() or stacked.is_complex():
-            weights = torch.tensor(self._weights, dtype=torch.float64).to(stacked)
-            grown = torch.tensordot(weights, stacked, 1)
+        start = torch.as_tensor(before)
+        growth = (torch.as_tensor(value) - start for value in values)  # one at a time: they may be large
+        if start.is_floating_point() or start.is_complex():
+            grown = sum(each * weight for each, weight in zip(growth, self._weights, strict=True))
         else:  # a counter of batches, or of something in them
-            is_counter = max(self.sizes) > 1 and bool((stacked == 1).all())
-            grown = stacked[0] if is_counter else stacked.sum(0)
-        after = torch.as_tensor(before) + grown
+            is_counter = max(self.sizes) > 1 and all(bool((torch.as_tensor(v) - start == 1).all()) for v in values)
+            grown = next(growth) if is_counter else sum(growth)
+        after = start + grown
         return after.numpy() if isinstance(before, np.ndarray) else after.to(values[0].dtype)
 
     def appended(self, values: list[list[Any]]) -> list[Any]:

@@ -76,7 +76,7 @@ class Ends:
         program = found[0][1][-1]
         joins = joins_of([of_stages[-1] for of_stages, _ in found], program, whole.sizes)
         ordered = self._order.complete(kind, joins, microbatches, whole, step, step_seed)
-        end = _End(program, whole.step, self._engine.device, (self._engine.seed, *step_seed, len(microbatches)))
+        end = End(program, whole.step, self._engine.device, (self._engine.seed, *step_seed, len(microbatches)))
 
         def run(values: Tensors) -> Any:
             if kind not in self._checked:
@@ -86,11 +86,11 @@ class Ends:
             with running():
                 return end.run(values)[0]
 
-        return _JoinedLoss(ordered, whole.sizes, run, take)
+        return JoinedLoss(ordered, whole.sizes, run, take)
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """The end of a step on the whole batch.
 
     Attributes:
@@ -139,7 +139,7 @@ class _End:
             )
 
 
-class _JoinedLoss:
+class JoinedLoss:
     """Takes what the last stage has of each microbatch, in place of what a step returns.
 
     Args:
@@ -162,14 +162,20 @@ class _JoinedLoss:
         Returns:
             What stands for its loss: of no value, its backward gives the gradients of the loss of the whole batch.
         """
-        self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        leaves = self.add(values, index)
         if len(self._values) == len(self._sizes):
             loss = self._take(self._run_on_all(), 0)
             if loss.requires_grad:
                 with torch.autocast(loss.device.type, enabled=False):
                     torch.autograd.backward(loss)
-        stands_for: torch.Tensor = _PartOfLoss.apply(self._values[index], *values)  # type: ignore[no-untyped-call]
+            self._values.clear()
+        stands_for: torch.Tensor = _PartOfLoss.apply(leaves, *values)  # type: ignore[no-untyped-call]
         return stands_for
+
+    def add(self, values: Tensors, index: int) -> Tensors:
+        """Keep the values of a microbatch; returns what will have their gradients."""
+        self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        return self._values[index]
 
     def _run_on_all(self) -> Any:
         columns = zip(*(self._values[index] for index in range(len(self._sizes))), strict=True)
