@@ -322,6 +322,9 @@ def _trace(
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
         return units, None
+    if trace.skips:
+        _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
+        return units, None
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:
         return again(find(opened=in_parts, whole=whole), opened=in_parts)

@@ -118,6 +118,8 @@ class Programs:
                 found = self._split.programs(trace), []
             else:
                 found = self._split.programs_before_end(trace, self._trace(whole.step, seed, train))
+            if trace.skips:  # others of this form may not be
+                return found
         self._known[key] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -103,6 +104,7 @@ class StepRunner:
         self._exchanges: dict[str, ValueExchange] = {}
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
+        self._skipped: list[set[int]] = []
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
@@ -147,10 +149,9 @@ class StepRunner:
         engine = self.engine
         engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
-        is_first, self._is_first_batch = self._is_first_batch, False
+        is_first = self._is_first_batch
         if is_first and self._comparison is not None:
             self._comparison.check(step, microbatches, step_seed, batch, rest)
-            self._comparison = None
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -173,6 +174,7 @@ class StepRunner:
             loss = loss.to(torch.get_default_dtype())
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
+            self._is_first_batch, self._comparison = False, None  # a batch that is skipped is none
         self._leave_behind(outcome, microbatches.size)
         if loss is None:
             return None
@@ -264,6 +266,7 @@ class StepRunner:
                     "logged": [tuple(logged) for logged in recorder.logged()]
                 }
                 outcome |= recorder.output(results, train=train, batch_dim=self.batching.batch_dim)
+                outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
             error = exception
         if kind not in self._exchanges:
@@ -273,6 +276,7 @@ class StepRunner:
         shared: dict[str, Any] = exchange.share(outcome, error)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
+        _check_skipped(self._skipped, shared["skipped"])
         effects.leave(shared)
         return shared, results
 
@@ -347,7 +351,9 @@ class StepRunner:
             buffers = StepBuffers(self.owner, changes, len(engine.stages))
             try:
                 with self._deferred.batch() if train and self._deferred is not None else nullcontext():
-                    engine.run(programs, step_seed, run_step, take, train=train, after_backward=after_backward)
+                    self._skipped = engine.run(
+                        programs, step_seed, run_step, take, train=train, after_backward=after_backward
+                    )
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if effects is None:
@@ -364,3 +370,13 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+def _check_skipped(of_stages: Sequence[set[int]], on_last: Sequence[int]) -> None:
+    """Check that the stages of this rank and the last one have skipped the same microbatches."""
+    if any(sorted(skipped) != on_last for skipped in of_stages):
+        raise ConfigurationError(
+            f"A step that returns None before it calls the model skips its batch on all ranks alike; here the stages "
+            f"of this rank have skipped microbatches {[sorted(skipped) for skipped in of_stages]}, and the last stage "
+            f"{on_last}. Let it decide by the batch and batch_idx, not by what ranks have for themselves."
+        )

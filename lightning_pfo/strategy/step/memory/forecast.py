@@ -84,7 +84,7 @@ class MemoryForecast:
         *,
         keeps_gradients: bool,
         wants_outputs: bool,
-    ) -> RankMemory:
+    ) -> RankMemory | None:
         """What an iteration takes that is not the first, so that states of optimizers are there.
 
         A collective call of the pipeline's ranks.
@@ -98,6 +98,9 @@ class MemoryForecast:
             optimizers: The optimizers.
             keeps_gradients: Whether gradients of earlier batches are kept, as where several are accumulated.
             wants_outputs: Whether somebody wants what the step returns beside the loss.
+
+        Returns:
+            What it takes; None if the step skips this batch.
         """
         self.engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
@@ -113,6 +116,8 @@ class MemoryForecast:
             some = microbatches if whole is not None else microbatches[:1]
             found = self.programs.of("train", some, step_of, seed, train=True, whole=whole)
         programs, of_whole = found[0]
+        if not programs[0].events:
+            return None
         last = self.engine.num_stages - 1
         tried = Tried(
             programs,
