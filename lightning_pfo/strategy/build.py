@@ -36,7 +36,7 @@ from lightning_pfo.strategy.model.ownership import (
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
 from lightning_pfo.strategy.model.tracing.events import Trace
-from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
+from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
@@ -158,6 +158,7 @@ def build_pipeline(
         check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
+    explain_missing_values(enabled=False)
     mark_placeholders(model)  # where it was made on meta
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
     remember_split(split, stages)

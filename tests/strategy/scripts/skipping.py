@@ -119,6 +119,9 @@ def main():
             strategy = PfoPipelineStrategy(num_microbatches=4, **options)
             results[f"{kind.__name__}, {name}"] = fit(kind(), strategy, 2)
         results[f"{kind.__name__}, plain"] = fit(kind(), "auto", 1) if dist.get_rank() == 0 else None
+    split = EverySecond()
+    fit(split, PfoPipelineStrategy(num_microbatches=4), 2)
+    results["split before"] = fit(split, "auto", 1) if dist.get_rank() == 0 else None
     for kind in (SomeMicrobatches, OfOneRank):  # with the latter the other rank is ended
         results[kind.__name__] = fit(kind(), PfoPipelineStrategy(num_microbatches=4), 2)
         (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))

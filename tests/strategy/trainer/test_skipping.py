@@ -38,3 +38,9 @@ def test_a_step_that_skips_some_microbatches_is_refused_on_all_ranks(ranks):
 def test_a_step_that_skips_on_one_rank_is_refused_there(ranks):
     error = ranks[0]["OfOneRank"]["error"]
     assert "have skipped microbatches [[0, 1, 2, 3]], and the last stage []" in error
+
+
+def test_another_strategy_says_how_to_get_the_whole_module(ranks):
+    error = ranks[0]["split before"]["error"]
+    assert error.startswith("ConfigurationError: A module that a pipeline has split")
+    assert "trainer.strategy.gather_module() on every rank" in error
