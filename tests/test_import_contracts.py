@@ -119,6 +119,7 @@ MAY_KNOW = {
     "strategy.step.memory": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.gradients", "strategy.step.metrics", "strategy.step.programs"),
+        *("strategy.step.effects", "strategy.step.recording", "strategy.step.whole"),
     },
     "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},

@@ -25,6 +25,7 @@ from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.build import build_pipeline
+from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
@@ -339,6 +340,7 @@ class PipelinedModel(ModelState):
         """
         self._together.end()
         self.patches.close()
+        explain_missing_values(enabled=True)
 
     def __getattr__(self, name: str) -> Any:
         """What is not the pipeline's own is the module's, such as `config`."""

@@ -36,7 +36,7 @@ from lightning_pfo.strategy.model.partition import describe_partition, partition
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
 from lightning_pfo.strategy.model.tracing.events import Trace
-from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
+from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
@@ -158,6 +158,7 @@ def build_pipeline(
         check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
+    explain_missing_values(enabled=False)
     mark_placeholders(model)  # where it was made on meta
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
     remember_split(split, stages)
@@ -321,6 +322,9 @@ def _trace(
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
+        return units, None
+    if trace.skips:
+        _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
         return units, None
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:

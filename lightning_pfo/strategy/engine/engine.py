@@ -169,7 +169,7 @@ class PipelineEngine:
         *,
         train: bool,
         after_backward: AfterBackward | None = None,
-    ) -> None:
+    ) -> list[set[int]]:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
         Args:
@@ -180,6 +180,9 @@ class PipelineEngine:
                 differentiated.
             train: Whether to run backward.
             after_backward: Called after each backward, and each weight gradient.
+
+        Returns:
+            For each stage of this rank the microbatches of which the step has called nothing, but returned None.
 
         Raises:
             Exception: The first error of a stage of this rank; the iteration is finished first, since other ranks
@@ -195,6 +198,7 @@ class PipelineEngine:
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
                 stage.failure = None
+                stage.skipped = set()
             if train and self._sharded is not None:
                 self._sharded.begin()
             with torch.set_grad_enabled(train):
@@ -204,6 +208,7 @@ class PipelineEngine:
             failure = next((stage.failure for stage in executor.stages.values() if stage.failure), None)
             if failure is not None:
                 raise failure
+            return [stage.skipped for stage in executor.stages.values()]
         finally:
             self._loss_function = None
             for stage in executor.stages.values():

@@ -21,7 +21,7 @@ from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.stage_run import run_stage
+from lightning_pfo.strategy.model.tracing.stage_run import SKIPPED, run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
@@ -44,6 +44,7 @@ class Stage:
         offload: Takes what forwards save to the host; None: it stays.
 
     Attributes:
+        skipped: Microbatches of the present iteration of which the step has called nothing; see `SKIPPED`.
         at_once: Microbatches whose backward follows their forward at once: what these save stays.
         iteration: Number of the iteration, for events.
         counted_work: What is counted; None counts nothing.
@@ -65,6 +66,7 @@ class Stage:
         offload: Offload | None = None,
     ) -> None:
         self.index = index
+        self.skipped: set[int] = set()
         self.at_once: frozenset[int] = frozenset()
         self.iteration = 0
         self.counted_work: CountedWork | None = None
@@ -151,7 +153,7 @@ class Stage:
             self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
         return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
 
-    def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor]:
+    def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor] | None:
         assert self.step is not None
         # the step's own numbers are the same on all stages, those of what a stage computes are its own
         random_state.seed(self._device, *self.seed, microbatch, 0)
@@ -160,7 +162,12 @@ class Stage:
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
         with placeholders_on(self._device):
             output = run_stage(program, step, received, **around)
-            return list(output) if self._compute_loss is None else [self._compute_loss(output, microbatch)]
+            if output is SKIPPED:
+                self.skipped.add(microbatch)
+                output = None  # neighbours get zeros, which they skip too
+            if self._compute_loss is not None:
+                return [self._compute_loss(output, microbatch)]
+            return None if output is None else list(output)
 
     def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)

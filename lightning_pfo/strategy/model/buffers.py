@@ -38,7 +38,7 @@ class StepBuffers:
         self._owner = owner
         self._changes = changes
         self._several = num_stages > 1
-        self._before = {name: t.detach().clone() for name, t in self._changed()} if self._several else {}
+        self._before = {name: tensor.detach() for name, tensor in self._changed()} if self._several else {}
         self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
         parameters = [name for name, tensor in self._changed() if isinstance(tensor, nn.Parameter)]
         if parameters and self._several:
@@ -53,7 +53,8 @@ class StepBuffers:
         """Let a stage change its own while the context is open."""
         if self._several:  # other objects, as autograd may have saved those of another microbatch
             for name, value in self._before.items():
-                self._set(name, self._of_stage.get(stage, {}).get(name, value.clone()))
+                own = self._of_stage.get(stage, {})
+                self._set(name, own[name] if name in own else value.clone())
         objects = dict(self._changed())
         try:
             yield

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import scale_in_place
+from lightning_pfo.strategy.parallel.compat import scale_in_place, tree_map_only
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import (
@@ -154,6 +154,14 @@ def loss_of(result: Any) -> torch.Tensor:
             f"got {_describe(result)}."
         )
     return loss.reshape(())
+
+
+def kept_of(result: Any, *, wanted: bool) -> Any:
+    """What is kept of what a training step returned: its loss, and the rest if somebody wants it; it may be large."""
+    loss = loss_of(result)
+    if not isinstance(result, dict):
+        return loss.detach()
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, {**(result if wanted else {}), "loss": loss})
 
 
 def _describe(result: Any) -> str:

@@ -138,6 +138,8 @@ class Programs:
                 found = self._split.programs(trace), []
             else:
                 found = self._split.programs_before_end(trace, self._trace(whole.step, seed, train))
+            if trace.skips:  # others of this form may not be
+                return found
         self._known[key] = found
         while len(self._known) > _KEPT:
             self._known.popitem(last=False)
@@ -149,6 +151,12 @@ class Programs:
             while self._split.follow_into(trace.listened, self._patches):
                 trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
             return trace
+
+
+def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:
+    """The buffers that a step changes before its end, and the stages that do; what its end changes is left by it."""
+    changes = programs[0].changes
+    return {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
 
 
 def trace_untouched(

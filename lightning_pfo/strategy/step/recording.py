@@ -118,10 +118,7 @@ class LogRecorder:
         if all(skipped):
             return {"loss": None, "is_dict": False, "output": {}}
         if any(skipped):
-            raise ConfigurationError(
-                f"A training step that returns None skips the batch, so it does so for all microbatches; got None "
-                f"for {sum(skipped)} of {len(skipped)}. Decide by what all of them have in common, such as batch_idx."
-            )
+            raise skips_some(sum(skipped), len(skipped))
         is_dict = isinstance(results[0], dict)
         losses = [result["loss"] if is_dict else result for result in results]
         rest = merge([{key: value for key, value in r.items() if key != "loss"} for r in results]) if is_dict else {}
@@ -154,6 +151,14 @@ class LogRecorder:
         stacked = _stack([value for _, value in counted])
         total = 1.0 if is_loss and self.weights else sum(weight for weight, _ in counted)
         return (stacked * stacked.new_tensor([weight / total for weight, _ in counted])).sum()
+
+
+def skips_some(number: int, of: int) -> ConfigurationError:
+    """What is said where a step returns None for some of its microbatches."""
+    return ConfigurationError(
+        f"A training step that returns None skips the batch, so it does so for all microbatches; got None for {number} "
+        f"of {of}. Decide by what all of them have in common, such as batch_idx."
+    )
 
 
 def _is_count(value: Any) -> bool:

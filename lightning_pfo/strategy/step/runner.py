@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -35,13 +36,14 @@ from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     attach_gradients,
     do_nothing,
+    kept_of,
     loss_of,
     put_gradients,
     take_gradients,
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
-from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import ValueExchange
 from lightning_pfo.strategy.step.whole.end import Ends
@@ -107,6 +109,7 @@ class StepRunner:
         self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
         self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
         self._is_first_batch = True
+        self._skipped: list[set[int]] = []
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
 
@@ -151,10 +154,9 @@ class StepRunner:
         engine = self.engine
         engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
-        is_first, self._is_first_batch = self._is_first_batch, False
+        is_first = self._is_first_batch
         if is_first and self._comparison is not None:
             self._comparison.check(step, microbatches, step_seed, batch, rest)
-            self._comparison = None
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -178,6 +180,7 @@ class StepRunner:
             loss = loss.to(torch.get_default_dtype())
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
+            self._is_first_batch, self._comparison = False, None  # a batch that is skipped is none
         self._leave_behind(outcome, microbatches.size)
         if loss is None:
             return None
@@ -242,14 +245,14 @@ class StepRunner:
         def take(result: Any, index: int) -> torch.Tensor:
             if not train:
                 # only what somebody wants is kept: it may be large
-                results.append(_detached(result) if outputs != "nobody" else None)
+                kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+                results.append(kept if outputs != "nobody" else None)
                 return torch.zeros(())
             if result is None:
                 results.append(None)
                 return torch.zeros(())
             loss = loss_of(result)
-            wanted = result if isinstance(result, dict) and outputs != "nobody" else {}
-            results.append(_detached({**wanted, "loss": loss}) if isinstance(result, dict) else loss.detach())
+            results.append(kept_of(result, wanted=outputs != "nobody"))
             if not weights[index]:  # its loss may be NaN, as a mean over no labels
                 return torch.zeros(())
             loss = loss * weights[index]
@@ -286,6 +289,7 @@ class StepRunner:
                     "logged": [tuple(logged) for logged in recorder.logged(rules)]
                 }
                 outcome |= recorder.output(results, rules, train=train, batch_dim=self.batching.batch_dim)
+                outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
             error = exception
         if kind not in self._exchanges:
@@ -295,6 +299,7 @@ class StepRunner:
         shared: dict[str, Any] = exchange.share(outcome, error)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
+        _check_skipped(self._skipped, shared["skipped"])
         effects.leave(shared)
         return shared, results
 
@@ -358,9 +363,9 @@ class StepRunner:
         with random_state.isolated(engine.device):
             found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
-            changes = {n: s for of_stages, whole_step in found for n, s in (whole_step or of_stages)[0].changes.items()}
-            # what the end of the step changes is among its effects
-            changes = {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
+            changes: dict[str, int | None] = {}
+            for of_stages, whole_step in found:
+                changes |= changes_on_the_way(whole_step or of_stages, last)
             kept.leave_alone(changes)
             if whole is not None:
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
@@ -369,7 +374,9 @@ class StepRunner:
             buffers = StepBuffers(self.owner, changes, len(engine.stages))
             try:
                 with self._deferred.batch() if train and self._deferred is not None else nullcontext():
-                    engine.run(programs, step_seed, run_step, take, train=train, after_backward=after_backward)
+                    self._skipped = engine.run(
+                        programs, step_seed, run_step, take, train=train, after_backward=after_backward
+                    )
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if effects is None:
@@ -388,5 +395,11 @@ class StepRunner:
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
 
 
-def _detached(result: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+def _check_skipped(of_stages: Sequence[set[int]], on_last: Sequence[int]) -> None:
+    """Check that the stages of this rank and the last one have skipped the same microbatches."""
+    if any(sorted(skipped) != on_last for skipped in of_stages):
+        raise ConfigurationError(
+            f"A step that returns None before it calls the model skips its batch on all ranks alike; here the stages "
+            f"of this rank have skipped microbatches {[sorted(skipped) for skipped in of_stages]}, and the last stage "
+            f"{on_last}. Let it decide by the batch and batch_idx, not by what ranks have for themselves."
+        )

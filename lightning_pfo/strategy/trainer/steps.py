@@ -125,15 +125,16 @@ class StepStrategy(CheckpointStrategy):
         self._is_averaged = fresh and not self._accumulating
         what = (self._step("training_step"), self._num_microbatches, self._training_seed(), batch, rest)
         with self.precision_plugin.train_step_context():
+            is_wanted = self._are_wanted("on_train_batch_end")
             if self._memory is not None:
                 keeps = not fresh or self._module().trainer.accumulate_grad_batches > 1
-                self._memory.before_step(*what, self.optimizers, keeps_gradients=keeps)
+                self._memory.before_step(*what, self.optimizers, keeps_gradients=keeps, wants_outputs=is_wanted)
             result = self._get_pipeline().runner.train(
                 *what,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
                 average=self._is_averaged,
                 keep_gradients=not fresh,
-                outputs="all" if self._are_wanted("on_train_batch_end") else "nobody",
+                outputs="all" if is_wanted else "nobody",
             )
         return SKIPPED if result is None else result
 

@@ -27,6 +27,7 @@ from lightning_pfo.strategy.build import Pipeline, build_pipeline
 from lightning_pfo.strategy.model.batch_norm import check_batch_norm
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
+from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.fsdp import Sharding, check_shard_offload
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
@@ -378,6 +379,7 @@ class PfoPipelineStrategy(StepStrategy):
     @override
     def teardown(self) -> None:
         self._patches.close()
+        explain_missing_values(enabled=True)
         move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             move_local_tensors(self.lightning_module, torch.device("cpu"))

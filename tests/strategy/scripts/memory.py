@@ -14,26 +14,18 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
-from torch import nn, optim
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
+from tests.strategy.memory_cases import CASES, Images
 
 FOLDER = Path(sys.argv[1])
 STEP = 3  # batches are compared in the first three
-TINY = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 class Living(TorchDispatchMode):
@@ -83,103 +75,9 @@ class Measures(L.Callback):
             self.living.__exit__(None, None, None)
 
 
-class Module(L.LightningModule):
-    def __init__(self, model, optimizer):
-        super().__init__()
-        self.model, self.optimizer = model, optimizer
-
-    def configure_optimizers(self):
-        return self.optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
-
-
-class Language(Module):
-    def training_step(self, batch, batch_idx):
-        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
-        if loss.isnan():  # looks at a value
-            raise ValueError("NaN")
-        self.log("loss", loss)
-        return loss
-
-
-class Images(Module):
-    def training_step(self, batch, batch_idx):
-        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
-
-    def forward(self, x):
-        return x + self.norm(self.convolution(x)).relu()
-
-
-def resnet():
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block() for _ in range(4)), head)
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.LSTM(48, 48, batch_first=True) for _ in range(2)), nn.Linear(48, 10)
-
-    def forward(self, x):
-        x = x.flatten(2).transpose(1, 2).repeat(1, 1, 16)
-        for layer in self.layers:
-            x = layer(x)[0]
-        return self.head(x[:, -1])
-
-
-def llama(**options):
-    return LlamaForCausalLM(LlamaConfig(**{**TINY, **options}))
-
-
-def frozen():
-    model = llama()
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[0].mlp.requires_grad_(False)
-    return model
-
-
-CASES = {
-    "resnet, momentum, zbv": (
-        Images,
-        resnet,
-        lambda p: optim.SGD(p, 0.1, momentum=0.9),
-        {"schedule": "zbv", "num_microbatches": 6},
-        {},
-    ),
-    "tied, bf16-mixed, AdamW of all at once, selective": (
-        Language,
-        lambda: llama(tie_word_embeddings=True),
-        lambda p: optim.AdamW(p, foreach=True),
-        {"activation_checkpointing": "selective", "offload_activations": True},
-        {"precision": "bf16-mixed"},
-    ),
-    "frozen, bf16-true, sums in 32 bits, accumulated, Adafactor, gpipe, full": (
-        Language,
-        frozen,
-        optim.Adafactor,
-        {"schedule": "gpipe", "precise_gradients": True, "activation_checkpointing": "full"},
-        {"precision": "bf16-true", "accumulate_grad_batches": 2},
-    ),
-    "recurrent, replicas": (Images, Recurrent, optim.Adam, {"data_parallel_size": 2}, {}),
-    "divided": (Language, llama, optim.AdamW, {"data_parallel_size": 2, "fully_shard": "zero2"}, {}),
-    "divided, many weights": (
-        Language,
-        lambda: llama(num_hidden_layers=10, hidden_size=128, intermediate_size=512),
-        lambda p: optim.SGD(p, 0.1),
-        {"data_parallel_size": 2, "fully_shard": "zero2", "num_microbatches": 6},
-        {},
-    ),
-}
-
-
 def run(kind, make, optimizer, options, trainer_options):
     before = {tensor.untyped_storage()._cdata: tensor for tensor in all_tensors()}
-    if kind is Images:
+    if issubclass(kind, Images):
         data = TensorDataset(torch.randn(96, 3, 16, 16), torch.randint(10, (96,)))
     else:
         data = TensorDataset(torch.randint(256, (96, 32)))
@@ -200,7 +98,8 @@ def run(kind, make, optimizer, options, trainer_options):
         **trainer_options,
     )
     module = kind(make(), optimizer)
-    trainer.fit(module, DataLoader(data, batch_size=96 // (STEP + 1) // options.get("data_parallel_size", 1)))
+    loader = DataLoader(data, batch_size=96 // (STEP + 1) // options.get("data_parallel_size", 1))
+    trainer.fit(module, loader, loader if "val_check_interval" in trainer_options else None)
     report = trainer.strategy.memory_report
     mine = report.ranks[dist.get_rank()]
     return {
@@ -218,7 +117,7 @@ def main():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     can_divide = torch.__version__ >= OLDEST_FSDP["cpu"]
     cases = {name: case for name, case in CASES.items() if can_divide or "fully_shard" not in case[3]}
-    results = {name: run(*case) for name, case in cases.items()}
+    results = {name: run(*cases[name]) for name in sys.argv[2:] or cases}
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
 
 

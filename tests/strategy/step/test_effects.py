@@ -22,6 +22,7 @@ class Module(nn.Module):
         self.array, self.none_yet = np.array([9.0]), torch.zeros(0)
         self.names, self.latest = {"old"}, deque([1.0], maxlen=3)
         self.register_buffer("running", torch.tensor([1.0, 1.0]))
+        self.large = torch.ones(2**17)
 
 
 def step(module, values):
@@ -37,6 +38,7 @@ def step(module, values):
     module.correct += sum(value > 2 for value in values)
     module.histogram[0] += len(values)
     module.running = module.running + torch.tensor(values).mean()
+    module.large = 0.5 * module.large + torch.tensor(values).mean()
     module.new = torch.tensor(values)
     module.all_outs = module.all_outs + [torch.tensor(values).mean()]  # noqa: RUF005 (as it is written)
     module.pair = (*module.pair, torch.tensor(values).mean())

@@ -15,26 +15,22 @@ from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues
 from lightning_pfo.strategy.step.memory.trial import nothing_remains
 from tests.launch import of_ranks, run_script
+from tests.strategy.memory_cases import CASES
 
 CPU = torch.device("cpu")
-NAMES = (
-    "resnet, momentum, zbv",
-    "tied, bf16-mixed, AdamW of all at once, selective",
-    "frozen, bf16-true, sums in 32 bits, accumulated, Adafactor, gpipe, full",
-    "recurrent, replicas",
-)
-DIVIDED = ("divided", "divided, many weights")
 can_divide = pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    run_script(Path(__file__).parents[1] / "scripts" / "memory.py", folder, timeout_s=300)
+    run_script(Path(__file__).parents[1] / "scripts" / "memory.py", folder, timeout_s=400)
     return of_ranks(folder, 2)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=can_divide) for name in DIVIDED)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=can_divide if "fully_shard" in case[3] else ()) for name, case in CASES.items()]
+)
 def test_what_is_told_is_within_ten_percent_of_what_is_taken(ranks, name):
     for seen in ranks:
         assert seen[name]["is_exact"]

@@ -1,13 +1,14 @@
 """Placeholders: parameters and buffers of other ranks, which lie on the meta device and have no values.
 
 While a step runs they say that they lie where this rank computes, as they would without a pipeline: steps ask
-parameters where to make tensors (`next(self.parameters()).device`), and of what form. At any other time they are
-ordinary tensors on meta. Functions of torch are followed only if they are given one of them, and only meanwhile, so all
-others take as long as ever.
+parameters where to make tensors (`next(self.parameters()).device`), and of what form. While a pipeline runs other code
+they are ordinary tensors on meta, and when it has gone, what needs their values says why they are not there. Functions
+of torch are followed only if they are given one of them, so all others take as long as ever.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,20 +16,43 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
+_log = logging.getLogger(__name__)
+
 _ORDINARY = nn.Parameter.__torch_function__
 """With it torch does not ask a class what its functions shall do."""
 
+_resting: Any = _ORDINARY
+"""What placeholders do while no step runs."""
 _device: torch.device | None = None
 """Where placeholders say that they lie, while a step runs."""
 
 
+_PROTOCOL_OF_FILES = 2
+"""That of `torch.save`; copies, and what is sent to processes, have others."""
+_WHOLE = (
+    "A module that a pipeline has split holds the layers of this process's own stages only; others are placeholders "
+    "without values, also when the pipeline has gone. Call trainer.strategy.gather_module() on every rank (in a plain "
+    "loop model.gather_module()), and use the whole module that it gives the first one."
+)
+_has_warned = False
+
+
+def _warn_of_file(protocol: Any) -> None:
+    global _has_warned
+    if protocol == _PROTOCOL_OF_FILES and not _has_warned:
+        _has_warned = True
+        _log.warning("A file is written that has no values for layers of other ranks. %s", _WHOLE)
+
+
 class _PlaceholderParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_of_file(protocol)
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -36,6 +60,7 @@ class _PlaceholderTensor(torch.Tensor):
     __torch_function__ = _ORDINARY
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _warn_of_file(protocol)
         return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -77,7 +102,30 @@ def placeholders_on(device: torch.device) -> Iterator[None]:
     finally:
         _device = before
         if before is None:
-            _follow(_ORDINARY)
+            _follow(_resting)
+
+
+def explain_missing_values(*, enabled: bool) -> None:
+    """Let what needs the values of placeholders say why they are not there, as where no pipeline is left.
+
+    Args:
+        enabled: Whether it does; else placeholders are ordinary tensors on meta.
+    """
+    global _resting
+    _resting = staticmethod(_explain) if enabled else _ORDINARY
+    if _device is None:
+        _follow(_resting)
+
+
+def _explain(
+    function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    try:
+        return natively(function, args, kwargs or {})
+    except RuntimeError as error:
+        if "meta" in str(error):
+            raise ConfigurationError(_WHOLE) from error
+        raise
 
 
 def _follow(answer: Any) -> None:

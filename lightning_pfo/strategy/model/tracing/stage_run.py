@@ -47,6 +47,9 @@ from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
 
+SKIPPED = object()
+"""What comes of a step that returns None before it calls anything, as all stages of it do alike."""
+
 
 class _StageEnded(BaseException):
     """Ends the step; a BaseException because users may write `except Exception` around their model."""
@@ -77,7 +80,7 @@ def run_stage(
             of the stages are told apart.
 
     Returns:
-        The tensors that the next stage begins with; of the last stage what the step returned.
+        The tensors that the next stage begins with; of the last stage what the step returned; or `SKIPPED`.
 
     Raises:
         ConfigurationError: If the step does something else than in the trace.
@@ -90,6 +93,8 @@ def run_stage(
             run.recomputing_parts() if program.divided else nullcontext(),
         ):
             result = step()
+        if result is None and run.position == 0:
+            return SKIPPED
         outputs = run.outputs() if program.stop == run.position else ()
     except _StageEnded:
         return run.outputs()

@@ -82,6 +82,7 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
+    run.trace.skips = result is None and run.trace.failure is None and not run.trace.events
     run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
     return run.trace
 

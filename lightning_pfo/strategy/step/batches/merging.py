@@ -283,9 +283,9 @@ def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -
 
 def _weighted_mean(stacked: torch.Tensor, how: _Merger) -> torch.Tensor:
     weights = torch.tensor(how.weights, dtype=torch.float64, device=stacked.device)
-    kept = weights != 0  # such as the loss of a microbatch without labels, which is NaN
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
-    mean: torch.Tensor = torch.tensordot(weights[kept].to(wide.dtype), wide[kept], 1)
+    shares = weights.reshape(-1, *(1,) * (wide.dim() - 1))
+    mean: torch.Tensor = torch.where(shares != 0, wide * shares, 0).sum(0)  # a mean over no labels is NaN
     return mean.to(stacked.dtype)
 
 

@@ -211,7 +211,8 @@ class Attributes:
 
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
-            return self._tensors[path][2]
+            tensor, _, copy = self._tensors[path]
+            return tensor if copy is None else copy
         holder = self._containers[path[:-1]][1]
         before: Any = holder.get(path[-1]) if isinstance(holder, dict) else holder
         if type(before) in (list, tuple):

@@ -24,6 +24,9 @@ class Effects:
     Args:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
+
+    Attributes:
+        dear: Changes that stay on the rank where the step was run to its end.
     """
 
     def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
@@ -33,7 +36,7 @@ class Effects:
         self._switched: Changed = ({}, {})
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
-        self._dear: Changes = {}
+        self.dear: Changes = {}
         self._is_alone = False
 
     @contextmanager
@@ -79,6 +82,10 @@ class Effects:
         """Take buffers of the module for none of these: stages change them on the way."""
         self._attributes.leave_alone(buffers)
 
+    def repeat(self, number: int) -> None:
+        """Let so many microbatches have left what the latest has."""
+        self._changes, self._calls = self._changes[-1:] * number, self._calls[-1:] * number
+
     def discard(self) -> None:
         """Leave nothing behind."""
         self._attributes.discard()
@@ -105,9 +112,9 @@ class Effects:
         changes = self._attributes.merged(self._changes, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
         if is_sent:
-            self._dear = self._attributes.dear(changes)
+            self.dear = self._attributes.dear(changes)
         return {
-            "changes": {path: change for path, change in changes.items() if path not in self._dear},
+            "changes": {path: change for path, change in changes.items() if path not in self.dear},
             "switched": self._switched,
             "drawn": self._attributes.generators.drawn(),
             "calls": merged_calls(self._calls, sizes, weights, rules),
@@ -115,7 +122,7 @@ class Effects:
 
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
-        self._attributes.apply({**outcome["changes"], **self._dear})
+        self._attributes.apply({**outcome["changes"], **self.dear})
         self._flags.apply(outcome["switched"])
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         make_calls(self._owner, outcome["calls"])

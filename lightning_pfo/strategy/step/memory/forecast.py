@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,17 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import gradient_type
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.memory.costs import Cost, StageCosts
 from lightning_pfo.strategy.step.memory.exchanges import exchanging
+from lightning_pfo.strategy.step.memory.leavings import Left
 from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 from lightning_pfo.strategy.step.memory.report import RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues, OwnValues, Substitutes
 from lightning_pfo.strategy.step.memory.timeline import Timeline
-from lightning_pfo.strategy.step.memory.trial import Cost, StageCosts, try_stages
-from lightning_pfo.strategy.step.programs import Programs
+from lightning_pfo.strategy.step.memory.trial import Found, Tried, try_stages
+from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
+from lightning_pfo.strategy.step.whole.end import End
+from lightning_pfo.strategy.step.whole.joining import joins_of
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +83,11 @@ class MemoryForecast:
         optimizers: Sequence[Optimizer],
         *,
         keeps_gradients: bool,
-    ) -> RankMemory:
+        wants_outputs: bool,
+    ) -> RankMemory | None:
         """What an iteration takes that is not the first, so that states of optimizers are there.
+
+        A collective call of the pipeline's ranks.
 
         Args:
             step: The user's step.
@@ -90,47 +97,69 @@ class MemoryForecast:
             rest: Its other arguments.
             optimizers: The optimizers.
             keeps_gradients: Whether gradients of earlier batches are kept, as where several are accumulated.
+            wants_outputs: Whether somebody wants what the step returns beside the loss.
+
+        Returns:
+            What it takes; None if the step skips this batch.
         """
         self.engine.set_num_microbatches(num_microbatches)
-        parts = self.batching.split(batch, num_microbatches).parts
+        microbatches = self.batching.split(batch, num_microbatches)
+        seed = (self.engine.seed, *step_seed)
+        whole = None
+        if self.batching.joins_microbatches and len(microbatches) > 1:
+            whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
 
-        def first_step(index: int = 0) -> Any:
-            return step(parts[index], *rest)
+        def step_of(index: int) -> Any:
+            return step(microbatches[index], *rest)
 
         with random_state.isolated(self.engine.device):
-            seed = (self.engine.seed, *step_seed)
-            programs = self.programs.of("train", parts[:1], first_step, seed, train=True)[0][0]
-        return self._of_iteration(programs, first_step, [batch, *parts], optimizers, keeps_gradients)
+            some = microbatches if whole is not None else microbatches[:1]
+            found = self.programs.of("train", some, step_of, seed, train=True, whole=whole)
+        programs, of_whole = found[0]
+        if not programs[0].events:
+            return None
+        last = self.engine.num_stages - 1
+        tried = Tried(
+            programs,
+            lambda: step_of(0),
+            [leaf for _, leaf in leaves_of([batch, *microbatches])],
+            microbatches.sizes,
+            self.batching.batch_dim,
+            wants_outputs,
+            changes_on_the_way(programs, last),
+        )
+        if whole is not None:
+            # in which order rows are joined makes no difference
+            joins = joins_of([of_stages[-1] for of_stages, _ in found], of_whole[-1], whole.sizes)
+            end = End(of_whole[-1], whole.step, self.engine.device, seed)
+            tried = replace(tried, changes=changes_on_the_way(of_whole, last), end=end, joins=list(joins.values()))
+        return self._of_iteration(tried, optimizers, keeps_gradients)
 
-    def _of_iteration(
-        self,
-        programs: Sequence[StageProgram],
-        step: Callable[[], Any],
-        batch: Any,
-        optimizers: Sequence[Optimizer],
-        keeps_gradients: bool,
-    ) -> RankMemory:
+    def _of_iteration(self, tried: Tried, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> RankMemory:
         device, schedule = self.engine.device, self.engine.schedule
         assert schedule is not None
-        costs, is_exact = self._costs(programs, step, batch)
+        found, is_exact = self._costs(tried)
         of_optimizers = try_optimizers(optimizers, device)
-        peak = Timeline(schedule, self.engine.rank, costs, self._bucket_bytes).peak()
+        timeline = Timeline(schedule, self.engine.rank, found.of_stages, self._bucket_bytes)
+        peak = timeline.peak()
         layers = self._layer_bytes()
         gathered = sum(layers) if self._zero_stage < 3 else max(layers, default=0)
         left = sum(self._gradient_bytes(parameter) for parameter in self._trained())
         earlier = left if keeps_gradients else 0
+        ends = found.left
+        ends = self.engine.all_gather(found.left)[self.engine.last_rank]
+        if not self.engine.is_last:
+            ends = ends.as_sent()
 
-        def moment(
-            name: str, gradients: int, gathered: int = 0, activations: int = 0, transfers: int = 0
-        ) -> RankMemory:
+        def moment(name: str, gradients: int, gathered: int, activations: int, transfers: int = 0) -> RankMemory:
             return RankMemory(
                 _bytes_of(device, map(local, named_tensors(self.owner).values())),
                 gathered,
                 gradients,
                 of_optimizers.state_bytes,
-                activations,
+                activations + ends.attribute_bytes,
                 transfers,
-                _bytes_of(device, (leaf for _, leaf in leaves_of(batch))),
+                _bytes_of(device, tried.batch),
                 name,
                 is_exact,
             )
@@ -138,17 +167,24 @@ class MemoryForecast:
         in_iteration = earlier + peak.gradient_bytes
         if self._zero_stage > 1:
             in_iteration += self._divided_bytes()
-        whole = sum(each.left_bytes for each in costs.values())
+        whole = sum(each.left_bytes for each in found.of_stages.values())
+        divided = left if self._zero_stage else whole
+        running, of_results = peak.activation_bytes + found.beside_bytes, timeline.left_bytes
         moments = [
-            moment(peak.instruction, in_iteration, gathered, peak.activation_bytes, peak.transfer_bytes),
-            moment("exchange of gradients", earlier + whole + self._exchanged_bytes(layers), gathered),
-            moment("optimizer step", left, activations=of_optimizers.step_bytes),
+            moment(peak.instruction, in_iteration, gathered, running, peak.transfer_bytes),
+            moment("exchange of gradients", earlier + whole + self._divided_at_end(layers), gathered, of_results),
+            moment("results put together", earlier + divided, 0, of_results + ends.merging.peak_bytes),
+            moment(
+                "exchange of gradients",
+                earlier + divided + self._shared_bytes(),
+                0,
+                of_results + ends.merging.kept_bytes,
+            ),
+            moment("optimizer step", left, 0, of_optimizers.step_bytes + ends.output_bytes),
         ]
         return max(moments, key=lambda moment: moment.peak_bytes)
 
-    def _costs(
-        self, programs: Sequence[StageProgram], step: Callable[[], Any], batch: Any
-    ) -> tuple[dict[int, StageCosts], bool]:
+    def _costs(self, tried: Tried) -> tuple[Found, bool]:
         """What instructions take, and whether that is exact."""
         precision = None if self.sharding is None else as_traced(self.sharding.precision)
         ways: list[Substitutes] = []
@@ -158,13 +194,11 @@ class MemoryForecast:
             ways.append(OwnValues())
         for way in ways:
             try:
-                costs = try_stages(
+                found = try_stages(
                     self.engine,
                     self.owner,
                     self.split,
-                    programs,
-                    step,
-                    [leaf for _, leaf in leaves_of(batch)],
+                    tried,
                     self.parameters,
                     way,
                     precise=self.precise,
@@ -173,8 +207,9 @@ class MemoryForecast:
             except Exception as error:
                 _log.info("The step does not run with %s: %s", type(way).__name__, error)
             else:
-                return costs, True
-        return {stage: self._by_trace(stage, programs[stage]) for stage in self.engine.stages}, False
+                return found, True
+        costs = {stage: self._by_trace(stage, tried.programs[stage]) for stage in self.engine.stages}
+        return Found(costs, 0, Left()), False
 
     def _by_trace(self, stage: int, program: StageProgram) -> StageCosts:
         saved = self.split.saved_bytes[stage] if self.split.saved_bytes else 0
@@ -223,11 +258,14 @@ class MemoryForecast:
     def _bucket_bytes(self, stage: int) -> int:
         return 0 if self.means is None else self.means.largest_bucket_bytes(self._trained(stage))
 
-    def _exchanged_bytes(self, layers: Sequence[int]) -> int:
-        """What is there beside gradients when they are summed over stages, or divided over replicas at the end."""
+    def _divided_at_end(self, layers: Sequence[int]) -> int:
+        """What is there beside gradients when they are divided over replicas at the end of the iteration."""
+        return max(layers, default=0) + self._divided_bytes() if self._zero_stage == 1 else 0
+
+    def _shared_bytes(self) -> int:
+        """What is there beside gradients when they are summed over stages."""
         shared = [sum(self._gradient_bytes(p) for p in each.parameters if p.requires_grad) for each in self.shared]
-        divided = max(layers, default=0) + self._divided_bytes() if self._zero_stage == 1 else 0
-        return max([divided, *shared])
+        return max(shared, default=0)
 
 
 def _bytes_of(device: torch.device, tensors: Iterable[Any]) -> int:

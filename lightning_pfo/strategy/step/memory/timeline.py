@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.strategy.step.memory.trial import OF_WEIGHTS, StageCosts
+from lightning_pfo.strategy.step.memory.costs import OF_WEIGHTS, StageCosts
 
 _OF_GRADIENTS = (InstructionType.BACKWARD, InstructionType.INPUT_GRADIENT)
 
@@ -66,7 +66,13 @@ class Timeline:
         self._ran: set[tuple[int, str]] = set()
         self._leaving: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._arriving: dict[Instruction, tuple[int, int]] = {}
+        self._num_forwards: Counter[int] = Counter()
         self._most = Moment(0, 0, 0, "begin")
+
+    @property
+    def left_bytes(self) -> int:
+        """What is there beside gradients of parameters, when all has run."""
+        return self._activations
 
     def peak(self) -> Moment:
         """When most is taken, and how much; the gradients of earlier batches and what is always there do not count."""
@@ -96,6 +102,10 @@ class Timeline:
         is_first = (inst.stage, part) not in self._ran
         self._ran.add((inst.stage, part))
         cost = (costs.first if is_first else costs.again)[inst.type]
+        if inst.type is InstructionType.FORWARD:
+            self._num_forwards[inst.stage] += 1
+            if self._num_forwards[inst.stage] == self._schedule.num_microbatches:
+                cost = costs.last_forward or cost
         self._note(str(inst), activations=cost.peak_bytes)
         received = self._received_bytes(inst)
         self._activations += cost.kept_bytes + received  # it is part of the microbatch now, or gone

@@ -49,7 +49,10 @@ class MemoryWatch:
         engine = self._forecast.engine
         if self.report is None:
             mine = self._forecast.of(*args, **kwargs)
-            self._tell(MemoryReport(tuple(engine.all_gather(mine, everywhere=True))))
+            ranks = engine.all_gather(mine, everywhere=True)
+            if None in ranks:
+                return
+            self._tell(MemoryReport(tuple(ranks)))
         if engine.device.type == "cuda":
             if self._steps == _MEASURED_STEP:
                 torch.cuda.reset_peak_memory_stats(engine.device)

@@ -18,10 +18,11 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.stage_run import run_stage
+from lightning_pfo.strategy.model.tracing.stage_run import SKIPPED, run_stage
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.step.programs import Programs, StepPrograms, Whole
+from lightning_pfo.strategy.step.recording import skips_some
 from lightning_pfo.strategy.step.whole.joining import Join, joins_of
 from lightning_pfo.strategy.step.whole.order import RowOrder
 
@@ -76,9 +77,12 @@ class Ends:
         program = found[0][1][-1]
         joins = joins_of([of_stages[-1] for of_stages, _ in found], program, whole.sizes)
         ordered = self._order.complete(kind, joins, microbatches, whole, step, step_seed)
-        end = _End(program, whole.step, self._engine.device, (self._engine.seed, *step_seed, len(microbatches)))
+        end = End(program, whole.step, self._engine.device, (self._engine.seed, *step_seed, len(microbatches)))
 
-        def run(values: Tensors) -> Any:
+        def run(values: Tensors | None) -> Any:
+            if values is None:
+                with running():
+                    return _skip(whole.step)
             if kind not in self._checked:
                 self._checked.add(kind)
                 with untouched(self._owner), trying():
@@ -86,11 +90,25 @@ class Ends:
             with running():
                 return end.run(values)[0]
 
-        return _JoinedLoss(ordered, whole.sizes, run, take)
+        return JoinedLoss(ordered, whole.sizes, run, take)
+
+
+_NOTHING = StageProgram((), 0, 0, (), (), frozenset(), (), False, False)
+"""Ends a step before it calls anything."""
+
+
+def _skip(step: Callable[[], Any]) -> None:
+    """Run a step on the whole batch, which is to return None like those on microbatches."""
+    if run_stage(_NOTHING, step, ()) is not SKIPPED:
+        raise ConfigurationError(
+            "A training step that returns None skips the batch, so with loss_over='batch' it does so for the batch and "
+            "for all microbatches; here it does not for the batch. Decide by what they have in common, such as "
+            "batch_idx."
+        )
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """The end of a step on the whole batch.
 
     Attributes:
@@ -139,22 +157,25 @@ class _End:
             )
 
 
-class _JoinedLoss:
+class JoinedLoss:
     """Takes what the last stage has of each microbatch, in place of what a step returns.
 
     Args:
         joins: How each value is joined, in the order of the values.
         sizes: How many samples each microbatch has.
-        run: Runs the end of the step on the joined values.
+        run: Runs the end of the step on the joined values; None: the step has called nothing.
         take: Takes what the step returns.
     """
 
-    def __init__(self, joins: Sequence[Join], sizes: Sequence[int], run: Callable[[Tensors], Any], take: Take) -> None:
+    def __init__(
+        self, joins: Sequence[Join], sizes: Sequence[int], run: Callable[[Tensors | None], Any], take: Take
+    ) -> None:
         self._joins = joins
         self._sizes = sizes
         self._run = run
         self._take = take
         self._values: dict[int, Tensors] = {}
+        self._num_skipped = 0
 
     def __call__(self, values: Any, index: int) -> torch.Tensor:
         """Keep the values of a microbatch.
@@ -162,14 +183,31 @@ class _JoinedLoss:
         Returns:
             What stands for its loss: of no value, its backward gives the gradients of the loss of the whole batch.
         """
-        self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        if values is None:
+            self._num_skipped += 1
+            if self._num_skipped == len(self._sizes):
+                self._take(self._run(None), 0)
+            self._check_all_skip()
+            return torch.zeros(())
+        leaves = self.add(values, index)
+        self._check_all_skip()
         if len(self._values) == len(self._sizes):
             loss = self._take(self._run_on_all(), 0)
             if loss.requires_grad:
                 with torch.autocast(loss.device.type, enabled=False):
                     torch.autograd.backward(loss)
-        stands_for: torch.Tensor = _PartOfLoss.apply(self._values[index], *values)  # type: ignore[no-untyped-call]
+            self._values.clear()
+        stands_for: torch.Tensor = _PartOfLoss.apply(leaves, *values)  # type: ignore[no-untyped-call]
         return stands_for
+
+    def _check_all_skip(self) -> None:
+        if self._num_skipped and self._values:
+            raise skips_some(self._num_skipped, len(self._sizes))
+
+    def add(self, values: Tensors, index: int) -> Tensors:
+        """Keep the values of a microbatch; returns what will have their gradients."""
+        self._values[index] = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        return self._values[index]
 
     def _run_on_all(self) -> Any:
         columns = zip(*(self._values[index] for index in range(len(self._sizes))), strict=True)

@@ -1,6 +1,7 @@
 """Parameters and buffers of other ranks: on meta, but in a step where they would be without a pipeline."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -8,8 +9,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.untouched import untouched
-from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, mark_placeholders, placeholders_on
+from lightning_pfo.strategy.model.tracing import placeholders
+from lightning_pfo.strategy.model.tracing.placeholders import (
+    explain_missing_values,
+    is_placeholder,
+    mark_placeholders,
+    placeholders_on,
+)
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
 
@@ -97,3 +105,38 @@ def test_they_are_left_out_of_what_is_put_back_after_a_step(absent):
     with placeholders_on(CPU), untouched(absent):
         absent.eval()
     assert absent.training
+
+
+@pytest.fixture
+def explained():
+    explain_missing_values(enabled=True)
+    yield
+    explain_missing_values(enabled=False)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda module: module.to("cpu"),
+        lambda module: module(torch.ones(2, 3)),
+        lambda module: torch.jit.trace(module, torch.ones(2, 3)),
+        lambda module: module.weight.tolist(),
+    ],
+)
+@pytest.mark.usefixtures("explained")
+def test_without_a_pipeline_what_needs_their_values_says_how_to_get_them(absent, use):
+    with placeholders_on(CPU):
+        pass
+    with pytest.raises(ConfigurationError, match=r"gather_module\(\) on every rank"):
+        use(absent)
+    assert absent.half().weight.dtype == torch.float16
+    assert copy.deepcopy(absent).weight.is_meta
+
+
+def test_a_file_of_the_whole_module_is_warned_of(absent, caplog, monkeypatch):
+    monkeypatch.setattr(placeholders, "_has_warned", False)
+    pickle.dumps(absent)
+    copy.deepcopy(absent)
+    assert not caplog.records
+    torch.save(absent, io.BytesIO())
+    assert [record.message.count("gather_module()") for record in caplog.records] == [2]
