@@ -26,5 +26,9 @@ def run_rank(rank, num_ranks, init_method, function, arguments):
         dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=num_ranks)
     function(*arguments)
     if dist.is_initialized():
-        dist.barrier()
+        # kept, so that none of gloo's threads has to end it: it waits for Python's lock then (seen in torch 2.6, where
+        # the compiler was imported), which who destroys the group holds until all threads have ended
+        last = dist.barrier(async_op=True)
+        last.wait()
         dist.destroy_process_group()
+        del last

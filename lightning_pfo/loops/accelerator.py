@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState  # type: ignore[import-untyped]
 from accelerate.utils import recursively_apply  # type: ignore[import-untyped]
 from torch import nn
 
@@ -37,6 +40,7 @@ _METHODS = (
     "reduce",
     "save_model",
     "save_state",
+    "split_between_processes",
     "unwrap_model",
     "wait_for_everyone",
 )
@@ -147,6 +151,16 @@ class _AcceleratorOfPipeline:
             return self._ordinary["reduce"](tensor, reduction, scale)
         self._check_same(tensor, "accelerator.reduce")
         return recursively_apply(self._reduce_over_replicas, tensor, reduction, error_on_other_type=True)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """A part of some inputs for each replica."""
+        place = SimpleNamespace(
+            num_processes=self._pipeline.num_replicas,
+            process_index=self._pipeline.replica,
+            device=self._accelerator.device,
+        )
+        split: AbstractContextManager[Any] = PartialState.split_between_processes(place, inputs, apply_padding)
+        return split
 
     def _check_same(self, data: Any, what: str) -> None:
         others = self._pipeline.ranks_with_others(data)

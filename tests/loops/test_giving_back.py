@@ -27,6 +27,7 @@ def test_release_gives_all_back(tmp_path):
         "save_model",
         "save_state",
         "scheduler",
+        "split_between_processes",
         "type",
         "unwrap_model",
         "wait_for_everyone",

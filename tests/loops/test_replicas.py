@@ -40,7 +40,7 @@ def test_what_processes_tell_each_other_is_that_of_ddp_of_two(folder):
     assert ddp[0]["processes"] == len(ddp[0]["gathered"]["loss"]) == 2
     assert len({*ddp[0]["lr"]}) == 1 + 4  # a step at every second batch
     for rank, seen in enumerate(pipeline):
-        for key in ("processes", "gathered", "reduced"):
+        for key in ("processes", "part", "gathered", "reduced"):
             check(seen[key], ddp[rank // 2][key], key)
 
 

@@ -6,7 +6,8 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
@@ -97,6 +99,10 @@ PRIVATE = {
     ),
     "torch.distributed.distributed_c10d._abort_process_group": (
         "Where a rank has died, the others would wait for their transfers until the timeout."
+    ),
+    "torch.distributed.distributed_c10d._process_group_name": (
+        "Groups that only their processes make are named by how many groups these are in (up to torch 2.13): they "
+        "would wait for each other for ever where that differs, and fail where a name comes again."
     ),
     "torch.distributed.tensor.DTensor._local_tensor": (
         "In-place changes of gradients and sums over their parts; `to_local` returns a view that autograd follows."
@@ -268,6 +274,14 @@ def recompute_with(make: Callable[[Recompute], Recompute], patches: Patches) -> 
     module, older, newer = torch.utils.checkpoint, *_RECOMPUTES
     name = newer if hasattr(module, newer) else older
     patches.set(module, name, make(getattr(module, name)))
+
+
+@contextmanager
+def name_of_group(name: str) -> Iterator[None]:
+    """Let a group that is made meanwhile have a name, which no other has had."""
+    with Patches() as patches:
+        patches.set(distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)
+        yield
 
 
 def before_clipping(look: Callable[[list[torch.Tensor]], object], patches: Patches) -> None:

@@ -6,12 +6,9 @@ comes to another meeting than the others (`meet`): then all of them raise an err
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.parallel.compat import name_of_group
 from lightning_pfo.strategy.parallel.dtensor import local
 
 
@@ -170,6 +168,7 @@ class Groups:
         self.backends: tuple[str | None, ...] = (None,) if device_type == "cpu" else (None, "gloo")
         self._timeout = timeout
         self._made = _made.setdefault(dist.group.WORLD, {})
+        self._times = _times.setdefault(dist.group.WORLD, Counter())
 
     def of(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """A group of some processes.
@@ -208,8 +207,10 @@ class Groups:
     def destroy_unused(self) -> None:
         """Destroy groups whose users are all gone, as a Trainer may be; a collective call of the world.
 
-        Ranks do it together, as communicators ask for; each collects its garbage when it likes.
+        Ranks do it together, as communicators ask for, whoever has kept a Trainer.
         """
+        if any(user is not self for made in self._made.values() for user in made.users):
+            gc.collect()  # a Trainer goes when Python looks for cycles, which may be long after its end
         used: list[set[_Key]] = [set()] * dist.get_world_size()
         of_this = {key for key, made in self._made.items() if made.users}
         dist.all_gather_object(used, of_this, group=self.hosts(None))
@@ -220,7 +221,8 @@ class Groups:
         ranks, backend, _ = wanted
         key = wanted, self._timeout
         if key not in self._made:
-            with in_background():
+            self._times[key] += 1  # how often is the same for all that are in it
+            with in_background(), name_of_group(f"lightning_pfo {key} {self._times[key]}"):
                 group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=of_these_only)
             self._made[key] = _Made(group, WeakSet())
         self._made[key].users.add(self)
@@ -239,6 +241,8 @@ class _Made(NamedTuple):
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _Made]] = WeakKeyDictionary()
 """All groups of each world."""
+_times: WeakKeyDictionary[dist.ProcessGroup, Counter[_Key]] = WeakKeyDictionary()
+"""How often each was made, also of those that have been destroyed."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ def main(name):
         counted.count += 1
     accelerator.save_state(FOLDER / name)
     history["processes"] = accelerator.num_processes
+    with accelerator.split_between_processes(list(range(5)), apply_padding=True) as part:
+        history["part"] = part
     history["gathered"] = accelerator.gather({"loss": loss, "some": [x[:2], y]})
     history["reduced"] = {
         kind: accelerator.reduce((loss.detach(), x[:2]), kind) for kind in ("sum", "mean", "max", "none")

@@ -1,5 +1,6 @@
 """Groups are made once, with the timeout that was asked for, and destroyed together when nobody uses them."""
 
+import gc
 import math
 from datetime import timedelta
 
@@ -57,6 +58,18 @@ def check():
     dist.barrier()
 
 
+def check_uneven():
+    """Some processes are in more groups than others when all make further ones."""
+    rank = dist.get_rank()
+    mesh = make_mesh("cpu", 1, 1, "dp_pp", timedelta(seconds=20))
+    of_ends = mesh.groups.together([Wanted((0, 3))] if rank in (0, 3) else [])
+    assert [dist.get_process_group_ranks(group) for group in of_ends] == ([[0, 3]] if rank in (0, 3) else [])
+    for timeout_s in (21, 22, 23, 24):
+        other = make_mesh("cpu", 2, 1, "dp_pp", timedelta(seconds=timeout_s))
+        other.groups.destroy_unused()
+        dist.barrier(other.pipeline_group)
+
+
 def check_spread():
     rank = dist.get_rank()
     for size in range(1, 6):
@@ -84,6 +97,10 @@ def test_groups_are_made_once_and_go_with_their_users():
     run_ranks(check, 4)
 
 
+def test_groups_are_made_by_processes_that_are_in_different_numbers_of_them():
+    run_ranks(check_uneven, 4)
+
+
 class Regression(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -99,9 +116,11 @@ class Regression(L.LightningModule):
 
 
 def fit_again_and_again():
+    gc.disable()  # where a process has many objects, Python looks for garbage rarely
     numbers = []
-    for _ in range(4):
-        strategy = PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2, check_loss=False)
+    for timeout_s in (77, 77, 78, 79):  # groups that are used again, and others
+        options = {"data_parallel_size": 2, "check_loss": False, "timeout": timedelta(seconds=timeout_s)}
+        strategy = PfoPipelineStrategy(num_microbatches=2, **options)
         trainer = L.Trainer(
             strategy=strategy,
             accelerator="cpu",
