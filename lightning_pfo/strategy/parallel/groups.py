@@ -9,6 +9,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
