@@ -60,6 +60,10 @@ class Meters:
             first, *_, last = self._runs[path]
             attributes.update({key: value for key, value in last.items() if first.get(key, attributes) is not value})
 
+    def goes_on(self, path: Path) -> bool:
+        """Whether an object is not as at the begin of the batch."""
+        return path in self._runs
+
     def forget(self) -> None:
         """Let nothing go on."""
         self._runs = {}
