@@ -333,7 +333,7 @@ class Idioms(Base):
         super().__init__()
         self.first, self.is_begun, self.ema, self.window, self.losses = None, False, None, deque(maxlen=4), ()
         self.matrix, self.record, self.by_epoch, self.names = np.zeros((2, 2)), None, {0: []}, []
-        self.nested = {"a": {"b": [1, {"c": 0}]}}
+        self.nested, self.correct, self.table = {"a": {"b": [1, {"c": 0}]}}, torch.tensor(0), None
 
     def note(self, x, output, batch_idx):
         loss = output.square().mean().item()
@@ -351,10 +351,17 @@ class Idioms(Base):
         self.nested["a"]["b"][1]["c"] += len(x)
         self.sums, self.indices, self.size = x.sum(0), torch.tensor([batch_idx, batch_idx + 1]), len(x)
         self.both, self.pair = [len(x), batch_idx], (loss, len(x))
+        self.correct = self.correct + (output[:, 0] > 0.15).sum()
+        self.table = torch.zeros(2, 2, dtype=torch.long)
+        for row, column in (output[:, :2] > 0.15).long():
+            self.table[row, column] += 1
 
     def found(self):
         names = ("first", "is_begun", "ema", "window", "losses", "matrix", "record", "by_epoch", "names", "nested")
-        return {name: plain(getattr(self, name)) for name in (*names, "sums", "indices", "size", "both", "pair")}
+        return {
+            name: plain(getattr(self, name))
+            for name in (*names, "sums", "indices", "size", "both", "pair", "correct", "table")
+        }
 
 
 class Evaluates(Base):

@@ -1,8 +1,8 @@
 """Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
 
 They are reached from the user's module: from it, its class, and modules around its layers; from the data module and the
-callbacks of its Trainer; and from the variables that its functions know besides their arguments. Into objects of the
-user's own classes it is looked as into containers; those of libraries are theirs.
+callbacks of its Trainer, if a step names these; and from the variables that a step knows besides its arguments. Into
+objects of the user's own classes it is looked as into containers; those of libraries are theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_variables, packages_of
+from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_to, packages_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
@@ -28,7 +28,7 @@ Path = tuple[Any, ...]
 
 LONGEST = 10_000
 """Containers of more items are data: nobody looks into them, and of lists only what is appended."""
-_MANY = 1_000
+_MANY = 250
 """Nobody looks into the items of containers that have more."""
 _MOST_OBJECTS = 2_000
 """Of more objects of the user's, the later ones are taken for data."""
@@ -71,13 +71,15 @@ class Places:
                 self._note((name,), getattr(kind, name))
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
+        known = [known_to(cls) for cls in dict.fromkeys(map(type, (owner, *modules.values())))]
         trainer = trainer_of(owner)
-        if trainer is not None:
+        if any("datamodule" in each.names for each in known):
             self._object(("trainer.datamodule",), getattr(trainer, "datamodule", None))
+        if any("callbacks" in each.names for each in known):
             for index, callback in enumerate(getattr(trainer, "callbacks", ())):
                 self._object((f"trainer.callbacks[{index}]",), callback)
-        for cls in dict.fromkeys(map(type, (owner, *modules.values()))):
-            for name, variables in known_variables(cls):
+        for each in known:
+            for name, variables in each.variables:
                 self._attributes((name,), variables)
 
     def _module(self, path: Path, module: nn.Module, left_alone: Collection[str]) -> None:

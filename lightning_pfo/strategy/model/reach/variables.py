@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Collection, Iterator, MutableMapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -97,24 +98,40 @@ class Variables(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-_KNOWN: WeakKeyDictionary[type, list[tuple[str, Variables]]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Known:
+    """What the functions of a user's class know that a step may call, and the user's functions that these call.
 
-
-def known_variables(cls: type) -> list[tuple[str, Variables]]:
-    """The global variables that functions of a user's class name, and those of functions around them.
-
-    Functions that they call count, if they are the user's too.
+    Attributes:
+        variables: Global variables that they name, and those of functions around them.
+        names: All names in them, also of attributes.
     """
+
+    variables: list[tuple[str, Variables]]
+    names: frozenset[str]
+
+
+_KNOWN: WeakKeyDictionary[type, Known] = WeakKeyDictionary()
+_BEGINS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
+
+
+def known_to(cls: type) -> Known:
+    """What functions of a user's class know."""
     if cls not in _KNOWN:
-        _KNOWN[cls] = _find_variables(cls)
+        _KNOWN[cls] = _find_known(cls)
     return _KNOWN[cls]
 
 
-def _find_variables(cls: type) -> list[tuple[str, Variables]]:
+def _find_known(cls: type) -> Known:
     packages = _packages_of(cls)
     found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
     cells: dict[str, Any] = {}
-    waiting = [function for base in cls.__mro__ for function in map(_function_of, vars(base).values())]
+    all_names: set[str] = set()
+
+    def methods(name: str) -> Iterator[Any]:
+        return (_function_of(vars(base)[name]) for base in cls.__mro__ if name in vars(base))
+
+    waiting = [method for name in _BEGINS for method in methods(name)]
     seen: set[types.FunctionType] = set()
     while waiting:
         function = waiting.pop()
@@ -126,6 +143,9 @@ def _find_variables(cls: type) -> list[tuple[str, Variables]]:
         variables = function.__globals__
         _, names = found.setdefault(id(variables), (variables, {}))
         for name in _names_in(function.__code__):
+            if name not in all_names:
+                all_names.add(name)
+                waiting.extend(methods(name))
             value = variables.get(name)
             if name in variables and _may_change(value):
                 names[name] = None
@@ -142,7 +162,7 @@ def _find_variables(cls: type) -> list[tuple[str, Variables]]:
     if cells:
         get, put, drop = (partial(how, cells) for how in (_get_cell, _put_cell, _drop_cell))
         known.append((f"the variables around {cls.__name__}", Variables(list(cells), get, put, drop)))
-    return known
+    return Known(known, frozenset(all_names))
 
 
 def _accessors(variables: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -20,7 +20,8 @@ from lightning_pfo.strategy.step.batches.structures import holds_tensors, parts_
 
 Rule = str | int
 """Numbers: `sum`, `first` (they are equal), `largest`, `least`. Lists: `items` are joined, `parts` are merged. Tensors:
-the dimension along which they are joined, `fixed` (as numbers of which nothing is known), or one for numbers."""
+the dimension along which they are joined, `fixed` (floating-point numbers of which nothing is known), `counts` (such
+integers), or one for numbers."""
 _log = logging.getLogger(__name__)
 _TRIES = 8
 """So often the step is traced, since numbers may be 0 in the first batches, or other things be returned later."""
@@ -133,7 +134,7 @@ def _rule_of_tensors(
     is_count = not (first.is_floating_point() or first.is_complex())
     first, second = first.detach().cpu(), second.detach().cpu()
     if small.is_meta or large.is_meta or not torch.allclose(small, first, equal_nan=True):
-        return "sum" if is_count else "fixed"
+        return "counts" if is_count else "fixed"
     if torch.equal(first, second) and torch.equal(first, large):
         return "first" if bool(large.any()) else None
     if torch.allclose(large, first + second):
@@ -144,7 +145,7 @@ def _rule_of_tensors(
 def merged_by(rule: Rule | None, values: Sequence[Any]) -> tuple[Any] | None:
     """Numbers, or tensors of one shape, put together by a rule of numbers; None: it says nothing of these."""
     first = values[0]
-    if rule == "sum":
+    if rule in ("sum", "counts"):
         total = sum(values)
         return (total.to(first.dtype) if isinstance(first, torch.Tensor) else type(first)(total),)
     if isinstance(first, (torch.Tensor, np.ndarray)):

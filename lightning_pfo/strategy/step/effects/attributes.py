@@ -5,11 +5,12 @@ the batch, and what it changes is taken back. What it changed on the last stage,
 At the end of the batch the changes of all microbatches are put together as one batch would have made them, and made on
 every rank:
 
-- Numbers grow by what they have grown in the microbatches: floating-point numbers by the weighted mean, tensors of
-  integers by the sum. Python's integers that grow alike count batches, and samples if they grow by the number of these.
+- Numbers grow by what they have grown in the microbatches: floating-point numbers by the weighted mean, integers by the
+  sum if they count something, and by what each has grown if they are indices or count batches; see `rules`. Where that
+  is not known, integers that grow alike count batches, and samples if they grow by the number of these.
 - Lists that each microbatch appends as many items to grow by so many, each merged like an output; by all, if these are
   one for each sample, or not as many.
-- Tensors are merged like outputs; those that keep their shape, like numbers.
+- Tensors are merged like outputs; those that keep their shape, like numbers. What only some have written is theirs.
 - Lists, tuples, tensors and arrays that are made anew with the earlier items first (`self.outs = self.outs + [loss]`,
   `torch.cat([self.outs, y])`) grow by what comes after these, merged in the same way.
 - Of other values that differ, the last one stays.
@@ -91,6 +92,13 @@ class Attributes:
         """Give meters what they had at the begin of the batch."""
         self._meters.forget()
         self.take_back()
+
+    def enter(self) -> None:
+        """A run of the step begins; what others have changed since the last one, as hooks of backward do, stays."""
+        for path, (container, before) in self._containers.items():
+            is_at_begin = path not in ((), ("_buffers",)) and not self._meters.goes_on(path)
+            if is_at_begin and any(_changes_in(container, before)):
+                self._containers[path] = (container, _copied(container))
 
     def take_back(self) -> Changes:
         """Take back what has changed since the run has begun, and return it as it is."""

@@ -60,6 +60,7 @@ class Effects:
         has_ended = False
         generators = self._attributes.generators
         generators.enter(index)
+        self._attributes.enter()
         try:
             with (
                 redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),

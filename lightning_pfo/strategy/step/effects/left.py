@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.calls import Call, arguments_of, place_of
+from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 
 
 @dataclass
@@ -38,7 +39,9 @@ def learn(rules: Rules, *runs: Left) -> None:
     if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
             rules.learn(place_of(index), *map(arguments_of, alike))
+    *_, small, large = runs
     of_all = [run.growth | _by_place(run.logged) for run in runs]
+    of_all[-1] |= _unchanged(small.growth, large.growth)
     for place in of_all[0]:
         if all(place in each for each in of_all):
             rules.learn(place, *(each[place] for each in of_all))
@@ -47,6 +50,16 @@ def learn(rules: Rules, *runs: Left) -> None:
 def place_of_log(name: str, nth: int) -> str:
     """Where a value is that the step logs under a name that it has used so often before."""
     return f"the value that is logged as {name!r}" + f", number {nth}" * (nth > 0)
+
+
+def _unchanged(growth: dict[str, Any], of_run: dict[str, Any]) -> dict[str, Any]:
+    """What there is of numbers that a run sets to what they were, and another one does not."""
+    places = [place.removesuffix(GROWN) for place in growth if place.endswith(GROWN)]
+    places = [place for place in places if place + SET not in of_run]
+    before = {place: growth[place + SET] - growth[place + GROWN] for place in places}
+    return {place + SET: value for place, value in before.items()} | {
+        place + GROWN: value - value for place, value in before.items()
+    }
 
 
 def _by_place(logged: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -136,7 +136,8 @@ class Merge:
         by_growth = merged_by(self._rules.of(place + GROWN, ask=ask), growth)
         if by_growth is not None:
             return (values[0] - growth[0] + by_growth[0],)
-        return merged_by(self._rules.of(place + SET, ask=ask), values)
+        rule = self._rules.of(place + SET, ask=ask)
+        return None if rule == "counts" else merged_by(rule, values)  # which may go on from what was there
 
     def _arrays(self, values: list[Any], before: Any, place: str) -> Any:
         shapes = {tuple(value.shape) for value in values}
@@ -149,12 +150,14 @@ class Merge:
             return values[-1]
         growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values]
         by_rule = self._by_rule(list(map(torch.as_tensor, values)), growth, True, place, ask=is_count)
+        if by_rule is None and not _is_float(values[0]) and any(bool((grown < 0).any()) for grown in growth):
+            by_rule = (sum(map(torch.as_tensor, values)),)  # no counters, but what each counts for itself
         if by_rule is None:
-            by_rule = (torch.as_tensor(before) + self._mean_or_sum(torch.stack(growth)),)
+            by_rule = (torch.as_tensor(before) + self._mean_or_sum(torch.stack(growth), place),)
         after = by_rule[0]
         return after.numpy().astype(before.dtype) if isinstance(before, np.ndarray) else after.to(values[0].dtype)
 
-    def _mean_or_sum(self, growth: torch.Tensor) -> torch.Tensor:
+    def _mean_or_sum(self, growth: torch.Tensor, place: str) -> torch.Tensor:
         if growth.is_floating_point() or growth.is_complex():
             # what only some have written into, as into rows of a table, is theirs
             weights = torch.tensor(self._weights, dtype=torch.float64).to(growth)
@@ -162,8 +165,9 @@ class Merge:
             share = torch.where(written == 0, 1, written / weights.sum()) if growth.dim() > 1 else 1
             grown: torch.Tensor = torch.tensordot(weights, growth, 1) / share
             return grown
-        # a counter of batches, or of something in them
-        is_counter = max(self.sizes) > 1 and bool((growth == 1).all())
+        # a counter of batches, or of something in them, as what layers compute
+        counts_batches = max(self.sizes) > 1 and self._rules.of(place + SET, ask=False) != "counts"
+        is_counter = counts_batches and bool((growth == 1).all())
         return growth[0] if is_counter else growth.sum(0)
 
     def appended(self, values: list[list[Any]], place: str) -> list[Any]:
@@ -196,9 +200,8 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
     if type(value) in (int, float):
         found = {GROWN: value - before, SET: value} if type(before) in (int, float) and before else {"": value}
     elif is_array and type(before) is type(value) and value.shape == before.shape and _is_number(before):
-        found = (
-            {SET: value} if isinstance(value, torch.Tensor) and value.is_meta else {GROWN: value - before, SET: value}
-        )
+        is_known = isinstance(value, np.ndarray) or not value.is_meta
+        found = {GROWN: value - before, SET: value} if is_known else {SET: value}
     else:
         grows = type(before) is type(value) and not (is_array and getattr(value, "is_meta", False))
         found = {"": value[len(before) :] if grows and _goes_on(value, before) else value}

@@ -1,9 +1,10 @@
 """Numbers of objects that count samples, such as average meters: they go on from microbatch to microbatch.
 
-An object counts samples if one of its integers grows by the number of these, and none by one. What it makes of its
-numbers may be anything (`self.avg = self.sum / self.count`, a running variance), so it goes on as it does from batch to
-batch. A number that each microbatch sets to the quotient of what two others have grown by, as `self.val` where
-`self.sum` grows by `val * n` and `self.count` by `n`, is for the batch the quotient of all that they have grown by.
+An object counts samples if one of its integers grows by the number of these, and none by one; where microbatches have
+one sample each, if it has a float beside. What it makes of its numbers may be anything (`self.avg = self.sum /
+self.count`, a running variance), so it goes on as it does from batch to batch. A number that each microbatch sets to
+the quotient of what two others have grown by, as `self.val` where `self.sum` grows by `val * n` and `self.count` by `n`,
+is for the batch the quotient of all that they have grown by.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Meters:
     def __init__(self, objects: Collection[Path]) -> None:
         self._objects = objects
         self._runs: dict[Path, list[dict[Any, Any]]] = {}
+        self._largest = 1
 
     def take(self, path: Path, found: dict[Any, Change], before: Any, size: int) -> dict[Any, Change]:
         """Keep the numbers of an object that counts samples.
@@ -47,7 +49,10 @@ class Meters:
         if path not in self._runs:
             counts = {key: value for key, (_, value) in found.items() if type(value) is type(before.get(key)) is int}
             growth = {value - before[key] for key, value in counts.items()}
-            if size == 1 or size not in growth or 1 in growth:
+            # of single samples nobody can tell, but where there is a float too, its mean is right either way
+            is_meter = any(type(value) is float for _, value in found.values()) if size == 1 else 1 not in growth
+            self._largest = max(size, self._largest)
+            if size not in growth or not is_meter or size < self._largest:
                 return found
         runs = self._runs.setdefault(path, [{k: value for k, value in before.items() if _is_number(value)}])
         going_on = {key: value for key, (kind, value) in found.items() if kind == "set" and _is_number(value)}
@@ -59,6 +64,10 @@ class Meters:
         if path in self._runs:
             first, *_, last = self._runs[path]
             attributes.update({key: value for key, value in last.items() if first.get(key, attributes) is not value})
+
+    def goes_on(self, path: Path) -> bool:
+        """Whether an object is not as at the begin of the batch."""
+        return path in self._runs
 
     def forget(self) -> None:
         """Let nothing go on."""
