@@ -114,7 +114,7 @@ MAY_KNOW = {
     "strategy.step.batches": {"core"},
     "strategy.step.whole": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel"),
-        *("strategy.step.batches", "strategy.step.programs"),
+        *("strategy.step.batches", "strategy.step.programs", "strategy.step.recording"),
     },
     "strategy.step.memory": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),

@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
+from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
@@ -126,6 +127,9 @@ PRIVATE = {
     "torch.ops.aten._local_scalar_dense": (
         "An optimizer, or a step, that looks at a value could not be tried with tensors that have none."
     ),
+    "torch._functorch.apis.vmap_impl": "Steps could not use `torch.vmap` between layers.",
+    "torch._functorch.eager_transforms.grad_impl": "Steps could not use `torch.func.grad` between layers.",
+    "torch._functorch.eager_transforms.grad_and_value_impl": "The same of `torch.func.grad_and_value`.",
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
@@ -268,6 +272,22 @@ def recompute_with(make: Callable[[Recompute], Recompute], patches: Patches) -> 
     module, older, newer = torch.utils.checkpoint, *_RECOMPUTES
     name = newer if hasattr(module, newer) else older
     patches.set(module, name, make(getattr(module, name)))
+
+
+Transform = Callable[..., Any]
+_TRANSFORMS = {"vmap": (apis, "vmap_impl"), "grad": (eager_transforms, "grad_impl")}
+_TRANSFORMS["grad_and_value"] = (eager_transforms, "grad_and_value_impl")
+
+
+def transform_with(make: Callable[[str, Transform], Transform], patches: Patches) -> None:
+    """Let functions of `torch.func` do what `make` returns for their names and what they do.
+
+    Args:
+        make: Makes it.
+        patches: Undoes it when it is closed.
+    """
+    for name, (module, attribute) in _TRANSFORMS.items():
+        patches.set(module, attribute, make(name, getattr(module, attribute)))
 
 
 def before_clipping(look: Callable[[list[torch.Tensor]], object], patches: Patches) -> None:
