@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
@@ -36,6 +37,8 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import ranks_with_others
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.memory.report import MemoryReport
+from lightning_pfo.strategy.step.memory.watch import report_of
 
 _log = logging.getLogger(__name__)
 
@@ -267,6 +270,34 @@ class PipelinedModel(ModelState):
             return self._pipeline.runner.evaluate(
                 "predict", self._call.output, self._call.of_evaluation(batch), self._step_seed(2), batch, ()
             )
+
+    def foretell_memory(self, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any) -> MemoryReport | None:
+        """How much memory each rank will take in a loop that zeroes gradients after each batch; it trains nothing.
+
+        A collective call.
+
+        Args:
+            optimizers: The optimizers.
+            *args: A batch, as the call takes it.
+            **kwargs: Its named arguments.
+
+        Returns:
+            What ranks take when most of it is taken; to be printed. None if the module returns None for the batch.
+        """
+        batch = (args, kwargs)
+        self._together.begin("memory report", batch)
+        with torch.enable_grad():
+            mine = self._pipeline.forecast.of(
+                self._call.loss,
+                self._call.of_training(batch),
+                self._step_seed(0),
+                batch,
+                (),
+                optimizers,
+                keeps_gradients=False,
+                wants_outputs=False,
+            )
+        return report_of(self._pipeline.engine, mine)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

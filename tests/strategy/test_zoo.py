@@ -35,6 +35,7 @@ EQUAL = [
     "vq_vae",
     "asks_parameters",
     "switches",
+    "calls_functions",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
+from torch._functorch import apis, eager_transforms
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
@@ -132,6 +133,9 @@ PRIVATE = {
     "torch.ops.aten._local_scalar_dense": (
         "An optimizer, or a step, that looks at a value could not be tried with tensors that have none."
     ),
+    "torch._functorch.apis.vmap_impl": "Steps could not use `torch.vmap` between layers.",
+    "torch._functorch.eager_transforms.grad_impl": "Steps could not use `torch.func.grad` between layers.",
+    "torch._functorch.eager_transforms.grad_and_value_impl": "The same of `torch.func.grad_and_value`.",
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
@@ -282,6 +286,22 @@ def name_of_group(name: str) -> Iterator[None]:
     with Patches() as patches:
         patches.set(distributed_c10d, "_process_group_name", lambda *args, **kwargs: name)
         yield
+
+
+Transform = Callable[..., Any]
+_TRANSFORMS = {"vmap": (apis, "vmap_impl"), "grad": (eager_transforms, "grad_impl")}
+_TRANSFORMS["grad_and_value"] = (eager_transforms, "grad_and_value_impl")
+
+
+def transform_with(make: Callable[[str, Transform], Transform], patches: Patches) -> None:
+    """Let functions of `torch.func` do what `make` returns for their names and what they do.
+
+    Args:
+        make: Makes it.
+        patches: Undoes it when it is closed.
+    """
+    for name, (module, attribute) in _TRANSFORMS.items():
+        patches.set(module, attribute, make(name, getattr(module, attribute)))
 
 
 def before_clipping(look: Callable[[list[torch.Tensor]], object], patches: Patches) -> None:

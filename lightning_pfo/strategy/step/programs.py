@@ -22,6 +22,7 @@ from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, f
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import modules_of, tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
@@ -138,6 +139,11 @@ class Programs:
                 found = self._split.programs(trace), []
             else:
                 found = self._split.programs_before_end(trace, self._trace(whole.step, seed, train))
+            if trace.compiled:
+                warn_once(
+                    f"A compiled function that the step calls between layers runs as it is written: {trace.compiled} "
+                    f"Call it in the forward of a layer, or compile layers by compile=True."
+                )
             if trace.skips:  # others of this form may not be
                 return found
         self._known[key] = found

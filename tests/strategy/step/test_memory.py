@@ -38,6 +38,12 @@ def test_what_is_told_is_within_ten_percent_of_what_is_taken(ranks, name):
         assert sum(seen[name]["parts"].values()) == seen[name]["expected"]
 
 
+def test_a_loop_of_ones_own_is_told_as_well(ranks):
+    for seen in ranks:
+        assert seen["loop"]["is_exact"]
+        assert seen["loop"]["expected"] == pytest.approx(seen["loop"]["measured"], rel=0.1)
+
+
 @can_divide
 def test_the_report_shows_all_ranks(ranks):
     seen = ranks[0]["divided"]

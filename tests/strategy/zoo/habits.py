@@ -1,4 +1,4 @@
-"""What steps do beside calling layers: ask parameters where they lie, and switch modules."""
+"""What steps do beside calling layers: ask parameters where they lie, switch modules, compile and map functions."""
 
 from __future__ import annotations
 
@@ -70,3 +70,31 @@ class Switches(Layered):
 @case("steps")
 def switches() -> Any:
     return Switches(), vectors()
+
+
+@torch.compile(backend="eager")
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate) + 1
+
+
+class CallsFunctions(Layered):
+    """Compiled functions around layers and between them, and functions that are mapped and differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(lambda x: self.model.layers[1](self.model.layers[0](x)), backend="eager")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = self.first(x)
+        x = gated(x, x.detach())
+        scale = x.mean()
+        for layer in self.model.layers[2:]:
+            x = layer(torch.vmap(lambda row: row / (1 + row.norm()) + scale)(x))
+            x = x + 0.1 * torch.func.grad(lambda each: each.pow(3).sum())(x)
+        return torch.vmap(functional.mse_loss)(gated(self.head(x), x), y).mean()
+
+
+@case("steps")
+def calls_functions() -> Any:
+    return CallsFunctions(), vectors()

@@ -126,6 +126,7 @@ class Trace:
         draws: Whether the step draws random numbers of its own after the first event.
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
+        compiled: The user's line that a compiled function has between units, if one has any.
         skips: Whether the step has returned None before it called anything.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
@@ -144,6 +145,7 @@ class Trace:
     draws: bool = False
     selects: list[int] = field(default_factory=list)
     deciding: list[Any] = field(default_factory=list)
+    compiled: str = ""
     skips: bool = False
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)

@@ -1,8 +1,16 @@
-"""Functions of torch that need no value of a tensor, or change no value."""
+"""Functions of torch that need no value of a tensor, or change no value; and functions of users that are compiled.
+
+What these do between units is followed, so they run uncompiled: else the compiler would look into what follows them.
+Inside of units everything runs as ever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -102,3 +110,47 @@ def _is_in(functions: frozenset[Any], function: Any) -> bool:
         return function in functions
     except TypeError:  # unhashable
         return False
+
+
+# ---- compiled functions ----
+
+_COMPILER = "torch._dynamo"
+_WRAPPER = "compile_wrapper"
+
+
+class Uncompiled:
+    """A context in which compiled functions run as they are written, but in pauses."""
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+
+    def __enter__(self) -> Uncompiled:
+        if _COMPILER in sys.modules:  # else nothing is compiled, and to import it takes seconds
+            self._stance = torch.compiler.set_stance("force_eager")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._stance is not None:
+            self._stance.__exit__(kind, error, where)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let functions run compiled while the context is open."""
+        if self._stance is None:
+            yield
+            return
+        self._stance.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._stance.__enter__()
+
+
+def is_in_compiled_function() -> bool:
+    """Whether a compiled function has been called, and has not returned."""
+    return _COMPILER in sys.modules and any(
+        frame.f_code.co_name == _WRAPPER and frame.f_globals.get("__name__", "").startswith(_COMPILER)
+        for frame, _ in traceback.walk_stack(None)
+    )

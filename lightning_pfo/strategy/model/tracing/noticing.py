@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
+from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, TransformedLayersError, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
@@ -25,6 +25,7 @@ from lightning_pfo.strategy.parallel.compat import (
     memory_of,
     named_tensors,
     recompute_with,
+    transform_with,
     version_of,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -162,7 +163,7 @@ class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call
 
 @contextmanager
 def functions_followed(run: Run) -> Iterator[None]:
-    """Let a run follow `autograd.Function`s and scripted functions of the user, which are no functions of torch."""
+    """Let a run follow what is no function of torch: `autograd.Function`s, scripted functions, `torch.vmap`."""
     original = torch.autograd.Function.__dict__["apply"]
     script = torch.jit.ScriptFunction
     original_script = script.__call__
@@ -184,13 +185,58 @@ def functions_followed(run: Run) -> Iterator[None]:
             return call(*args, **kwargs)
         return current.operation(call, args, kwargs)
 
+    def transform(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        function = AppliedFunction(name, original)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            current = current_run()
+            given = args, kwargs, _captured(args[0])
+            _transforms.append(name)
+            try:
+                if current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
+                    return original(*args, **kwargs)
+                return current.operation(function, given, {})
+            finally:
+                _transforms.pop()
+
+        return call
+
+    patches = Patches()
+    transform_with(transform, patches)
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     script.__call__ = call_script  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        patches.close()
         script.__call__ = original_script  # type: ignore[method-assign]
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+_transforms: list[str] = []
+
+
+def _captured(function: Any) -> list[Any]:
+    """What a function has of the code around it."""
+    cells = getattr(function, "__closure__", None) or ()
+    found = []
+    for cell in cells:
+        with suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tracked)]
+
+
+def refuse_in_transform(unit: Any) -> None:
+    """Refuse that a unit is called inside of `torch.vmap` and the like, which give it no ordinary tensors.
+
+    Raises:
+        TransformedLayersError: If it is.
+    """
+    if _transforms:
+        raise TransformedLayersError(
+            f"{unit.name!r} is called inside of torch.func.{_transforms[-1]}, which takes what it calls as a whole: "
+            f"{users_line()} Call layers outside of it, or use it in the forward of a layer."
+        )
 
 
 def _keeps_inputs(cls: Any) -> bool:
@@ -218,10 +264,10 @@ def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, 
 
 @dataclass(frozen=True)
 class AppliedFunction:
-    """An `autograd.Function`, or a scripted function, of the user as a function of torch.
+    """An `autograd.Function`, a scripted function of the user, or `torch.vmap` and the like, as a function of torch.
 
     Attributes:
-        cls: The function.
+        cls: The function; of torch's own the name.
         original: torch's own `apply`, as it stands in the class; of scripted functions their `__call__`.
     """
 
@@ -232,6 +278,9 @@ class AppliedFunction:
         """Apply it."""
         if isinstance(self.cls, type):
             return self.original.__get__(None, self.cls)(*args, **kwargs)
+        if isinstance(self.cls, str):
+            given, named, _ = args
+            return self.original(*given, **named)
         return self.original(self.cls, *args, **kwargs)
 
 

@@ -29,6 +29,7 @@ class StageProgram:
         forms: Of all values, by label.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
+        compiled: The user's line that a compiled function has between units, if one has any.
         selects: Whether the values of the batch decide sizes of what stages send.
         changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
             the step changes it alike on all.
@@ -44,6 +45,7 @@ class StageProgram:
     forms: Sequence[Tracked] = field(repr=False)
     applies: bool
     draws: bool
+    compiled: str = ""
     divided: frozenset[int] = frozenset()
     selects: bool = False
     changes: Mapping[str, int | None] = field(default_factory=dict)
@@ -92,6 +94,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
+                trace.compiled,
                 frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
                 bool(cuts) and any(position <= cuts[-1] for position in trace.selects),
                 changes,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Event, New
-from lightning_pfo.strategy.model.tracing.functions import HOOKS
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram, differentiates
@@ -91,6 +91,7 @@ def run_stage(
             following(run),
             functions_followed(run) if program.applies else nullcontext(),
             run.recomputing_parts() if program.divided else nullcontext(),
+            run.uncompiled if program.compiled else nullcontext(),
         ):
             result = step()
         if result is None and run.position == 0:
@@ -139,6 +140,7 @@ class StageRun:
         self._entered = False
         self._adopted: list[torch.Tensor] = []
         self._recomputes = 0
+        self.uncompiled = Uncompiled()
 
     def recomputing_parts(self) -> Patches:
         """Let each unit be recomputed alone in backward where the stage has not all that is recomputed together."""
@@ -173,7 +175,11 @@ class StageRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
-        compute = partial(checkpoint, unit.compute, use_reentrant=False) if self._recomputes else unit.compute
+        compute = unit.compute
+        if self._program.compiled:
+            compute = partial(_outside_of, self.uncompiled, compute)
+        if self._recomputes:
+            compute = partial(checkpoint, compute, use_reentrant=False)
         return self._event(unit, compute, args, kwargs)
 
     def enter(self, unit: Any) -> None:
@@ -307,6 +313,11 @@ class StageRun:
             now.is_absent = True
         else:
             now.held = received
+
+
+def _outside_of(uncompiled: Uncompiled, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with uncompiled.paused():
+        return compute(*args, **kwargs)
 
 
 def _has_same(event: Event) -> bool:

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
-from lightning_pfo.strategy.model.tracing.functions import HOOKS, whose_values_count
+from lightning_pfo.strategy.model.tracing.functions import (
+    HOOKS,
+    Uncompiled,
+    is_in_compiled_function,
+    whose_values_count,
+)
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
     ShapesFromValues,
@@ -24,6 +29,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     functions_followed,
     is_value,
     recomputation_noted,
+    refuse_in_transform,
     users_line,
     users_module,
 )
@@ -32,6 +38,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, pl
 from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
+    TransformedLayersError,
     following,
     natively,
     ordinary,
@@ -73,9 +80,11 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
     seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
-    with placeholders_on(device), following(run), functions_followed(run), noted, seen:
+    with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
         try:
             result = step()
+        except TransformedLayersError:
+            raise
         except Exception as error:
             run.trace.failure = error
             # what is still held somewhere may be needed
@@ -140,6 +149,7 @@ class _TraceRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
+        refuse_in_transform(unit)
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
         self._names = list(map(self._held.name, leaves))
@@ -240,6 +250,8 @@ class _TraceRun:
         position = len(self.trace.events)
         self.trace.events.append(event)
         self.trace.use(leaves, position)
+        if not self.trace.compiled and is_in_compiled_function():
+            self.trace.compiled = users_line()
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
         return position
 
@@ -345,6 +357,7 @@ class _Inside:
         return natively(function, args, kwargs)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_in_transform(unit)
         self.was_asked = True
         if unit not in self._event.units:
             self._event.units.append(unit)

@@ -79,6 +79,10 @@ class AbsentValueError(ConfigurationError):
     """A value was asked for that another stage computes, and that nobody has sent."""
 
 
+class TransformedLayersError(ConfigurationError):
+    """A layer is called inside of a function of torch.func."""
+
+
 class Tracked(torch.Tensor):
     """A tensor that is followed.
 
@@ -124,7 +128,13 @@ class Tracked(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # code that does not ask `__torch_function__`, such as TorchScript and extensions
-        return func(*plain(args), **plain(kwargs or {}))
+        try:
+            return func(*plain(args), **plain(kwargs or {}))
+        except AbsentValueError as error:
+            raise AbsentValueError(
+                f"{error} Or it goes to code that cannot be followed between layers (torch.func.jacrev, extensions): "
+                f"call that in the forward of a module of its own, which is followed as a whole."
+            ) from None
 
 
 def _like(form: torch.Tensor) -> Tracked:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
-from lightning_pfo.strategy.step.memory.report import MemoryReport
+from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
 
 _MEASURED_STEP = 3
 """From the begin of this training step to that of the next is measured; batches are compared no more by then."""
@@ -20,6 +21,12 @@ _WORTH_IT = 16 << 20
 def is_worth_a_report(module: nn.Module) -> bool:
     """Whether a module, with placeholders for what other ranks hold, is large."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) >= _WORTH_IT
+
+
+def report_of(engine: PipelineEngine, mine: RankMemory | None) -> MemoryReport | None:
+    """The report of all ranks, from that of each; None if one has none. A collective call."""
+    ranks = engine.all_gather(mine, everywhere=True)
+    return None if None in ranks else MemoryReport(tuple(ranks))
 
 
 class MemoryWatch:
@@ -49,10 +56,10 @@ class MemoryWatch:
         engine = self._forecast.engine
         if self.report is None:
             mine = self._forecast.of(*args, **kwargs)
-            ranks = engine.all_gather(mine, everywhere=True)
-            if None in ranks:
+            report = report_of(engine, mine)
+            if report is None:
                 return
-            self._tell(MemoryReport(tuple(ranks)))
+            self._tell(report)
         if engine.device.type == "cuda":
             if self._steps == _MEASURED_STEP:
                 torch.cuda.reset_peak_memory_stats(engine.device)
