@@ -3,8 +3,8 @@
 An object counts samples if one of its integers grows by the number of these, and none by one; where microbatches have
 one sample each, if it has a float beside. What it makes of its numbers may be anything (`self.avg = self.sum /
 self.count`, a running variance), so it goes on as it does from batch to batch. A number that each microbatch sets to
-the quotient of what two others have grown by, as `self.val` where `self.sum` grows by `val * n` and `self.count` by `n`,
-is for the batch the quotient of all that they have grown by.
+the quotient of what two others have grown by, as `self.val` where `self.sum` grows by `val * n` and
+`self.count` by `n`, is for the batch the quotient of all that they have grown by.
 """
 
 from __future__ import annotations
