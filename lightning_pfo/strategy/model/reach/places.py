@@ -30,8 +30,8 @@ LONGEST = 10_000
 """Containers of more items are data: nobody looks into them, and of lists only what is appended."""
 _MANY = 250
 """Nobody looks into the items of containers that have more."""
-_MOST_OBJECTS = 2_000
-"""Of more objects of the user's, the later ones are taken for data."""
+_MOST = 2_000
+"""Of more containers and objects, the later ones are taken for data."""
 SMALL_BYTES = 2**16
 """Larger tensors are not copied: what is written into them stays, on the rank where it was written."""
 LEFT_ALONE = frozenset(vars(nn.Module())) - {"_buffers"}
@@ -96,7 +96,7 @@ class Places:
             self.holders[path] = value
 
     def _attributes(self, path: Path, attributes: Any) -> None:
-        if len(self.objects) < _MOST_OBJECTS:
+        if len(self.containers) < _MOST:
             self.containers[path] = attributes
             self.objects.add(path)
             for name, value in list(attributes.items()):
@@ -115,7 +115,7 @@ class Places:
                 self.tensors[path] = value
         elif isinstance(value, (dict, list, deque, set)):
             self._seen.add(id(value))
-            if len(value) <= LONGEST or isinstance(value, list):
+            if len(self.containers) < _MOST and (len(value) <= LONGEST or isinstance(value, list)):
                 self.containers[path] = self.holders[path] = value
             if len(value) <= _MANY and not isinstance(value, set):
                 for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
