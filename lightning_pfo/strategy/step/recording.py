@@ -161,6 +161,16 @@ def skips_some(number: int, of: int) -> ConfigurationError:
     )
 
 
+def check_skipped(of_stages: Sequence[set[int]], on_last: Sequence[int]) -> None:
+    """Check that the stages of this rank and the last one have skipped the same microbatches."""
+    if any(sorted(skipped) != on_last for skipped in of_stages):
+        raise ConfigurationError(
+            f"A step that returns None before it calls the model skips its batch on all ranks alike; here the stages "
+            f"of this rank have skipped microbatches {[sorted(skipped) for skipped in of_stages]}, and the last stage "
+            f"{on_last}. Let it decide by the batch and batch_idx, not by what ranks have for themselves."
+        )
+
+
 def _is_count(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point()

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -44,7 +43,7 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
-from lightning_pfo.strategy.step.recording import LogRecorder
+from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange
 from lightning_pfo.strategy.step.whole.end import Ends
 
@@ -284,11 +283,10 @@ class StepRunner:
 
                 # the user's own way of splitting does not tell which samples the first microbatches have
                 is_told = whole is None and len(microbatches) > 1 and self.batching.split_batch is None
-                rules.begin(look if is_told else None)
-                outcome = effects.outcome(sizes, weights, rules, is_sent=engine.num_ranks > 1) | {
-                    "logged": [tuple(logged) for logged in recorder.logged(rules)]
-                }
-                outcome |= recorder.output(results, rules, train=train, batch_dim=self.batching.batch_dim)
+                with rules.comparing(look if is_told else None):
+                    outcome = effects.outcome(sizes, weights, rules, is_sent=engine.num_ranks > 1)
+                    outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules)]
+                    outcome |= recorder.output(results, rules, train=train, batch_dim=self.batching.batch_dim)
                 outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
             error = exception
@@ -299,7 +297,7 @@ class StepRunner:
         shared: dict[str, Any] = exchange.share(outcome, error)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
-        _check_skipped(self._skipped, shared["skipped"])
+        check_skipped(self._skipped, shared["skipped"])
         effects.leave(shared)
         return shared, results
 
@@ -393,13 +391,3 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
-
-
-def _check_skipped(of_stages: Sequence[set[int]], on_last: Sequence[int]) -> None:
-    """Check that the stages of this rank and the last one have skipped the same microbatches."""
-    if any(sorted(skipped) != on_last for skipped in of_stages):
-        raise ConfigurationError(
-            f"A step that returns None before it calls the model skips its batch on all ranks alike; here the stages "
-            f"of this rank have skipped microbatches {[sorted(skipped) for skipped in of_stages]}, and the last stage "
-            f"{on_last}. Let it decide by the batch and batch_idx, not by what ranks have for themselves."
-        )

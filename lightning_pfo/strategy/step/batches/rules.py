@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,18 @@ class Rules:
         self._look: Callable[[], object] | None = None
         self._tries = _TRIES
 
-    def begin(self, look: Callable[[], object] | None) -> None:
-        """A batch is put together.
+    @contextmanager
+    def comparing(self, look: Callable[[], object] | None) -> Iterator[None]:
+        """A batch is put together while the context is open.
 
         Args:
             look: Compares and calls `learn`; None: there is nothing to compare.
         """
         self._look = look
+        try:
+            yield
+        finally:
+            self._look = None  # it holds the batch
 
     def of(self, path: str, *, ask: bool = True) -> Rule | None:
         """The rule of the values at a place; None: it is not known.
