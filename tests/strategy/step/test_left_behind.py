@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
@@ -18,21 +19,6 @@ def found(tmp_path_factory):
     for name in ("plain_0", "one_0", "two_0", "two_1"):
         found[name] = json.loads((folder / f"{name}.json").read_text())
     return found
-
-
-def check(found, expected, path):
-    if isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        for key in expected:
-            check(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), (path, found, expected)
-        for index, items in enumerate(zip(found, expected, strict=True)):
-            check(*items, f"{path}[{index}]")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=2e-5), path
-    else:
-        assert found == expected, path
 
 
 @pytest.mark.parametrize("rank", ["one_0", "two_0", "two_1"])

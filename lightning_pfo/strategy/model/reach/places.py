@@ -122,7 +122,7 @@ class Places:
                     self._note((*path, key), item)
             if getattr(value, "__dict__", None):  # of a dict of another class
                 self._note((*path, _BESIDE), vars(value))
-        elif isinstance(value, _GENERATORS):
+        elif isinstance(value, GENERATORS):
             self._seen.add(id(value))
             self.generators[path] = value
         elif isinstance(value, tuple):
@@ -134,7 +134,8 @@ class Places:
             self.holders[path] = value
 
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Those of which the state is known."""
 _BESIDE = "its attributes"
 ITEMS = "all items"
 """Stands at the end of a path for what a list, deque or set has."""
@@ -153,6 +154,26 @@ def trainer_of(owner: nn.Module) -> Any:
         return getattr(owner, "trainer", None)
     except RuntimeError:  # Lightning's modules have none outside of a run
         return None
+
+
+# ---- random generators ----
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Put back what `state_of` returned."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 # ---- attributes of objects ----

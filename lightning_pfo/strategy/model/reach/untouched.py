@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import Places
+from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_state, state_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, children_of, modules_of, tensors_of
 
@@ -90,12 +89,8 @@ class _Remembered:
             is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
             if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
                 self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
-        elif isinstance(value, torch.Generator):
-            self.undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self.undo.append(partial(value.setstate, value.getstate()))
-        elif not isinstance(value, (nn.Module, nn.Parameter)) and hasattr(value, "bit_generator"):  # one of NumPy
-            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, GENERATORS):
+            self.undo.append(partial(set_state, value, state_of(value)))
 
 
 def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ every rank:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_, is_not
 from typing import Any
 
@@ -168,22 +168,10 @@ class Attributes:
 
     def _referring(self, value: Any) -> Any:
         """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
-        if type(value) in PLAIN:
-            return value
-        if id(value) in self._paths:
-            return At(self._paths[id(value)])
-        if type(value) in (list, tuple):
-            return type(value)(map(self._referring, value))
-        return {key: self._referring(item) for key, item in value.items()} if type(value) is dict else value
+        return _replaced(value, lambda part: At(self._paths[id(part)]) if id(part) in self._paths else part)
 
     def _referred(self, value: Any) -> Any:
-        if type(value) in PLAIN:
-            return value
-        if isinstance(value, At):
-            return self._holders.get(value.path)
-        if type(value) in (list, tuple):
-            return type(value)(map(self._referred, value))
-        return {key: self._referred(item) for key, item in value.items()} if type(value) is dict else value
+        return _replaced(value, lambda part: self._holders.get(part.path) if isinstance(part, At) else part)
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
@@ -227,6 +215,18 @@ class Attributes:
             kind: Any = type(before)
             return kind(self._referring(item) for item in before)
         return before
+
+
+def _replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    """A value with others in place of the parts for which `by` does not return these themselves."""
+    if type(value) in PLAIN:
+        return value
+    other = by(value)
+    if other is not value:
+        return other
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, by) for item in value)
+    return {key: _replaced(item, by) for key, item in value.items()} if type(value) is dict else value
 
 
 def _copied(container: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pfo.strategy.model.reach.places import Path
+from lightning_pfo.strategy.model.reach.places import Path, set_state, state_of
 
 _NEXT = -1
 
@@ -29,7 +29,7 @@ class Generators:
 
     def __init__(self, found: Mapping[Path, Any]) -> None:
         self._found = found
-        self._begin = {path: _state_of(generator) for path, generator in found.items()}
+        self._begin = {path: state_of(generator) for path, generator in found.items()}
         self._entered: dict[Path, bytes] = {}
         self._drawn: dict[Path, Any] = {}
 
@@ -38,14 +38,14 @@ class Generators:
         for path, generator in self._found.items():
             if index:
                 self._seed(path, index)
-            self._entered[path] = _bytes_of(_state_of(generator))
+            self._entered[path] = _bytes_of(state_of(generator))
 
     def leave(self, *, has_ended: bool) -> None:
         """It is over; `has_ended` if it has run to the end of the step, so that it counts what it has drawn."""
         for path, generator in self._found.items():
-            if has_ended and _bytes_of(_state_of(generator)) != self._entered[path]:
-                self._drawn[path] = _state_of(generator)
-            _set_state(generator, self._begin[path])
+            if has_ended and _bytes_of(state_of(generator)) != self._entered[path]:
+                self._drawn[path] = state_of(generator)
+            set_state(generator, self._begin[path])
 
     def drawn(self) -> list[Path]:
         """Those of which the step has drawn numbers."""
@@ -60,7 +60,7 @@ class Generators:
         """
         for path in drawn:
             if as_drawn:
-                _set_state(self._found[path], self._drawn[path])
+                set_state(self._found[path], self._drawn[path])
             elif path in self._found:
                 self._seed(path, _NEXT)
 
@@ -74,21 +74,6 @@ class Generators:
             bits.state = type(bits)(seed).state
         else:
             generator.seed(seed & 0xFFFFFFFF)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def _bytes_of(state: Any) -> bytes:

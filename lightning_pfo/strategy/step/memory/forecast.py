@@ -146,7 +146,6 @@ class MemoryForecast:
         gathered = sum(layers) if self._zero_stage < 3 else max(layers, default=0)
         left = sum(self._gradient_bytes(parameter) for parameter in self._trained())
         earlier = left if keeps_gradients else 0
-        ends = found.left
         ends = self.engine.all_gather(found.left)[self.engine.last_rank]
         if not self.engine.is_last:
             ends = ends.as_sent()
