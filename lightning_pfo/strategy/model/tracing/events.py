@@ -58,7 +58,7 @@ class Value:
         last_use: The last event that takes it; `FOREVER` if it decides what runs, is logged or returned.
         memory: What memory it has, as a number; views have that of their base.
         changed_at: The last event that changed it in place.
-        line: The user's line for which its shape depends on the values of other tensors, if it does.
+        varies: Whether its shape depends on the values of other tensors, or may do so.
     """
 
     form: Tracked
@@ -66,7 +66,7 @@ class Value:
     last_use: float = -1
     memory: int = 0
     changed_at: int = -1
-    line: str = ""
+    varies: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -125,6 +125,8 @@ class Trace:
             the last.
         draws: Whether the step draws random numbers of its own after the first event.
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
+        has_sizes: Whether a size came from the values of stages.
+        tells_sizes: Whether Python knows numbers of stages, on which the size of anything may depend.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         compiled: The user's line that a compiled function has between units, if one has any.
         skips: Whether the step has returned None before it called anything.
@@ -144,6 +146,8 @@ class Trace:
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     selects: list[int] = field(default_factory=list)
+    has_sizes: bool = False
+    tells_sizes: bool = False
     deciding: list[Any] = field(default_factory=list)
     compiled: str = ""
     skips: bool = False

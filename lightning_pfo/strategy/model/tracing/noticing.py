@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.selecting import selects
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, TransformedLayersError, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
-    TorchDispatchMode,
     memory_of,
     named_tensors,
     recompute_with,
@@ -94,7 +94,7 @@ class TensorsSeen(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._see is not None:
             self._see(leaves)
-        if self._select is not None and _selects(func, args):
+        if self._select is not None and selects(func, args):
             self._select()
         names = dict.fromkeys(self._held.names(whose_values_count(func, args, leaves)))
         before = dict(self.names)
@@ -110,18 +110,6 @@ class TensorsSeen(TorchFunctionMode):
         return result
 
 
-_SELECTING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"})
-
-
-def _selects(function: Any, args: Any) -> bool:
-    """Whether a function of torch makes a tensor whose shape depends on values."""
-    name = getattr(function, "__name__", "")
-    if name == "__getitem__":
-        indices = args[1] if isinstance(args[1], tuple) else args[1:]
-        return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
-    return name in _SELECTING or (name == "where" and len(args) == 1)
-
-
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Of the arguments of a function of torch, which takes no containers but these."""
     for value in values.values() if isinstance(values, dict) else values:
@@ -129,36 +117,6 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list, dict)):
             yield from _tensors_in(value)
-
-
-class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Notices operators whose result has a shape that depends on values.
-
-    Attributes:
-        found: On those of tracked tensors.
-        of_batch: On those of other tensors, which all ranks have.
-    """
-
-    def __init__(self, leaves: list[Any], function: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = self.of_batch = False
-        # where a mask selects, its values decide, not those of what is selected from
-        deciding = (
-            leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
-        )
-        self._may_decide = any(
-            is_value(leaf) and (deciding is leaves or leaf.dtype in (torch.bool, torch.uint8)) for leaf in deciding
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            indices = args[1] if "index" in str(func) and len(args) > 1 else ()
-            is_plain_index = "index" in str(func) and not any(
-                isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices or ()
-            )
-            self.found |= self._may_decide and not is_plain_index
-            self.of_batch |= not self._may_decide and not is_plain_index
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.tracing.varying import differing
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
     memory_of,
@@ -50,6 +52,7 @@ class Outline:
         changed: The arguments that are tensors and are changed in place.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
+        varying: For each leaf the dimensions whose size depends on values; empty if none has any.
         from_values: Whether it was found with values, on which it may depend.
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
             its arguments and named arguments are afterwards.
@@ -61,13 +64,19 @@ class Outline:
     changed: list[int]
     saved_bytes: int = 0
     changes_state: bool = False
+    varying: tuple[frozenset[int], ...] = ()
     from_values: bool = False
     rewrites: bool = False
     returns: int = -1
 
 
 def outline_call(
-    module: nn.Module, forward: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
+    module: nn.Module,
+    forward: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+    *,
+    selects_all: bool = False,
 ) -> Outline:
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
@@ -80,15 +89,16 @@ def outline_call(
         forward: Its `forward`.
         arguments: Its arguments and named arguments; ordinary tensors.
         device: Where the module runs.
+        selects_all: Whether all is selected where values decide about shapes; see `selecting`.
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
     mode = _mode()
+    call = functools.partial(_call, module, forward, arguments, device)
     attempts: list[_Attempt] = [
-        lambda: _call(module, forward, arguments, device, mode, functools.partial(_fake, mode)),
-        lambda: replace(
-            _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor), from_values=True
-        ),
+        lambda: call(mode, functools.partial(_fake, mode)),
+        *([lambda: _with_all_selected(call)] if selects_all else []),
+        lambda: replace(call(nullcontext(), _as_it_is), from_values=True),
         lambda: _form_of_first(module, arguments),
     ]
     failures: list[Exception] = []
@@ -100,6 +110,20 @@ def outline_call(
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
     raise failures[0]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _with_all_selected(call: Callable[..., Outline]) -> Outline:
+    """What a module returns that runs on zeros; sizes vary that are others if less is selected."""
+    every, fewer = Selecting(Selected.ALL, by_stages=True), Selecting(Selected.FEWER, by_stages=True)
+    outline = call(every, _as_it_is)
+    if not every.by_stages_found:
+        return replace(outline, from_values=True)
+    varying = differing(outline.leaves, call(fewer, _as_it_is).leaves)
+    return replace(outline, from_values=True, varying=tuple(varying) if any(varying) else ())
 
 
 @functools.cache

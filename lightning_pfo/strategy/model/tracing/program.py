@@ -27,6 +27,7 @@ class StageProgram:
         sent: Labels of the values that it ends with.
         changed: Of what is received, what is changed in place later.
         forms: Of all values, by label.
+        varying: Of all values, those whose shape may be another for each microbatch.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
         compiled: The user's line that a compiled function has between units, if one has any.
@@ -43,6 +44,7 @@ class StageProgram:
     sent: tuple[int, ...]
     changed: frozenset[int]
     forms: Sequence[Tracked] = field(repr=False)
+    varying: frozenset[int]
     applies: bool
     draws: bool
     compiled: str = ""
@@ -59,8 +61,8 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
         cuts: The first event of each stage but the first, rising.
 
     Raises:
-        ConfigurationError: If a value would have to cross a cut whose shape depends on values, or two values that share
-            memory, of which one is changed in place afterwards.
+        ConfigurationError: If two values would have to cross a cut that share memory, of which one is changed in place
+            afterwards.
     """
     positions = [0, *cuts]
     live = [tuple(trace.live(cut)) if stage else () for stage, cut in enumerate(positions)]
@@ -81,6 +83,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
     changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
     forms = [value.form for value in trace.values]
+    varying = frozenset(label for label, value in enumerate(trace.values) if value.varies)
     programs = []
     for stage, (start, stop) in enumerate(pairwise([*positions, None])):
         programs.append(
@@ -92,6 +95,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 live[stage + 1] if stop is not None else (),
                 frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= (start or 0)),
                 forms,
+                varying,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 trace.compiled,
@@ -135,12 +139,6 @@ def _check(trace: Trace, cut: int, labels: Sequence[int], changed_at: Mapping[in
     by_memory: dict[int, int] = {}
     for label in labels:
         value = trace.values[label]
-        if value.line:
-            raise ConfigurationError(
-                f"A value crosses the boundary between two stages whose shape depends on the values of tensors that "
-                f"an earlier stage computes, so that the next stage cannot make room for it: {value.line} Move the "
-                f"boundary with partition='custom:...', or keep the shape (e.g. with torch.where and zeros)."
-            )
         other = by_memory.setdefault(value.memory, label)
         if other != label and changed_at[value.memory] >= cut:
             raise ConfigurationError(
@@ -157,7 +155,7 @@ Bound = list[tuple[str, frozenset[int]]]
 def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
     """Where to cut so that the event at each position begins a stage: where the least has to be sent.
 
-    Rather where no size depends on values, which cannot cross. Between the last unit with parameters before the
+    Rather where no size depends on values: it would have to be told. Between the last unit with parameters before the
     position and the position itself.
 
     Args:
@@ -189,7 +187,7 @@ def _possible(trace: Trace, position: int) -> range:
 
 
 def _num_varying(trace: Trace, cut: int) -> int:
-    return sum(bool(trace.values[label].line) for label in trace.live(cut))
+    return sum(trace.values[label].varies for label in trace.live(cut))
 
 
 def _bytes(trace: Trace, cut: int) -> int:

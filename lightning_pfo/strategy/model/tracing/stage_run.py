@@ -134,6 +134,8 @@ class StageRun:
             for label, tensor in zip(program.received, received, strict=True)
         }
         self._kept: dict[int, torch.Tensor] = dict(self._received)
+        for label, tensor in self._received.items():
+            self._tell_varying(label, tensor)
         self._wanted = frozenset(program.sent)
         self._enter = enter
         self._around = around
@@ -207,7 +209,7 @@ class StageRun:
                 )
             with DisableTorchFunctionSubclass():
                 if (
-                    tensor.shape != form.shape
+                    (tensor.shape != form.shape and label not in self._program.varying)
                     or tensor.dtype != form.dtype
                     or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
                 ):
@@ -286,6 +288,7 @@ class StageRun:
                 if not isinstance(leaf, torch.Tensor):
                     raise _deviates()
                 found[index] = tracked(leaf)
+                self._tell_varying(expected.label, found[index])
                 self._keep(expected.label, found[index])
         for adopted in event.adopted:
             tensor = tracked(adopted.of(leaves))
@@ -301,6 +304,10 @@ class StageRun:
             with following(None), self._around():
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
         return compute(*plain_in_place(args), **plain_in_place(kwargs))
+
+    def _tell_varying(self, label: int, tensor: Tracked) -> None:
+        if label in self._program.varying:  # as in the trace: some functions are followed for such tensors only
+            tensor.varies = self._program.forms[label].varies
 
     def _keep(self, label: int, tensor: torch.Tensor) -> None:
         if label in self._wanted:

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 CASES = {}
 
-DEPENDS = r"whose shape depends on the values of tensors"
 SHARES = "share memory cross the boundary|changed in place by what one stage computes"
 OTHERWISE = "runs otherwise than in the trace"
 NOT_SENT = "was not sent"
@@ -490,7 +489,7 @@ def selected_midway_by_the_batch(net, x, y):
     return net.loss(x, y[mask])
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def selected_by_a_stage(net, x, y):
     x = net.stem(x)
     mask = x[:, 0] > 0
@@ -500,7 +499,7 @@ def selected_by_a_stage(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py|so its form depends on values")
+@case()
 def nonzero_of_a_stage(net, x, y):
     x = net.stem(x)
     rows = (x[:, 0] > 0).nonzero()
@@ -509,7 +508,7 @@ def nonzero_of_a_stage(net, x, y):
     return net.loss(x, y) + x[rows[:, 0]].sum()
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def chosen_rows_per_layer(net, x, y):
     """Between two layers nothing is of varying size."""
     x = net.stem(x)
@@ -521,7 +520,7 @@ def chosen_rows_per_layer(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def number_of_chosen_rows(net, x, y):
     """Python's numbers are of the stage that has the tensor, also where only its size is wanted later."""
     x = net.stem(x)
@@ -531,7 +530,7 @@ def number_of_chosen_rows(net, x, y):
     return net.loss(x / (1 + 2 * number), y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def number_of_chosen_rows_in_a_tensor_of_the_step(net, x, y):
     x = net.stem(x)
     weight = torch.ones(1, 6) / max((x[:, 0] > 0).nonzero().size(0), 1)
