@@ -126,7 +126,8 @@ class Trace:
         draws: Whether the step draws random numbers of its own after the first event.
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
         has_sizes: Whether a size came from the values of stages.
-        tells_sizes: Whether Python knows numbers of stages, on which the size of anything may depend.
+        asked: Values whose size Python has been told.
+        decided_by_sizes: Whether Python has looked at numbers of stages, on which the size of anything may depend.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         compiled: The user's line that a compiled function has between units, if one has any.
         skips: Whether the step has returned None before it called anything.
@@ -147,7 +148,8 @@ class Trace:
     draws: bool = False
     selects: list[int] = field(default_factory=list)
     has_sizes: bool = False
-    tells_sizes: bool = False
+    asked: set[int] = field(default_factory=set)
+    decided_by_sizes: bool = False
     deciding: list[Any] = field(default_factory=list)
     compiled: str = ""
     skips: bool = False

@@ -28,6 +28,7 @@ class StageProgram:
         changed: Of what is received, what is changed in place later.
         forms: Of all values, by label.
         varying: Of all values, those whose shape may be another for each microbatch.
+        asked: Of those with one shape, the ones that Python asks for it, maybe on other stages.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
         compiled: The user's line that a compiled function has between units, if one has any.
@@ -45,6 +46,7 @@ class StageProgram:
     changed: frozenset[int]
     forms: Sequence[Tracked] = field(repr=False)
     varying: frozenset[int]
+    asked: frozenset[int]
     applies: bool
     draws: bool
     compiled: str = ""
@@ -96,6 +98,7 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= (start or 0)),
                 forms,
                 varying,
+                frozenset(trace.asked - varying),
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 trace.compiled,

@@ -45,7 +45,7 @@ class Selecting(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         fill = _FILLED.get(func.overloadpacket)
-        has_shape_of_values = torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+        has_shape_of_values = torch.Tag.dynamic_output_shape in func.tags or func.overloadpacket in _UNTAGGED
         if fill is _masks_filled and not any(map(_is_mask, args[1])):
             return func(*args, **kwargs)
         if has_shape_of_values:
@@ -122,3 +122,10 @@ _FILLED: Mapping[Any, Callable[[tuple[Any, ...], bool], tuple[Any, ...]]] = {
     if (packet := getattr(_aten, name, None)) is not None
 }
 """How arguments are filled so that all, or fewer, is selected."""
+
+_UNTAGGED = frozenset(
+    packet
+    for name in ("_pack_padded_sequence", "_pad_packed_sequence", "_to_sparse", "_coalesce")
+    if (packet := getattr(_aten, name, None)) is not None
+)
+"""Of which torch does not say that the shape of their results depends on values."""

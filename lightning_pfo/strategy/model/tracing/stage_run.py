@@ -135,7 +135,7 @@ class StageRun:
         }
         self._kept: dict[int, torch.Tensor] = dict(self._received)
         for label, tensor in self._received.items():
-            self._tell_varying(label, tensor)
+            self._check_form(label, tensor)
         self._wanted = frozenset(program.sent)
         self._enter = enter
         self._around = around
@@ -288,7 +288,7 @@ class StageRun:
                 if not isinstance(leaf, torch.Tensor):
                     raise _deviates()
                 found[index] = tracked(leaf)
-                self._tell_varying(expected.label, found[index])
+                self._check_form(expected.label, found[index])
                 self._keep(expected.label, found[index])
         for adopted in event.adopted:
             tensor = tracked(adopted.of(leaves))
@@ -305,7 +305,9 @@ class StageRun:
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
         return compute(*plain_in_place(args), **plain_in_place(kwargs))
 
-    def _tell_varying(self, label: int, tensor: Tracked) -> None:
+    def _check_form(self, label: int, tensor: Tracked) -> None:
+        if label in self._program.asked and tensor.shape != self._program.forms[label].shape:
+            raise _differs(tensor, self._program.forms[label])
         if label in self._program.varying:  # as in the trace: some functions are followed for such tensors only
             tensor.varies = self._program.forms[label].varies
 

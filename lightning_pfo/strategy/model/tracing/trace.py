@@ -53,6 +53,8 @@ from lightning_pfo.strategy.model.tracing.varying import (
     differing,
     labels_in,
     larger_arguments,
+    number,
+    other_number,
     told,
     varying_of_operation,
     without_memory_of_sizes,
@@ -114,6 +116,7 @@ class _TraceRun:
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
         self._glue_state: Any = None
+        self._has_read = False
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
@@ -201,13 +204,19 @@ class _TraceRun:
             return all_varying(outline.leaves)
 
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
-        """Sizes remember what they are sizes of."""
+        """Sizes that depend on values remember what they are sizes of."""
+        tensor = args[0] if args else None
+        if not is_value(tensor) or not isinstance(answer, (int, torch.Size)):
+            return answer
+        self.trace.asked.add(tensor.label)
+        if not tensor.varies:
+            return answer
         return told(function, args, kwargs, answer, self.decide)
 
     def decide(self, labels: Iterable[int]) -> None:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
-        self.trace.tells_sizes = True
+        self.trace.decided_by_sizes = True
         self.trace.deciding.append(users_module())
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
@@ -303,8 +312,18 @@ class _TraceRun:
             self.trace.deciding.append(users_module())
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
-            self.trace.tells_sizes |= not all(isinstance(leaf, (bool, str, type(None))) for leaf in found)
+            returned = self._read(event.what, leaves, found)
         return tree_unflatten(returned, structure)
+
+    def _read(self, function: Any, leaves: list[Any], found: list[Any]) -> list[Any]:
+        """What Python reads: numbers remember what they come from, or anything may depend on them."""
+        if all(isinstance(leaf, (bool, str, type(None))) for leaf in found):
+            return found
+        if getattr(function, "__name__", "") in ("item", "tolist"):
+            labels = frozenset(leaf.label for leaf in leaves if is_value(leaf))
+            return [number(leaf, other_number(leaf), labels, self.decide) for leaf in found]
+        self._has_read = True  # other functions have to give Python plain numbers
+        return found
 
     def _change(self, name: str | None) -> None:
         if name is not None:
@@ -333,12 +352,14 @@ class _TraceRun:
                 self.trace.stale.append((self._changed_memory[memory_of(leaf)], users_line()))
 
     def _new(self, value: Tracked, varying: frozenset[int] = frozenset()) -> int:
+        if self._has_read:
+            varying = frozenset(range(value.dim()))
         value.varies = varying
         value.label = len(self.trace.values)
         position = len(self.trace.events) - 1
         with following(None):
             memory = 0 if value.held is not None else memory_of(value)
-            form, varies = Tracked.absent(value), bool(varying) or self.trace.tells_sizes
+            form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
             self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
         self.alive.append(weakref.ref(value))

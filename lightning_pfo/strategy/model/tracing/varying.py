@@ -87,6 +87,11 @@ def number(value: Any, other: Any, labels: frozenset[int], decides: Callable[[fr
     return made
 
 
+def other_number(value: Any) -> Any:
+    """Another number than one that was read."""
+    return value + _OTHER if type(value) in _CLASSES else value
+
+
 def plain_number(value: Any) -> Any:
     """A number without memory."""
     kind = int if isinstance(value, int) else float
