@@ -27,8 +27,6 @@ class StageProgram:
         sent: Labels of the values that it ends with.
         changed: Of what is received, what is changed in place later.
         forms: Of all values, by label.
-        varying: Of all values, those whose shape may be another for each microbatch.
-        asked: Of those with one shape, the ones that Python asks for it, maybe on other stages.
         applies: Whether the step uses an `autograd.Function` of its own between units.
         draws: Whether the step draws random numbers between the events.
         compiled: The user's line that a compiled function has between units, if one has any.
@@ -36,6 +34,8 @@ class StageProgram:
         changes: The stages whose values change a buffer (or parameter) of the user's module, by its name; None where
             the step changes it alike on all.
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
+        varying: Of all values, those whose shape may be another for each microbatch.
+        asked: Of those with one shape, the ones that Python asks for it, maybe on other stages.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -45,14 +45,14 @@ class StageProgram:
     sent: tuple[int, ...]
     changed: frozenset[int]
     forms: Sequence[Tracked] = field(repr=False)
-    varying: frozenset[int]
-    asked: frozenset[int]
     applies: bool
     draws: bool
     compiled: str = ""
     divided: frozenset[int] = frozenset()
     selects: bool = False
     changes: Mapping[str, int | None] = field(default_factory=dict)
+    varying: frozenset[int] = frozenset()
+    asked: frozenset[int] = frozenset()
 
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
@@ -97,14 +97,14 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
                 live[stage + 1] if stop is not None else (),
                 frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= (start or 0)),
                 forms,
-                varying,
-                frozenset(trace.asked - varying),
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 trace.compiled,
                 frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
                 bool(cuts) and any(position <= cuts[-1] for position in trace.selects),
                 changes,
+                varying,
+                frozenset(trace.asked - varying),
             )
         )
     return programs
