@@ -72,7 +72,9 @@ class Stages:
             trace = followed.trace()
             calls = layer_calls(followed.units, trace)
             if boundaries is None:
-                boundaries = partition_layers("uniform", calls.num_parameters, num_stages, types=calls.types)
+                boundaries = partition_layers(
+                    "uniform", calls.num_parameters, num_stages, types=calls.types, undivided=calls.undivided
+                )
             split = split_units(followed.owner, followed.units, calls, tuple(boundaries), trace)
             release_others(followed.owner, split.held, [stage])
             self.copies.append(followed)

@@ -1,4 +1,4 @@
-"""Trains models whose sizes depend on values, on one process and on several; writes FOLDER/N.json and FOLDER/rank_N.json.
+"""Trains models whose sizes depend on values, on one process and on several; writes FOLDER/single.json or rank_N.json.
 
 Two ranks run every schedule, four ranks some.
 """
@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.engine import channels
 from tests.ranks import run_ranks
 
 SCHEDULES = {
-    2: ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "whole batch"),
+    2: ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
     4: ("1f1b", "interleaved_1f1b", "zbv"),
 }
 IN_CHANNELS = ("interleaved_1f1b", "zbv")
@@ -141,7 +142,8 @@ def by_loop(name):
     inputs, targets = data().tensors
     losses = []
     if dist.is_initialized():
-        pipelined = PipelinedModel(model, nn.functional.mse_loss, num_microbatches=4, example=(inputs[:16], targets[:16]))
+        first = inputs[:16], targets[:16]
+        pipelined = PipelinedModel(model, nn.functional.mse_loss, num_microbatches=4, example_batch=first)
         optimizer = torch.optim.SGD(pipelined.parameters(), lr=0.05)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -171,11 +173,13 @@ def pipeline(folder, num_ranks):
         results[name] = {}
         for schedule in SCHEDULES[num_ranks]:
             channels.WITHOUT_QUEUES = frozenset() if schedule in IN_CHANNELS else frozenset({"gloo"})
-            options = {"loss_over": "batch", "schedule": "gpipe"} if schedule == "whole batch" else {"schedule": schedule}
-            num_microbatches = None if schedule == "whole batch" else 8
-            strategy = PfoPipelineStrategy(num_microbatches=num_microbatches, **options)
+            strategy = PfoPipelineStrategy(num_microbatches=8, schedule=schedule)
             results[name][schedule] = trained(name, strategy, num_ranks)
         results[name]["loop"] = by_loop(name)
+        try:
+            trained(name, PfoPipelineStrategy(schedule="gpipe", loss_over="batch"), num_ranks)
+        except ConfigurationError as error:
+            results[name]["refused"] = str(error)
     Path(folder, f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))
 
 

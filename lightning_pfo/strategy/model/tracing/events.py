@@ -108,6 +108,23 @@ class Event:
     saved_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Differentiation:
+    """A call of `torch.autograd.grad`.
+
+    Attributes:
+        position: The event that it is.
+        labels: The values that it differentiates by.
+        first: The first event that takes another tensor that it differentiates by, or what comes of that; None: none.
+        line: The user's line.
+    """
+
+    position: int
+    labels: tuple[int, ...]
+    first: int | None
+    line: str
+
+
 @dataclass
 class Trace:
     """What a step does.
@@ -134,6 +151,7 @@ class Trace:
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
             that changes them, and the user's line.
+        differentiations: Calls of `torch.autograd.grad`.
         listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
     """
 
@@ -155,6 +173,7 @@ class Trace:
     skips: bool = False
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)
+    differentiations: list[Differentiation] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from lightning_pfo.strategy.model.tracing.events import Event
-from lightning_pfo.strategy.model.tracing.noticing import refuse_in_transform
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same
+from lightning_pfo.strategy.model.tracing.noticing import in_transform
+from lightning_pfo.strategy.model.tracing.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.tracked import natively
 from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_unflatten
 
@@ -28,6 +28,9 @@ class Around(Protocol):
 
     def note(self, values: Any) -> None:
         """Values are wanted at the end."""
+
+    def begin_inside(self, unit: Any) -> None:
+        """A layer is called inside of the event that is under way."""
 
 
 class Inside:
@@ -53,10 +56,12 @@ class Inside:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a unit would, in form."""
-        refuse_in_transform(unit)
         self.was_asked = True
         if unit not in self._event.units:
             self._event.units.append(unit)
+        if in_transform():
+            self._run.begin_inside(unit)
+            return of_zero_weights(unit.module, unit.forward, args, kwargs)
         outline = self._run.outline(self._event, unit, args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
         found = [

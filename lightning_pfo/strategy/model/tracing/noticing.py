@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.selecting import selects
-from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, TransformedLayersError, current_run
+from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
@@ -154,6 +154,10 @@ def functions_followed(run: Run) -> Iterator[None]:
                 if current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
                     return original(*args, **kwargs)
                 return current.operation(function, given, {})
+            except InTransformError:
+                if current is None or len(_transforms) > 1:  # who called the outermost one follows it
+                    raise
+                return current.operation(function, given, {})
             finally:
                 _transforms.pop()
 
@@ -184,17 +188,23 @@ def _captured(function: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tracked)]
 
 
-def refuse_in_transform(unit: Any) -> None:
-    """Refuse that a unit is called inside of `torch.vmap` and the like, which give it no ordinary tensors.
+class InTransformError(Exception):
+    """A unit is called inside of `torch.vmap` and the like, which nobody has followed yet."""
+
+
+def in_transform() -> bool:
+    """Whether `torch.vmap` or the like is under way."""
+    return bool(_transforms)
+
+
+def leave_transform() -> None:
+    """Let `torch.vmap` and the like be followed as a whole, if a unit is called inside of it.
 
     Raises:
-        TransformedLayersError: If it is.
+        InTransformError: If it is not followed yet; who called it follows it then.
     """
     if _transforms:
-        raise TransformedLayersError(
-            f"{unit.name!r} is called inside of torch.func.{_transforms[-1]}, which takes what it calls as a whole: "
-            f"{users_line()} Call layers outside of it, or use it in the forward of a layer."
-        )
+        raise InTransformError(_transforms[-1])
 
 
 def _keeps_inputs(cls: Any) -> bool:

@@ -146,15 +146,7 @@ def _call(
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = Holder(module, forward)
     with mode:
-        # each module once: torch would not put back the tensors of a module that is held in two places
-        tensors = {
-            f"{path}.{name}": torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
-                tensor.requires_grad
-            )
-            for path, part in bare.named_modules()
-            for name, tensor in (item for named in tensors_of(part) for item in named.items())
-            if tensor is not None
-        }
+        tensors = _zero_tensors(bare, device)
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
@@ -178,6 +170,25 @@ def _call(
         rewrites=rewrites,
         returns=returns,
     )
+
+
+def _zero_tensors(bare: Holder, device: torch.device) -> dict[str, torch.Tensor]:
+    # each module once: torch would not put back the tensors of a module that is held in two places
+    return {
+        f"{path}.{name}": torch.zeros(
+            tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+        for path, part in bare.named_modules()
+        for name, tensor in (item for named in tensors_of(part) for item in named.items())
+        if tensor is not None
+    }
+
+
+def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module computes if its parameters are zero, wherever they are; of tensors inside of `torch.vmap`."""
+    bare = Holder(module, forward)
+    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
+    return functional_call(bare, _zero_tensors(bare, device), args, kwargs, tie_weights=False)
 
 
 @contextmanager

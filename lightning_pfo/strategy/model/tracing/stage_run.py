@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.events import Event, New
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
-from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
 from lightning_pfo.strategy.model.tracing.outline import Same
-from lightning_pfo.strategy.model.tracing.program import StageProgram, differentiates
+from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -101,7 +102,7 @@ def run_stage(
         return run.outputs()
     except RuntimeError as error:
         if any(event.what is torch.autograd.grad for event in program.events) and "used in the graph" in str(error):
-            raise differentiates(users_line(error), error) from error
+            raise ConfigurationError(differentiates(users_line(error), error)) from error
         raise
     finally:
         run.close()
@@ -177,6 +178,7 @@ class StageRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
+        leave_transform()
         compute = unit.compute
         if self._program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)
@@ -285,6 +287,8 @@ class StageRun:
                     raise _deviates()
                 found[index] = leaves[expected.argument]
             elif isinstance(expected, New):
+                if leaf is None and event.what is torch.autograd.grad:
+                    raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
                     raise _deviates()
                 found[index] = tracked(leaf)

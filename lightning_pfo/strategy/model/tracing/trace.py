@@ -7,6 +7,7 @@ computed as it is; every rank has the batch.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
 from lightning_pfo.strategy.model.tracing.functions import (
     HOOKS,
@@ -28,8 +30,8 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     TensorsSeen,
     functions_followed,
     is_value,
+    leave_transform,
     recomputation_noted,
-    refuse_in_transform,
     users_line,
     users_module,
 )
@@ -39,7 +41,6 @@ from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, for
 from lightning_pfo.strategy.model.tracing.selecting import Selected, Selecting, decide_about_shapes
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
-    TransformedLayersError,
     following,
     natively,
     ordinary,
@@ -89,8 +90,6 @@ def trace_step(
     with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
         try:
             result = step()
-        except TransformedLayersError:
-            raise
         except Exception as error:
             run.trace.failure = error
             # what is still held somewhere may be needed
@@ -117,10 +116,12 @@ class _TraceRun:
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
         self._glue_state: Any = None
         self._has_read = False
+        self._taken: list[tuple[int, torch.Tensor]] = []  # ordinary tensors with gradients, by events
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
-        leaves, structure = tree_flatten((args, kwargs))
+        given = args, kwargs
+        leaves, structure = tree_flatten(given)
         event = Event(function, held=self._held.names(whose_values_count(function, args, leaves)))
         self._names = list(map(self._held.name, leaves))
         if any(map(is_placeholder, leaves)):
@@ -131,11 +132,14 @@ class _TraceRun:
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
+        run = functools.partial(natively, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
+            self.trace.differentiations.append(differentiation(*given, position, self.trace.events, self._taken))
+            run = gradients_in_form
         depends = Selecting(self._selected, by_stages=decide_about_shapes(function, leaves))
         with self._nothing_drawn(), following(Inside(self, event)), depends:
-            result = natively(function, *(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
+            result = run(*(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
         if depends.by_batch_found:
             self.select()
         changed = [
@@ -159,7 +163,7 @@ class _TraceRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
-        refuse_in_transform(unit)
+        leave_transform()
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
         self._names = list(map(self._held.name, leaves))
@@ -244,6 +248,12 @@ class _TraceRun:
         """Note that a size comes from the values of the batch."""
         self.trace.selects.append(len(self.trace.events))
 
+    def begin_inside(self, unit: Any) -> None:
+        """Note that a layer is called inside of the event that is under way."""
+        position = len(self.trace.events) - 1
+        if unit.is_layer and position not in (place for _, place in self.trace.marks):
+            self.trace.marks.append((unit, position))
+
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""
         if unit.is_layer:
@@ -275,6 +285,7 @@ class _TraceRun:
         position = len(self.trace.events)
         self.trace.events.append(event)
         self.trace.use(leaves, position)
+        self._taken += [(position, leaf) for leaf in leaves if _is_ordinary(leaf) and leaf.requires_grad]
         if not self.trace.compiled and is_in_compiled_function():
             self.trace.compiled = users_line()
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}

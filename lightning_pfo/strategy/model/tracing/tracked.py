@@ -79,10 +79,6 @@ class AbsentValueError(ConfigurationError):
     """A value was asked for that another stage computes, and that nobody has sent."""
 
 
-class TransformedLayersError(ConfigurationError):
-    """A layer is called inside of a function of torch.func."""
-
-
 class Tracked(torch.Tensor):
     """A tensor that is followed.
 
