@@ -19,6 +19,7 @@ from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
+from lightning_pfo.strategy.model.batch_norm import in_our_words
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import SKIPPED, run_stage
@@ -217,7 +218,7 @@ class Stage:
         try:
             yield
         except Exception as error:
-            self.failure = self.failure or error
+            self.failure = self.failure or in_our_words(error)
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)

@@ -137,7 +137,7 @@ class Transfers:
         self._arriving[transfer.consumer] = posted
         if count := self._stages[transfer.consumer.stage].varying_received(transfer.consumer):
             told = torch.empty(count, 1 + _MOST_DIMS, dtype=torch.int64)
-            work = dist.irecv(told, global_rank(self._group, transfer.source), self._hosts(), _SHAPES)
+            work: Any = dist.irecv(told, global_rank(self._group, transfer.source), self._hosts(), _SHAPES)
             posted.shapes = told, work
         line = self._in_line[transfer.source]
         if posted.shapes is None and not line:

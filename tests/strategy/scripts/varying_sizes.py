@@ -177,7 +177,8 @@ def pipeline(folder, num_ranks):
             results[name][schedule] = trained(name, strategy, num_ranks)
         results[name]["loop"] = by_loop(name)
         try:
-            trained(name, PfoPipelineStrategy(schedule="gpipe", loss_over="batch"), num_ranks)
+            strategy = PfoPipelineStrategy(schedule="gpipe", loss_over="batch")
+            results[name]["whole batch"] = trained(name, strategy, num_ranks)
         except ConfigurationError as error:
             results[name]["refused"] = str(error)
     Path(folder, f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))

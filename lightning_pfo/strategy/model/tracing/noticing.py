@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfo.strategy.model.tracing.forms.selecting import selects
+from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.model.tracing.selecting import selects
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
     memory_of,

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.events import Event, New
+from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
-from lightning_pfo.strategy.model.tracing.outline import Same
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
@@ -291,9 +291,9 @@ class StageRun:
                     raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
                     raise _deviates()
-                found[index] = tracked(leaf)
-                self._check_form(expected.label, found[index])
-                self._keep(expected.label, found[index])
+                found[index] = value = tracked(leaf)
+                self._check_form(expected.label, value)
+                self._keep(expected.label, value)
         for adopted in event.adopted:
             tensor = tracked(adopted.of(leaves))
             self._adopted.append(tensor)

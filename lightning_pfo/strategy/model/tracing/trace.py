@@ -18,13 +18,23 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
+from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
+from lightning_pfo.strategy.model.tracing.forms.varying import (
+    labels_in,
+    numbers_of,
+    told,
+    varying_of_operation,
+    without_memory_of_sizes,
+)
 from lightning_pfo.strategy.model.tracing.functions import (
     HOOKS,
     Uncompiled,
     is_in_compiled_function,
     whose_values_count,
 )
-from lightning_pfo.strategy.model.tracing.inside import Inside, zeros_of
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
     TensorsSeen,
@@ -35,10 +45,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     users_line,
     users_module,
 )
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
-from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
-from lightning_pfo.strategy.model.tracing.selecting import Selected, Selecting, decide_about_shapes
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
     following,
@@ -49,17 +56,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
 )
 from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_leaves, tree_unflatten
-from lightning_pfo.strategy.model.tracing.varying import (
-    all_varying,
-    differing,
-    labels_in,
-    larger_arguments,
-    number,
-    other_number,
-    told,
-    varying_of_operation,
-    without_memory_of_sizes,
-)
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
@@ -132,7 +128,7 @@ class _TraceRun:
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
-        run = functools.partial(natively, function)
+        run: Callable[[Any, Any], Any] = functools.partial(natively, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
             self.trace.differentiations.append(differentiation(*given, position, self.trace.events, self._taken))
@@ -179,9 +175,11 @@ class _TraceRun:
             args, kwargs = without_memory_of_sizes(args, kwargs)
         outline = self.outline(event, unit, args, kwargs)
         self.trace.has_sizes |= outline.from_values
-        varying = outline.varying
+        varying: Sequence[frozenset[int]] = outline.varying
         if sizes or _any_varies(leaves):
-            varying = self._varying_of_unit(unit, given, outline)
+            with self._nothing_drawn(), following(None):
+                selects_all = self._selected is Selected.ALL
+                varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
         event.rewrites, event.returns = outline.rewrites, outline.returns
         for index in outline.changed:
@@ -192,24 +190,9 @@ class _TraceRun:
         result = self._end(event, leaves, found, outline.structure, changed, varying)
         return returned_of(event, result, given)
 
-    def _varying_of_unit(self, unit: Any, given: Any, outline: Outline) -> list[frozenset[int]]:
-        """The dimensions of what a unit returns that change with such sizes of its arguments, or vary anyway."""
-        leaves, structure = tree_flatten(given)
-        try:
-            with self._nothing_drawn(), following(None):
-                larger = tree_unflatten(larger_arguments(leaves), structure)
-                of_larger = outline_call(
-                    unit.module, unit.forward, larger, self._device, selects_all=self._selected is Selected.ALL
-                )
-                own = outline.varying or [frozenset()] * len(outline.leaves)
-                changing = differing(outline.leaves, of_larger.leaves)
-                return [one | other for one, other in zip(own, changing, strict=True)]
-        except Exception:  # what does not run so may depend on anything
-            return all_varying(outline.leaves)
-
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
         """Sizes that depend on values remember what they are sizes of."""
-        tensor = args[0] if args else None
+        tensor: Any = args[0] if args else None
         if not is_value(tensor) or not isinstance(answer, (int, torch.Size)):
             return answer
         self.trace.asked.add(tensor.label)
@@ -328,12 +311,10 @@ class _TraceRun:
 
     def _read(self, function: Any, leaves: list[Any], found: list[Any]) -> list[Any]:
         """What Python reads: numbers remember what they come from, or anything may depend on them."""
-        if all(isinstance(leaf, (bool, str, type(None))) for leaf in found):
-            return found
         if getattr(function, "__name__", "") in ("item", "tolist"):
-            labels = frozenset(leaf.label for leaf in leaves if is_value(leaf))
-            return [number(leaf, other_number(leaf), labels, self.decide) for leaf in found]
-        self._has_read = True  # other functions have to give Python plain numbers
+            return numbers_of(found, frozenset(leaf.label for leaf in leaves if is_value(leaf)), self.decide)
+        # other functions have to give Python plain numbers
+        self._has_read |= not all(isinstance(leaf, (bool, str, type(None))) for leaf in found)
         return found
 
     def _change(self, name: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
+from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.model.tracing.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
-from lightning_pfo.strategy.model.tracing.varying import differing
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
     memory_of,
@@ -110,6 +110,35 @@ def outline_call(
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
     raise failures[0]
+
+
+def varying_of_call(
+    module: nn.Module,
+    forward: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    outline: Outline,
+    device: torch.device,
+    selects_all: bool,
+) -> Sequence[frozenset[int]]:
+    """The dimensions of what a call returns whose size depends on values, if sizes of its arguments do.
+
+    Args:
+        module: The module.
+        forward: Its `forward`.
+        arguments: Its arguments and named arguments; what varies knows it.
+        outline: What it returns.
+        device: Where the module runs.
+        selects_all: See `outline_call`.
+    """
+    leaves, structure = tree_flatten(arguments)
+    try:
+        larger = tree_unflatten(larger_arguments(leaves), structure)
+        of_larger = outline_call(module, forward, larger, device, selects_all=selects_all)
+        own = outline.varying or (frozenset(),) * len(outline.leaves)
+        changing = differing(outline.leaves, of_larger.leaves)
+        return [one | other for one, other in zip(own, changing, strict=True)]
+    except Exception:  # what does not run so may depend on anything
+        return all_varying(outline.leaves)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from lightning_pfo.strategy.model.tracing.events import Event
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.noticing import in_transform
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.tracked import natively
 from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_unflatten
 

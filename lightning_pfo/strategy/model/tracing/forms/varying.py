@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_pfo.strategy.model.tracing.selecting import Selected, Selecting
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
 
@@ -87,9 +87,9 @@ def number(value: Any, other: Any, labels: frozenset[int], decides: Callable[[fr
     return made
 
 
-def other_number(value: Any) -> Any:
-    """Another number than one that was read."""
-    return value + _OTHER if type(value) in _CLASSES else value
+def numbers_of(values: list[Any], labels: frozenset[int], decides: Callable[[frozenset[int]], None]) -> list[Any]:
+    """What Python has read of tensors: numbers that remember them."""
+    return [number(value, value + _OTHER, labels, decides) if type(value) in _CLASSES else value for value in values]
 
 
 def plain_number(value: Any) -> Any:

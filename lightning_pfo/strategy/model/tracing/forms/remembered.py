@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
