@@ -73,8 +73,8 @@ def measure(schedule, num_microbatches):
     activations, received = Alive(), Alive()
     make_buffers = Stage.make_buffers
 
-    def counted_buffers(stage, instruction):
-        buffers = make_buffers(stage, instruction)
+    def counted_buffers(stage, instruction, *shapes):
+        buffers = make_buffers(stage, instruction, *shapes)
         for buffer in buffers:
             received.add(buffer)
         return buffers
