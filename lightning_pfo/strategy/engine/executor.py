@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,8 +47,7 @@ def progress() -> int:
     return _num_instructions
 
 
-@dataclass(frozen=True)
-class _Posted:
+class _Posted(NamedTuple):
     """A transfer that is under way.
 
     Attributes:
@@ -168,17 +166,17 @@ class Executor:
             transfer = step.transfer
             call: Any
             if isinstance(step, Send):
-                call, peer = dist.isend, transfer.destination
+                call, end, peer = dist.isend, "group_dst", transfer.destination
                 tensors = self._ready.pop(transfer.producer)
             else:
-                call, peer = dist.irecv, transfer.source
+                call, end, peer = dist.irecv, "group_src", transfer.source
                 tensors = self.stages[transfer.consumer.stage].make_buffers(transfer.consumer)
             sent = self._transferable(tensors, holds_data=isinstance(step, Send))
             channel = self._channels.get((transfer.source, transfer.destination))
-            peer_in_world = global_rank(self._group, peer)
             if channel is None:
-                works = [call(tensor, peer_in_world, self._group) for tensor in sent]
+                works = [call(tensor, group=self._group, **{end: peer}) for tensor in sent]
             else:  # all at once: in a queue they would be many kernels
+                peer_in_world = global_rank(self._group, peer)
                 operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in sent]
                 works = dist.batch_isend_irecv(operations) if operations else []
             if isinstance(step, Send):

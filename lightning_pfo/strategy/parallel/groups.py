@@ -58,8 +58,8 @@ def spread(
     known, distance = mine, 1
     while distance < size:
         heard = torch.empty_like(known)
-        sent = dist.isend(known, global_rank(hosts, (rank + distance) % size), hosts, _SPREADING)
-        dist.recv(heard, global_rank(hosts, (rank - distance) % size), hosts, _SPREADING)
+        sent = dist.isend(known, group=hosts, tag=_SPREADING, group_dst=(rank + distance) % size)
+        dist.recv(heard, group=hosts, tag=_SPREADING, group_src=(rank - distance) % size)
         if sent is not None:
             sent.wait()
         known, distance = both(known, heard), 2 * distance

@@ -153,7 +153,7 @@ def loss_of(result: Any) -> torch.Tensor:
             "one-element tensor that depends on the model's output, or a dict with it under 'loss'; "
             f"got {_describe(result)}."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def kept_of(result: Any, *, wanted: bool) -> Any:

@@ -78,7 +78,8 @@ class LogRecorder:
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().clone().reshape(())  # the step may write into it afterwards
+            value = value.detach().clone()  # the step may write into it afterwards
+            value = value.reshape(()) if value.dim() else value
         elif not isinstance(value, (int, float)):
             raise ConfigurationError(
                 f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
@@ -126,7 +127,7 @@ class LogRecorder:
 
     def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
-        return self._mean(list(enumerate(loss.detach().reshape(()) for loss in losses)), is_loss=True)
+        return self._mean([(index, loss.detach()) for index, loss in enumerate(losses)], is_loss=True)
 
     def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
@@ -179,4 +180,6 @@ def _is_count(value: Any) -> bool:
 
 def _stack(values: Sequence[Any]) -> torch.Tensor:
     on_device = next((value for value in values if isinstance(value, torch.Tensor)), torch.empty(0))
+    if all(isinstance(value, torch.Tensor) and value.dtype == on_device.dtype for value in values):
+        return torch.stack(list(values)).to(torch.float64)
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])

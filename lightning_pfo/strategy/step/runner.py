@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -340,18 +340,17 @@ class StepRunner:
             with following(None):
                 recorder.log(name, plain(value), *args, **kwargs)
 
-        @contextmanager
-        def inside(stage: int | None, *, ends_here: bool) -> Iterator[None]:
+        def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
-            with ExitStack() as stack:
-                if stage is not None and changes:
-                    stack.enter_context(buffers.of(stage))
-                stack.enter_context(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
-                if self._metrics:
-                    stack.enter_context(without_synchronisation(self._metrics))
-                if self._deferred is not None and stage is not None:
-                    stack.enter_context(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
-                yield
+            contexts = []
+            if stage is not None and changes:
+                contexts.append(buffers.of(stage))
+            contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
+            if self._metrics:
+                contexts.append(without_synchronisation(self._metrics))
+            if self._deferred is not None and stage is not None:
+                contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
+            return contexts[0] if len(contexts) == 1 else _all_of(contexts)
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
@@ -359,8 +358,9 @@ class StepRunner:
                 return step(index)
 
         with random_state.isolated(engine.device):
-            found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
+            seed = (engine.seed, *step_seed)
+            found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
@@ -375,6 +375,7 @@ class StepRunner:
                     self._skipped = engine.run(
                         programs, step_seed, run_step, take, train=train, after_backward=after_backward
                     )
+                kept.check_switched()
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if effects is None:
@@ -391,3 +392,11 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

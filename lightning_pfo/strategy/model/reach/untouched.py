@@ -134,9 +134,14 @@ class Flags:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = modules_of(root)
-        parameters = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
-        self._parameters = list(dict.fromkeys(parameters))
+        found = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
+        self._parameters = list({id(p): p for p in found}.values())  # tensors themselves take long to hash
         self._training, self._trained = self._now()
+
+    @property
+    def at_first(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """How modules and parameters were switched when this was made; may be compared."""
+        return tuple(self._training), tuple(self._trained)
 
     def take_changes(self) -> Changed:
         """Return what has been switched since, and switch it back."""

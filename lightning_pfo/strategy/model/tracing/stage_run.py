@@ -297,6 +297,8 @@ class StageRun:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext and not self._recomputes:
             follow_no_more()
+            for tensor in self._received.values():  # its functions would ask what follows them
+                untracked(tensor)
         else:
             with following(None), self._around():
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))

@@ -8,8 +8,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -58,15 +57,19 @@ def current_run() -> Run | None:
     return _current
 
 
-@contextmanager
-def following(run: Run | None) -> Iterator[None]:
+class following:  # noqa: N801 - as `contextlib`'s; a generator would take four times as long, and there are many
     """Let a run follow tracked tensors while the context is open; None: they are ordinary tensors meanwhile."""
-    global _current
-    before, _current = _current, run
-    try:
-        yield
-    finally:
-        _current = before
+
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        global _current
+        self._before, _current = _current, self._run
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before
 
 
 def follow_no_more() -> None:
@@ -173,16 +176,18 @@ def no_longer_tracked(tensor: Tracked) -> torch.Tensor:
     return value
 
 
-@contextmanager
-def ordinary(tensors: list[Tracked]) -> Iterator[None]:
-    """Let tracked tensors be ordinary ones for a while, but those that stand for others."""
-    flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
-    for tensor in flipped:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for tensor in flipped:
+class ordinary:  # noqa: N801
+    """Let tracked tensors be ordinary ones while the context is open, but those that stand for others."""
+
+    def __init__(self, tensors: list[Tracked]) -> None:
+        self._flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
+
+    def __enter__(self) -> None:
+        for tensor in self._flipped:
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for tensor in self._flipped:
             tensor.__class__ = Tracked
 
 
