@@ -50,6 +50,11 @@ class StageProgram:
     selects: bool = False
     changes: Mapping[str, int | None] = field(default_factory=dict)
 
+    @property
+    def patches(self) -> bool:
+        """Whether something is patched while it runs."""
+        return self.applies or bool(self.divided) or bool(self.compiled)
+
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     """Divide a step at some events.

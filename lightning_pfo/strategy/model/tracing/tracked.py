@@ -96,22 +96,23 @@ class Tracked(torch.Tensor):
         varies: In a trace, the dimensions whose size depends on values of tensors.
     """
 
-    held: torch.Tensor | None
-    is_absent: bool
-    label: int
+    # of the class, as most have no others
+    held: torch.Tensor | None = None
+    is_absent: bool = False
+    label: int = -1
     varies: frozenset[int] = frozenset()
 
     @staticmethod
     def standing_for(value: torch.Tensor) -> Tracked:
         """A tracked tensor in the form of `value`, which it holds."""
-        stand_in = _like(value)
+        stand_in = without_memory(Tracked, value)
         stand_in.held = value
         return stand_in
 
     @staticmethod
     def absent(form: torch.Tensor) -> Tracked:
         """A tracked tensor in the form of another, without a value."""
-        stand_in = _like(form)
+        stand_in = without_memory(Tracked, form)
         stand_in.is_absent = True
         return stand_in
 
@@ -140,12 +141,6 @@ class Tracked(torch.Tensor):
             ) from None
 
 
-def _like(form: torch.Tensor) -> Tracked:
-    stand_in = without_memory(Tracked, form)
-    stand_in.held = None
-    stand_in.is_absent = False
-    stand_in.label = -1
-    return stand_in
 
 
 def tracked(tensor: torch.Tensor) -> Tracked:
@@ -155,11 +150,7 @@ def tracked(tensor: torch.Tensor) -> Tracked:
     if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad):
         return Tracked.standing_for(tensor)
     tensor.__class__ = Tracked
-    now: Tracked = tensor  # type: ignore[assignment]
-    now.held = None
-    now.is_absent = False
-    now.label = -1
-    return now
+    return tensor  # type: ignore[return-value]
 
 
 def untracked(tensor: torch.Tensor) -> None:
@@ -211,6 +202,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _LEAVES = frozenset({Tracked, torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of nearly all that functions of torch are given; pytrees take ten times as long to say so."""
+_ORDINARY = _LEAVES - {Tracked}
 
 
 def plain(values: Any) -> Any:
@@ -235,6 +227,8 @@ def plain_in_place(values: Any) -> Any:
     if kind in _LEAVES:
         return values
     if isinstance(values, tuple):
+        if _ORDINARY.issuperset(map(type, values)):
+            return values
         return tree_map_only(Tracked, value_of, values) if kind is not tuple else tuple(map(plain_in_place, values))
     if isinstance(values, (list, dict)):
         for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
