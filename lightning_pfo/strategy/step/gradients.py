@@ -156,9 +156,8 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def kept_of(result: Any, *, wanted: bool) -> Any:
+def kept_of(result: Any, loss: torch.Tensor, *, wanted: bool) -> Any:
     """What is kept of what a training step returned: its loss, and the rest if somebody wants it; it may be large."""
-    loss = loss_of(result)
     if not isinstance(result, dict):
         return loss.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, {**(result if wanted else {}), "loss": loss})

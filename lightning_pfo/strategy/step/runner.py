@@ -251,7 +251,7 @@ class StepRunner:
                 results.append(None)
                 return torch.zeros(())
             loss = loss_of(result)
-            results.append(kept_of(result, wanted=outputs != "nobody"))
+            results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             if not weights[index]:  # its loss may be NaN, as a mean over no labels
                 return torch.zeros(())
             loss = loss * weights[index]
