@@ -39,6 +39,8 @@ def redirected(owner: nn.Module, log: Callable[..., Any], note: Note) -> Iterato
     loggers = None if trainer is None else trainer.loggers
     attributes = owner.__dict__
     replaced: dict[str, Any] = {"log": log}
+    if trainer is not None and trainer.predicting:  # it may log nothing, and Lightning says so at the user's line
+        replaced = {}
     if hasattr(type(owner), "print"):
         replaced["print"] = _Noted((("attribute", "print"),), note)
     before = {name: attributes[name] for name in replaced if name in attributes}
