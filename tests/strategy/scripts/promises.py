@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 
@@ -675,7 +676,7 @@ def without_samples(where):
 
 
 class OfClass(Skips):
-    """Keeps what it has seen in its class, prints to another stream, and returns what nobody can send."""
+    """Keeps what it has seen in its class, prints to another stream, and returns a mapping of what nobody can send."""
 
     of_all = []
 
@@ -683,7 +684,7 @@ class OfClass(Skips):
         loss = self.loss(batch[0])
         self.of_all.append(loss)
         self.print("to stderr", file=sys.stderr)
-        return {"loss": loss, "function": (lambda: batch_idx) if self.trainer.world_size == 1 else None}
+        return UserDict(loss=loss, function=(lambda: batch_idx) if self.trainer.world_size == 1 else None)
 
     def print(self, *texts, file):
         self.hooks.append([*texts, file is sys.stderr])
