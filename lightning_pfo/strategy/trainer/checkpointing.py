@@ -169,6 +169,7 @@ class CheckpointStrategy(MeshStrategy):
 
         Other ranks may be gone, so this one does not meet them, and does not wait for ever.
         """
+        super().on_exception(exception)
         saving, self._saving = self._saving, None
         if saving is None:
             return
