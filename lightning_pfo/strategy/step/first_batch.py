@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -160,7 +160,7 @@ class LossComparison:
 
         def take(result: Any, index: int) -> torch.Tensor:
             try:
-                loss = result["loss"] if isinstance(result, dict) else result
+                loss = result["loss"] if isinstance(result, Mapping) else result
                 self._dtypes.add(loss.dtype)
                 losses.append(float(loss))
             except Exception as error:  # training itself will say what is wrong; other ranks must not wait
@@ -213,7 +213,7 @@ def refuse_nan(
     """
     mine: tuple[bool, list[int], list[str], str] = (False, [], [], "")
     if bool(torch.isnan(loss)):
-        losses = [result["loss"] if isinstance(result, dict) else result for result in of_microbatches]
+        losses = [result["loss"] if isinstance(result, Mapping) else result for result in of_microbatches]
         bad = [name for name, parameter in owner.named_parameters() if not _is_finite(parameter.detach())]
         in_batch = [_said(leaf) for _, leaf in leaves_of(batch) if not _is_finite(leaf)]
         which = [index for index, value in enumerate(losses) if len(losses) > 1 and bool(torch.isnan(value))]

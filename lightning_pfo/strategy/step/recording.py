@@ -70,21 +70,14 @@ class LogRecorder:
         if is_metric(value):
             self.metrics[name] = kwargs.get("metric_attribute") or path_of(self.owner, value)
             if not self.metrics[name]:
-                raise ConfigurationError(
-                    f"`self.log({name}, ...)` was given a {type(value).__name__} that no attribute of the module "
-                    f"holds, so its state would be lost. You can fix this by setting an attribute for the metric in "
-                    f"your module's `__init__`, or by `self.log({name}, ..., metric_attribute=name)`."
-                )
+                raise self._refused(name, value, *args, **kwargs)
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().clone()  # the step may write into it afterwards
             value = value.reshape(()) if value.dim() else value
         elif not isinstance(value, (int, float)):
-            raise ConfigurationError(
-                f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
-                f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
-            )
+            raise self._refused(name, value, *args, **kwargs)
         if args:  # prog_bar, logger, on_step, on_epoch may be given by position
             kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
         key = (name, 0)
@@ -94,6 +87,14 @@ class LogRecorder:
             kwargs["batch_size"] += self.arguments.get(key, {}).get("batch_size", 0)
         self.values.setdefault(key, []).append((self.index, value))
         self.arguments[key] = kwargs
+
+    def _refused(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Exception:
+        """What `LightningModule.log` itself raises of a value that cannot be logged."""
+        try:
+            type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[attr-defined]
+        except Exception as error:
+            return error
+        return ConfigurationError(f"`self.log({name}, ...)` cannot log this: {shortened(value)}.")
 
     def logged(self, rules: Rules | None = None) -> list[Logged]:
         """The calls for the batch, with values over its microbatches."""

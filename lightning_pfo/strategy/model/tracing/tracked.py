@@ -141,8 +141,6 @@ class Tracked(torch.Tensor):
             ) from None
 
 
-
-
 def tracked(tensor: torch.Tensor) -> Tracked:
     """Follow a tensor from now on: the object itself, if it is an ordinary one."""
     if isinstance(tensor, Tracked):

@@ -36,12 +36,14 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
 
     def __init__(self, owner: nn.Module, log: Callable[..., Any], note: Note) -> None:
         self._attributes = owner.__dict__
-        self._replaced: dict[str, Any] = {"log": log}
-        if hasattr(type(owner), "print"):
-            self._replaced["print"] = _Noted((("attribute", "print"),), note)
         self._note = note
         self._trainer: Any = trainer_of(owner)
         self._loggers = None if self._trainer is None else self._trainer.loggers
+        # a predict step may log nothing, and Lightning says so at the user's line
+        may_log = self._trainer is None or not self._trainer.predicting
+        self._replaced: dict[str, Any] = {"log": log} if may_log else {}
+        if hasattr(type(owner), "print"):
+            self._replaced["print"] = _Noted((("attribute", "print"),), note)
 
     def __enter__(self) -> None:
         attributes = self._attributes

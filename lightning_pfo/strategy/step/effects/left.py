@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,6 @@ def _by_place(logged: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _beside_loss(output: Any) -> Any:
-    if isinstance(output, dict) and "loss" in output:  # of a training step; it has a rule of its own
+    if isinstance(output, Mapping) and "loss" in output:  # of a training step; it has a rule of its own
         return {key: value for key, value in output.items() if key != "loss"}
     return output
