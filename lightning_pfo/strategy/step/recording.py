@@ -50,6 +50,7 @@ class LogRecorder:
         values: What was logged, by name and how often the step had logged it before, and for which microbatch.
         arguments: The other arguments of `self.log`.
         metrics: For names under which a metric object was logged, where `owner` holds it.
+        of_epochs: Whether a step logs on_epoch if it does not say otherwise, as all but that of training do.
     """
 
     owner: nn.Module
@@ -59,6 +60,7 @@ class LogRecorder:
     values: dict[tuple[str, int], list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
+    of_epochs: bool = False
 
     @property
     def size(self) -> int:
@@ -106,6 +108,10 @@ class LogRecorder:
     def values_of(self, index: int) -> list[tuple[str, Any]]:
         """What a microbatch has logged, in order."""
         return [(name, value) for (name, _), values in self.values.items() for n, value in values if n == index]
+
+    def is_looked_at(self, key: tuple[str, int]) -> bool:
+        """Whether the value of the batch counts: of a metric object that is logged for epochs it does not."""
+        return key[0] not in self.metrics or bool(self.arguments[key].get("on_step", not self.of_epochs))
 
     def output(self, results: list[Any], rules: Rules | None = None, *, train: bool, batch_dim: int) -> dict[str, Any]:
         """What the step returned for the batch, from what it returned for microbatches.

@@ -139,9 +139,11 @@ class Attributes:
         """By how much what has changed has grown, by where it is; see `rules`."""
         found: dict[str, Any] = {}
         for path, (kind, value) in changes.items():
-            if kind != "gone":
-                place = named(path)
-                found |= {place: value} if kind == "appended" else growth_of(place, value, self._value_at(path))
+            place = named(path)
+            if kind == "appended":  # a deque may not have room for all
+                found[place] = value[-(getattr(self._containers[path[:-1]][0], "maxlen", None) or len(value)) :]
+            elif kind != "gone":
+                found |= growth_of(place, value, self._value_at(path))
         return found
 
     def merged(
@@ -164,7 +166,9 @@ class Attributes:
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                of_these = merge if len(there) == len(changes) else merge.only(there)
+                if len(there) < len(changes) and merge.compares(named(path)):
+                    values = [each[path][1] if path in each else self._value_at(path) for each in changes]
+                of_these = merge if len(values) == len(changes) else merge.only(there)
                 merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
         return _with_values(merged | self._meters.changes())
 

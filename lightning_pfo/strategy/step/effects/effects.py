@@ -110,7 +110,11 @@ class Effects:
 
     def growth(self, index: int) -> dict[str, Any]:
         """What a microbatch has changed, to be compared with a trace of it; see `rules`."""
-        return self._attributes.growth(self._changes[index])
+        return self.growth_in(self._changes[index])
+
+    def growth_in(self, changes: Changes) -> dict[str, Any]:
+        """The same of other changes."""
+        return self._attributes.growth(changes)
 
     def calls(self, index: int) -> list[Call]:
         """The calls of a microbatch."""
@@ -137,6 +141,14 @@ class Effects:
             "drawn": self._attributes.generators.drawn(),
             "calls": merged_calls(self._calls, sizes, weights, rules),
         }
+
+    def draw_others(self, number: int) -> None:
+        """Let generators of the user's begin with other numbers; 0: with those that they have."""
+        self._attributes.generators.draw_others(number)
+
+    def change(self, changes: Changes) -> None:
+        """Make changes on this rank, and nothing else of an outcome."""
+        self._attributes.apply(changes)
 
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
