@@ -126,6 +126,7 @@ MAY_KNOW = {
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.parallel"},
+    "strategy.model.tracing.forms": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.parallel": {"core"},
     "strategy.state": {"core", "strategy.parallel"},
     "strategy.watch": {"core"},

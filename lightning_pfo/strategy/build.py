@@ -270,7 +270,9 @@ def _split(
     if partition == "profile":
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
-    boundaries = partition_layers(partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s)
+    boundaries = partition_layers(
+        partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
+    )
     split = split_units(model, units, calls, boundaries, trace)
     if before is not None:  # which had a trace
         split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})

@@ -221,7 +221,9 @@ class PipelineEngine:
             if schedule is None:  # of a batch with few samples, or evaluation
                 schedule = (all_forwards_first if train else forward_only)(self.placement, num_microbatches)
             stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
-            self._executors[train, num_microbatches] = Executor(schedule, stages, self.group, self._channels)
+            self._executors[train, num_microbatches] = Executor(
+                schedule, stages, self.group, self._channels, self.host_group
+            )
         return self._executors[train, num_microbatches]
 
     def _make_stage(self, stage: int, train: bool, *, tell: bool = False) -> Stage:

@@ -19,6 +19,7 @@ from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
+from lightning_pfo.strategy.model.batch_norm import in_our_words
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import SKIPPED, run_stage
@@ -80,6 +81,7 @@ class Stage:
         self._offload = offload
         self.failure: Exception | None = None
         self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
+        self._sent_sizes: dict[int, list[torch.Size]] = {}
         self._weight_gradients: dict[int, Callable[[], None]] = {}
         self._computations: dict[InstructionType, Callable[[int, Tensors], Tensors]] = {
             InstructionType.FORWARD: self._forward,
@@ -126,15 +128,45 @@ class Stage:
         self._emitter.instruction_end(InstructionEvent(instruction, self.iteration, work))
         return produced
 
-    def make_buffers(self, instruction: Instruction) -> Tensors:
-        """Make tensors to receive what `instruction` needs from another rank."""
+    def make_buffers(self, instruction: Instruction, sizes: Sequence[Sequence[int]] = ()) -> Tensors:
+        """Make tensors to receive what `instruction` needs from another rank.
+
+        Args:
+            instruction: One of this stage.
+            sizes: The shapes of what it needs of varying shape; see `varying_received`.
+        """
+        program, told = self.programs[instruction.microbatch], iter(sizes)
+        if instruction.type is not InstructionType.FORWARD:  # gradients, of what was sent
+            told = iter(self._sent_sizes.get(instruction.microbatch, ()))
         with DisableTorchFunctionSubclass():  # forms would take three times as long to tell theirs
-            forms = received_forms(self.programs[instruction.microbatch], instruction.type)
-            return tuple(torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms)
+            return tuple(
+                torch.empty(
+                    next(told) if label in program.varying else form.shape, dtype=form.dtype, device=self._device
+                )
+                for label, form in _received(program, instruction.type)
+            )
+
+    def varying_received(self, instruction: Instruction) -> int:
+        """How many tensors an instruction receives of which only the sender knows the shape."""
+        if instruction.type is not InstructionType.FORWARD:
+            return 0
+        program = self.programs[instruction.microbatch]
+        return sum(label in program.varying for label in program.received) if program.varying else 0
+
+    def varying_sent(self, instruction: Instruction, tensors: Tensors) -> list[torch.Size]:
+        """The shapes of those among the tensors that an instruction sends of which only the sender knows them."""
+        if instruction.type is not InstructionType.FORWARD:
+            return []
+        program = self.programs[instruction.microbatch]
+        if not program.varying:
+            return []
+        sent = zip(program.sent, tensors, strict=True)
+        return [tensor.shape for label, tensor in sent if label in program.varying]
 
     def forget(self) -> None:
         """Drop the microbatches in flight, which an exception has left."""
         self._in_flight.clear()
+        self._sent_sizes.clear()
         self._weight_gradients.clear()
 
     def _forward(self, microbatch: int, received: Tensors) -> Tensors:
@@ -151,6 +183,12 @@ class Stage:
             outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         if self._train:
             self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
+            if program.varying and self._compute_loss is None:
+                self._sent_sizes[microbatch] = [
+                    tensor.shape
+                    for label, tensor in zip(program.sent, outputs, strict=True)
+                    if label in program.varying and program.forms[label].requires_grad
+                ]
         return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
 
     def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor] | None:
@@ -196,11 +234,16 @@ class Stage:
 
 def received_forms(program: StageProgram, kind: InstructionType) -> list[Tracked]:
     """The forms of what an instruction needs of a neighbouring stage: activations, or gradients of what was sent."""
+    return [form for _, form in _received(program, kind)]
+
+
+def _received(program: StageProgram, kind: InstructionType) -> list[tuple[int, Tracked]]:
+    """The values that an instruction needs, or needs the gradients of: labels and forms."""
     if kind is InstructionType.FORWARD:
-        return [program.forms[label] for label in program.received]
+        return [(label, program.forms[label]) for label in program.received]
     if kind is InstructionType.WEIGHT_GRADIENT:
         return []
-    return [form for label in program.sent if (form := program.forms[label]).requires_grad]
+    return [(label, form) for label in program.sent if (form := program.forms[label]).requires_grad]
 
 
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:
@@ -228,7 +271,7 @@ class _NotingFailures:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
         if isinstance(error, Exception):
-            self._stage.failure = self._stage.failure or error
+            self._stage.failure = self._stage.failure or in_our_words(error)
             return True
         return False
 

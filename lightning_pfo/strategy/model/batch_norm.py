@@ -150,6 +150,19 @@ def defer_batch_norms(root: nn.Module, how: str, patches: Patches, *, compiles: 
     return DeferredBatchNorms(root, patches)
 
 
+def in_our_words(error: Exception) -> Exception:
+    """What ended a microbatch; where a batch norm had a single value per channel, with the way out."""
+    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+        return error
+    explained = ConfigurationError(
+        f"A batch norm in training mode needs two samples or more in each microbatch, and one has a single one "
+        f"({error}). Use fewer microbatches (num_microbatches=...), larger batches, or drop_last=True in the loader "
+        f"if it is the last batch that is too small."
+    )
+    explained.__cause__ = error
+    return explained
+
+
 def check_batch_norm(how: str) -> None:
     """Check the setting `batch_norm`.
 

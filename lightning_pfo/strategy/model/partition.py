@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -41,6 +41,7 @@ def partition_layers(
     *,
     types: Sequence[str] = (),
     times_s: Sequence[float] = (),
+    undivided: Collection[int] = (),
 ) -> Boundaries:
     """Divide layers into contiguous stages.
 
@@ -53,6 +54,8 @@ def partition_layers(
         num_stages: Number of stages; each gets at least one layer.
         types: Class name of each layer; for `type:REGEX`.
         times_s: Measured time of each layer in seconds, forward and backward; for `profile`.
+        undivided: Layers that cannot begin a stage. Where too few others are left, and in a custom partition, they may
+            all the same: whoever uses that says why not.
 
     Returns:
         `num_stages + 1` boundaries from 0 to the number of layers.
@@ -68,6 +71,10 @@ def partition_layers(
         )
     check_partition(spec)
     kind, _, argument = spec.partition(":")
+    starts = [layer for layer in range(num_layers) if layer not in undivided]
+    is_known = kind != "custom" and (kind != "profile" or len(times_s) == num_layers)
+    if is_known and num_stages <= len(starts) < num_layers:
+        return _undivided(kind, argument, num_parameters, num_stages, types, times_s, starts)
     if kind == "uniform":
         base, extra = divmod(num_layers, num_stages)
         return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
@@ -76,10 +83,31 @@ def partition_layers(
     if kind == "profile" and len(times_s) == num_layers:
         return balance(times_s, num_stages)
     if kind == "type":
-        return _by_type(argument, types, num_stages)
+        return balance(_matches(argument, types, num_stages), num_stages)
     if kind == "custom":
         return _custom(argument, num_layers, num_stages)
     raise _unknown(spec)
+
+
+def _undivided(
+    kind: str,
+    argument: str,
+    num_parameters: Sequence[float],
+    num_stages: int,
+    types: Sequence[str],
+    times_s: Sequence[float],
+    starts: Sequence[int],
+) -> Boundaries:
+    """Divide groups of layers, which begin at `starts`."""
+    weights: Sequence[float] = [1] * len(num_parameters)
+    if kind == "parameters":
+        weights = num_parameters
+    elif kind == "profile":
+        weights = times_s
+    elif kind == "type":
+        weights = _matches(argument, types, num_stages)
+    edges = [*starts, len(num_parameters)]
+    return tuple(edges[group] for group in balance([sum(weights[a:b]) for a, b in pairwise(edges)], num_stages))
 
 
 def balance(weights: Sequence[float], num_stages: int) -> Boundaries:
@@ -121,7 +149,7 @@ def _cheapest(
     return best[-1]
 
 
-def _by_type(pattern: str, types: Sequence[str], num_stages: int) -> Boundaries:
+def _matches(pattern: str, types: Sequence[str], num_stages: int) -> list[bool]:
     try:
         matches = [bool(re.search(pattern, name, re.IGNORECASE)) for name in types]
     except re.error as error:
@@ -133,7 +161,7 @@ def _by_type(pattern: str, types: Sequence[str], num_stages: int) -> Boundaries:
             f"partition='type:REGEX' gives each of the {num_stages} stages a layer of a matching class; {pattern!r} "
             f"matches {sum(matches) if pattern else 0} of the layers, whose classes are {sorted(set(types))}."
         )
-    return balance(matches, num_stages)
+    return matches
 
 
 def _custom(argument: str, num_layers: int, num_stages: int) -> Boundaries:

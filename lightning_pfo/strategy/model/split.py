@@ -12,18 +12,11 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.reach.variables import is_of_library, packages_of
+from lightning_pfo.strategy.model.tracing.cutting import Bound, cuts_before, cuts_by_owner, undivided
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
-from lightning_pfo.strategy.model.tracing.program import (
-    Bound,
-    StageProgram,
-    cuts_before,
-    cuts_by_owner,
-    end_of_samples,
-    programs_of,
-)
+from lightning_pfo.strategy.model.tracing.program import StageProgram, end_of_samples, programs_of
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
-from lightning_pfo.strategy.parallel.compat import tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
@@ -36,10 +29,12 @@ class LayerCalls:
     Attributes:
         layers: The layer of each call.
         others: Further units that each call takes along.
+        undivided: Calls that are of one stage with the one before.
     """
 
     layers: tuple[Unit, ...]
     others: tuple[tuple[Unit, ...], ...]
+    undivided: frozenset[int] = frozenset()
 
     @property
     def types(self) -> list[str]:
@@ -83,7 +78,11 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
                 others.append([])
         else:
             others[-1].append(unit)
-    return LayerCalls(tuple(layers), tuple(map(tuple, others)))
+    return LayerCalls(
+        tuple(layers),
+        tuple(map(tuple, others)),
+        frozenset() if trace is None or trace.failure is not None else undivided(trace),
+    )
 
 
 @dataclass(frozen=True)
@@ -219,9 +218,7 @@ class Split:
             ConfigurationError: If it cannot be cut so.
         """
         self._check_everywhere(trace)
-        cuts = self._cuts(trace)
-        _check_states(trace, cuts)
-        return cuts
+        return self._cuts(trace)
 
     def _cuts(self, trace: Trace) -> list[int]:
         bound = [self._bound_to(event) for event in trace.events]
@@ -266,7 +263,7 @@ def split_units(
     num_stages = split.num_stages
     if trace is None:
         return replace(split, held=find_users(root, split.parts(), {}, num_stages))
-    edges = [0, *split.cuts(trace), len(trace.events)]
+    edges = [*(program.start for program in split.programs(trace)), len(trace.events)]
     users: dict[str, set[int]] = {name: set(range(num_stages)) for name in trace.everywhere}
     for name in trace.at_end:
         users.setdefault(name, set()).add(num_stages - 1)
@@ -285,29 +282,6 @@ def split_units(
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
     )
-
-
-def _check_states(trace: Trace, cuts: Sequence[int]) -> None:
-    """Check that no stage uses running statistics that another one changes."""
-    changing: dict[nn.Module, set[int]] = {}
-    using: dict[nn.Module, set[int]] = {}
-    names: dict[nn.Module, str] = {}
-    for stage, (start, stop) in enumerate(pairwise([0, *cuts, len(trace.events)])):
-        for event in trace.events[start:stop]:
-            for unit in event.units:
-                parts = [part for part in unit.module.modules() if "running_mean" in tensors_of(part).buffers]
-                for module in {unit.module, *parts}:
-                    names.setdefault(module, unit.name)
-                    (changing if event.changes_state else using).setdefault(module, set()).add(stage)
-    for module, stages in changing.items():
-        others = using.get(module, set()) - stages
-        if others:
-            raise ConfigurationError(
-                f"{names[module]!r} changes its buffers, such as running statistics, on {_stages(stages)}, and uses "
-                f"them without a change on {_stages(others)}, as in eval() for one call: each rank has those of its "
-                f"own calls, so these would be others than on one device. Keep both calls on one stage "
-                f"(partition='custom:...'), or give each call a module of its own."
-            )
 
 
 def _stages(stages: Collection[int]) -> str:

@@ -16,6 +16,7 @@ from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
@@ -175,6 +176,8 @@ def trace_untouched(
 ) -> Trace:
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache.
 
+    If it does not run with all selected where values of stages decide about shapes, the zeros of the trace decide.
+
     Args:
         owner: The user's module.
         step: Runs its step.
@@ -184,9 +187,16 @@ def trace_untouched(
         modules: Further modules that it may leave something in, by name.
         left: Takes what it leaves, in form.
     """
-    with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left):
-        random_state.seed(device, *seed, 0)
-        return trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device)
+    for selected in (Selected.ALL, Selected.BY_VALUES):
+        if left is not None:
+            left.logged.clear()
+            left.calls.clear()
+        with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left):
+            random_state.seed(device, *seed, 0)
+            trace = trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device, selected)
+        if trace.failure is None or not trace.has_sizes:
+            break
+    return trace
 
 
 def _noting_attributes(

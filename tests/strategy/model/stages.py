@@ -72,7 +72,9 @@ class Stages:
             trace = followed.trace()
             calls = layer_calls(followed.units, trace)
             if boundaries is None:
-                boundaries = partition_layers("uniform", calls.num_parameters, num_stages, types=calls.types)
+                boundaries = partition_layers(
+                    "uniform", calls.num_parameters, num_stages, types=calls.types, undivided=calls.undivided
+                )
             split = split_units(followed.owner, followed.units, calls, tuple(boundaries), trace)
             release_others(followed.owner, split.held, [stage])
             self.copies.append(followed)
@@ -130,11 +132,19 @@ def run_programs(programs, steps, train=True):
     with random_state.isolated(CPU), torch.set_grad_enabled(train):
         sent = ()
         for index, stage in enumerate(stages):
-            buffers = stage.make_buffers(Instruction(index, InstructionType.FORWARD, 0)) if index else ()
+            buffers = ()
+            if index:
+                shapes = stages[index - 1].varying_sent(Instruction(index - 1, InstructionType.FORWARD, 0), sent)
+                forward = Instruction(index, InstructionType.FORWARD, 0)
+                assert stage.varying_received(forward) == len(shapes)
+                buffers = stage.make_buffers(forward, shapes)
             assert [(b.shape, b.dtype) for b in buffers] == [(t.shape, t.dtype) for t in sent]
             sent = run(stage, InstructionType.FORWARD, tuple(t.clone() for t in sent))
         gradients = ()
         for stage in reversed(stages) if train else ():
+            buffers = stage.make_buffers(Instruction(stage.index, InstructionType.BACKWARD, 0))
+            if stage is not stages[-1]:
+                assert [(b.shape, b.dtype) for b in buffers] == [(g.shape, g.dtype) for g in gradients]
             gradients = run(stage, InstructionType.BACKWARD, gradients)
     return outputs[0]
 

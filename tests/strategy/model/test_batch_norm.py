@@ -7,6 +7,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, defer_batch_norms
 from lightning_pfo.strategy.parallel.patches import Patches
+from tests.strategy.model.stages import Holder, Stages
 
 
 class OfItsOwn(nn.BatchNorm1d):
@@ -60,3 +61,17 @@ def test_what_cannot_be_deferred_is_refused():
             defer_batch_norms(nn.BatchNorm1d(3), "deferred", patches, compiles=True)
         with pytest.raises(ConfigurationError, match="'microbatch' or 'deferred'; got 'batch'"):
             defer_batch_norms(nn.BatchNorm1d(3), "batch", patches, compiles=False)
+
+
+def test_a_single_sample_is_refused_with_the_way_out():
+    """Torch says only that there is no variance."""
+    owner = Holder(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    stages = Stages(owner, lambda owner: owner.model(torch.ones(1, 2)).sum(), num_stages=2)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"two samples or more in each microbatch.*fewer microbatches"
+        ) as said:
+            stages.run()
+    finally:
+        stages.close()
+    assert isinstance(said.value.__cause__, ValueError)

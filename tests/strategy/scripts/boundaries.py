@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.loops import PipelinedModel
-from lightning_pfo.strategy.engine import executor
+from lightning_pfo.strategy.engine import transfers
 from tests.ranks import run_ranks
 
 SCHEDULES = ("1f1b", "zbv")
@@ -92,7 +92,7 @@ def main():
     results = {}
     for name in MODELS:
         for case in (*SCHEDULES, BY_HOST):
-            executor.goes_by_host = lambda tensor, group, case=case: case == BY_HOST
+            transfers.goes_by_host = lambda tensor, group, case=case: case == BY_HOST
             schedule = case.partition(" ")[0]
             model = PipelinedModel(make(name), nn.functional.mse_loss, num_microbatches=4, schedule=schedule)
             model.step(x, y)

@@ -62,7 +62,7 @@ class Value:
         last_use: The last event that takes it; `FOREVER` if it decides what runs, is logged or returned.
         memory: What memory it has, as a number; views have that of their base.
         changed_at: The last event that changed it in place.
-        line: The user's line for which its shape depends on the values of other tensors, if it does.
+        varies: Whether its shape depends on the values of other tensors, or may do so.
     """
 
     form: Tracked
@@ -70,7 +70,7 @@ class Value:
     last_use: float = -1
     memory: int = 0
     changed_at: int = -1
-    line: str = ""
+    varies: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -119,6 +119,23 @@ class Event:
         return only.label if isinstance(only, New) else None
 
 
+@dataclass(frozen=True)
+class Differentiation:
+    """A call of `torch.autograd.grad`.
+
+    Attributes:
+        position: The event that it is.
+        labels: The values that it differentiates by.
+        first: The first event that takes another tensor that it differentiates by, or what comes of that; None: none.
+        line: The user's line.
+    """
+
+    position: int
+    labels: tuple[int, ...]
+    first: int | None
+    line: str
+
+
 @dataclass
 class Trace:
     """What a step does.
@@ -136,12 +153,16 @@ class Trace:
             the last.
         draws: Whether the step draws random numbers of its own after the first event.
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
+        has_sizes: Whether a size came from the values of stages.
+        asked: Values whose size Python has been told.
+        decided_by_sizes: Whether Python has looked at numbers of stages, on which the size of anything may depend.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         compiled: The user's line that a compiled function has between units, if one has any.
         skips: Whether the step has returned None before it called anything.
         failure: The error that ended it early, if one did: what comes after is not known.
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
             that changes them, and the user's line.
+        differentiations: Calls of `torch.autograd.grad`.
         listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
     """
 
@@ -155,11 +176,15 @@ class Trace:
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     selects: list[int] = field(default_factory=list)
+    has_sizes: bool = False
+    asked: set[int] = field(default_factory=set)
+    decided_by_sizes: bool = False
     deciding: list[Any] = field(default_factory=list)
     compiled: str = ""
     skips: bool = False
     failure: BaseException | None = None
     stale: list[tuple[int, str]] = field(default_factory=list)
+    differentiations: list[Differentiation] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:

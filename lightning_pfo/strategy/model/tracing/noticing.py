@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfo.strategy.model.tracing.forms.selecting import selects
+from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, TransformedLayersError, current_run
+from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.model.tracing.varying import labels_in
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
-    TorchDispatchMode,
     memory_of,
     named_tensors,
     recompute_with,
@@ -94,7 +94,7 @@ class TensorsSeen(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._see is not None:
             self._see(leaves)
-        if self._select is not None and _selects(func, args):
+        if self._select is not None and selects(func, args):
             self._select()
         names = dict.fromkeys(self._held.names(whose_values_count(func, args, leaves)))
         before = dict(self.names)
@@ -110,18 +110,6 @@ class TensorsSeen(TorchFunctionMode):
         return result
 
 
-_SELECTING = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"})
-
-
-def _selects(function: Any, args: Any) -> bool:
-    """Whether a function of torch makes a tensor whose shape depends on values."""
-    name = getattr(function, "__name__", "")
-    if name == "__getitem__":
-        indices = args[1] if isinstance(args[1], tuple) else args[1:]
-        return any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
-    return name in _SELECTING or (name == "where" and len(args) == 1)
-
-
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Of the arguments of a function of torch, which takes no containers but these."""
     for value in values.values() if isinstance(values, dict) else values:
@@ -129,36 +117,6 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (tuple, list, dict)):
             yield from _tensors_in(value)
-
-
-class ShapesFromValues(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
-    """Notices operators whose result has a shape that depends on values.
-
-    Attributes:
-        found: On those of tracked tensors.
-        of_batch: On those of other tensors, which all ranks have.
-    """
-
-    def __init__(self, leaves: list[Any], function: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = self.of_batch = False
-        # where a mask selects, its values decide, not those of what is selected from
-        deciding = (
-            leaves[1:] if getattr(function, "__name__", "") in ("__getitem__", "masked_select", "index") else leaves
-        )
-        self._may_decide = any(
-            is_value(leaf) and (deciding is leaves or leaf.dtype in (torch.bool, torch.uint8)) for leaf in deciding
-        )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            indices = args[1] if "index" in str(func) and len(args) > 1 else ()
-            is_plain_index = "index" in str(func) and not any(
-                isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices or ()
-            )
-            self.found |= self._may_decide and not is_plain_index
-            self.of_batch |= not self._may_decide and not is_plain_index
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -196,6 +154,10 @@ def functions_followed(run: Run) -> Iterator[None]:
                 if current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
                     return original(*args, **kwargs)
                 return current.operation(function, given, {})
+            except InTransformError:
+                if current is None or len(_transforms) > 1:  # who called the outermost one follows it
+                    raise
+                return current.operation(function, given, {})
             finally:
                 _transforms.pop()
 
@@ -226,17 +188,23 @@ def _captured(function: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tracked)]
 
 
-def refuse_in_transform(unit: Any) -> None:
-    """Refuse that a unit is called inside of `torch.vmap` and the like, which give it no ordinary tensors.
+class InTransformError(Exception):
+    """A unit is called inside of `torch.vmap` and the like, which nobody has followed yet."""
+
+
+def in_transform() -> bool:
+    """Whether `torch.vmap` or the like is under way."""
+    return bool(_transforms)
+
+
+def leave_transform() -> None:
+    """Let `torch.vmap` and the like be followed as a whole, if a unit is called inside of it.
 
     Raises:
-        TransformedLayersError: If it is.
+        InTransformError: If it is not followed yet; who called it follows it then.
     """
     if _transforms:
-        raise TransformedLayersError(
-            f"{unit.name!r} is called inside of torch.func.{_transforms[-1]}, which takes what it calls as a whole: "
-            f"{users_line()} Call layers outside of it, or use it in the forward of a layer."
-        )
+        raise InTransformError(_transforms[-1])
 
 
 def _keeps_inputs(cls: Any) -> bool:

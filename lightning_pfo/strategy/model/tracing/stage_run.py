@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.events import Event, New
+from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
-from lightning_pfo.strategy.model.tracing.noticing import functions_followed, users_line
-from lightning_pfo.strategy.model.tracing.outline import Same
-from lightning_pfo.strategy.model.tracing.program import StageProgram, differentiates
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
+from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -96,7 +97,7 @@ def run_stage(
         return run.outputs()
     except RuntimeError as error:
         if any(event.what is torch.autograd.grad for event in program.events) and "used in the graph" in str(error):
-            raise differentiates(users_line(error), error) from error
+            raise ConfigurationError(differentiates(users_line(error), error)) from error
         raise
     finally:
         run.close()
@@ -129,6 +130,8 @@ class StageRun:
             for label, tensor in zip(program.received, received, strict=True)
         }
         self._kept: dict[int, torch.Tensor] = dict(self._received)
+        for label, tensor in self._received.items():
+            self._check_form(label, tensor)
         self._wanted = frozenset(program.sent)
         self._enter = enter
         self._around = around
@@ -180,6 +183,7 @@ class StageRun:
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
+        leave_transform()
         compute = unit.compute
         if self._program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)
@@ -212,7 +216,7 @@ class StageRun:
                 )
             with DisableTorchFunctionSubclass():
                 if (
-                    tensor.shape != form.shape
+                    (tensor.shape != form.shape and label not in self._program.varying)
                     or tensor.dtype != form.dtype
                     or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
                 ):
@@ -291,10 +295,13 @@ class StageRun:
                     raise _deviates()
                 found[index] = leaves[expected.argument]
             elif isinstance(expected, New):
+                if leaf is None and event.what is torch.autograd.grad:
+                    raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
                     raise _deviates()
-                found[index] = tracked(leaf)
-                self._keep(expected.label, found[index])
+                found[index] = value = tracked(leaf)
+                self._check_form(expected.label, value)
+                self._keep(expected.label, value)
         for adopted in event.adopted:
             tensor = tracked(adopted.of(leaves))
             self._adopted.append(tensor)
@@ -311,6 +318,12 @@ class StageRun:
             with following(None), self._around():
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
         return compute(*plain_in_place(args), **plain_in_place(kwargs))
+
+    def _check_form(self, label: int, tensor: Tracked) -> None:
+        if label in self._program.asked and tensor.shape != self._program.forms[label].shape:
+            raise _differs(tensor, self._program.forms[label])
+        if label in self._program.varying:  # as in the trace: some functions are followed for such tensors only
+            tensor.varies = self._program.forms[label].varies
 
     def _keep(self, label: int, tensor: torch.Tensor) -> None:
         if label in self._wanted:

@@ -7,15 +7,28 @@ computed as it is; every rank has the batch.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
+from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
+from lightning_pfo.strategy.model.tracing.forms.varying import (
+    labels_in,
+    numbers_of,
+    told,
+    varying_of_operation,
+    without_memory_of_sizes,
+)
 from lightning_pfo.strategy.model.tracing.functions import (
     HOOKS,
     Uncompiled,
@@ -24,21 +37,17 @@ from lightning_pfo.strategy.model.tracing.functions import (
 )
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
-    ShapesFromValues,
     TensorsSeen,
     functions_followed,
     is_value,
+    leave_transform,
     recomputation_noted,
-    refuse_in_transform,
     users_line,
     users_module,
 )
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same, outline_call
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
-from lightning_pfo.strategy.model.tracing.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
-    TransformedLayersError,
     following,
     natively,
     ordinary,
@@ -47,15 +56,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
 )
 from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_leaves, tree_unflatten
-from lightning_pfo.strategy.model.tracing.varying import (
-    all_varying,
-    differing,
-    labels_in,
-    larger_arguments,
-    told,
-    varying_of_operation,
-    without_memory_of_sizes,
-)
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
@@ -65,7 +65,9 @@ from lightning_pfo.strategy.parallel.compat import (
 )
 
 
-def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) -> Trace:
+def trace_step(
+    owner: nn.Module, step: Callable[[], Any], device: torch.device, selected: Selected = Selected.ALL
+) -> Trace:
     """Trace a step of the user's module, whose units are followed (see `follow_units`).
 
     The caller keeps away what a step leaves behind: attributes, random states, caches.
@@ -74,17 +76,16 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
         owner: The user's module.
         step: Runs it on a microbatch.
         device: Where it runs.
+        selected: What is selected where values of stages decide about shapes.
     """
     held = HeldTensors(owner)
-    run = _TraceRun(device, held)
+    run = _TraceRun(device, held, selected)
     seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
     with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
         try:
             result = step()
-        except TransformedLayersError:
-            raise
         except Exception as error:
             run.trace.failure = error
             # what is still held somewhere may be needed
@@ -99,8 +100,9 @@ def trace_step(owner: nn.Module, step: Callable[[], Any], device: torch.device) 
 class _TraceRun:
     """Follows a step and notes what it does."""
 
-    def __init__(self, device: torch.device, held: HeldTensors) -> None:
+    def __init__(self, device: torch.device, held: HeldTensors, selected: Selected) -> None:
         self.trace = Trace()
+        self._selected = selected
         self._held = held
         self._names: list[str | None] = []  # of the leaves of a call
         self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
@@ -109,10 +111,13 @@ class _TraceRun:
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
         self._glue_state: Any = None
+        self._has_read = False
+        self._taken: list[tuple[int, torch.Tensor]] = []  # ordinary tensors with gradients, by events
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
-        leaves, structure = tree_flatten((args, kwargs))
+        given = args, kwargs
+        leaves, structure = tree_flatten(given)
         event = Event(function, held=self._held.names(whose_values_count(function, args, leaves)))
         self._names = list(map(self._held.name, leaves))
         if any(map(is_placeholder, leaves)):
@@ -123,12 +128,15 @@ class _TraceRun:
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
+        run: Callable[[Any, Any], Any] = functools.partial(natively, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
-        depends = ShapesFromValues(leaves, function)
-        with self._nothing_drawn(), following(_Inside(self, event)), depends:
-            result = natively(function, *(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
-        if depends.of_batch:
+            self.trace.differentiations.append(differentiation(*given, position, self.trace.events, self._taken))
+            run = gradients_in_form
+        depends = Selecting(self._selected, by_stages=decide_about_shapes(function, leaves))
+        with self._nothing_drawn(), following(Inside(self, event)), depends:
+            result = run(*(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
+        if depends.by_batch_found:
             self.select()
         changed = [
             index
@@ -140,16 +148,18 @@ class _TraceRun:
                 self.trace.values[leaf.label].changed_at = position
                 self._change(self._held_values.get(leaf.label))
         found, structure = tree_flatten(result)
-        line = users_line() if depends.found else self._line_of(leaves, sizes)
-        varying = all_varying(found) if line else []
-        if line and not all(leaf is None or id(leaf) in set(map(id, leaves)) for leaf in found):
+        self.trace.has_sizes |= depends.by_stages_found
+        varying: Sequence[frozenset[int]] = ()
+        if (depends.by_stages_found or sizes or _any_varies(leaves)) and not all(
+            leaf is None or id(leaf) in set(map(id, leaves)) for leaf in found
+        ):
             with self._nothing_drawn():
-                varying = varying_of_operation(function, args, kwargs, found, from_values=depends.found)
-        return self._end(event, leaves, found, structure, changed, line, varying)
+                varying = varying_of_operation(function, args, kwargs, found, from_values=depends.by_stages_found)
+        return self._end(event, leaves, found, structure, changed, varying)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
-        refuse_in_transform(unit)
+        leave_transform()
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
         self._names = list(map(self._held.name, leaves))
@@ -159,57 +169,59 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         self.see(leaves)
         position = self._begin(event, leaves)
-        line = ""
-        if (sizes := labels_in(leaves)) or any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves):
-            self.trace.use_sizes(sizes, position)
-            line = self._line_of(leaves, sizes)
         given = args, kwargs
-        if sizes:
+        if sizes := labels_in(leaves):
+            self.trace.use_sizes(sizes, position)
             args, kwargs = without_memory_of_sizes(args, kwargs)
         outline = self.outline(event, unit, args, kwargs)
-        varying = self._varying_of_unit(unit, given, outline) if line else []
+        self.trace.has_sizes |= outline.from_values
+        varying: Sequence[frozenset[int]] = outline.varying
+        if sizes or _any_varies(leaves):
+            with self._nothing_drawn(), following(None):
+                selects_all = self._selected is Selected.ALL
+                varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
         event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
         event.rewrites, event.returns = outline.rewrites, outline.returns
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
-        found = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
+        found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        result = self._end(event, leaves, found, outline.structure, changed, line, varying)
+        result = self._end(event, leaves, found, outline.structure, changed, varying)
         return returned_of(event, result, given)
 
-    def _varying_of_unit(self, unit: Any, given: Any, outline: Outline) -> list[frozenset[int]]:
-        """The dimensions of what a unit returns that change with such sizes of its arguments."""
-        leaves, structure = tree_flatten(given)
-        try:
-            with self._nothing_drawn(), following(None):
-                larger = tree_unflatten(larger_arguments(leaves), structure)
-                return differing(outline.leaves, outline_call(unit.module, unit.forward, larger, self._device).leaves)
-        except Exception:  # what does not run so may depend on anything
-            return all_varying(outline.leaves)
-
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
-        """Sizes remember what they are sizes of."""
+        """Sizes that depend on values remember what they are sizes of."""
+        tensor: Any = args[0] if args else None
+        if not is_value(tensor) or not isinstance(answer, (int, torch.Size)):
+            return answer
+        self.trace.asked.add(tensor.label)
+        if not tensor.varies:
+            return answer
         return told(function, args, kwargs, answer, self.decide)
 
     def decide(self, labels: Iterable[int]) -> None:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
+        self.trace.decided_by_sizes = True
         self.trace.deciding.append(users_module())
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
         given, structure = tree_flatten((args, kwargs))
-        with ordinary([leaf for leaf in given if type(leaf) is Tracked]):
+        of_stages = [leaf for leaf in given if type(leaf) is Tracked]
+        selects_all = bool(of_stages) and self._selected is Selected.ALL
+        with ordinary(of_stages):
             leaves = plain(given)
-            key = form_of_call(unit.module, leaves, structure, self._device)
+            key = form_of_call(unit.module, leaves, structure, self._device, selects_all=selects_all)
             known = outlines_of(unit).find(key, leaves)
             if known is not None:
                 return known
-            inside = _Inside(self, event)
+            inside = Inside(self, event)
             seen = TensorsSeen(inside, self._held)
             with self._nothing_drawn(), following(inside), seen, attributes_kept(unit.module) as kept:
-                outline = outline_call(unit.module, unit.forward, tree_unflatten(leaves, structure), self._device)
+                arguments = tree_unflatten(leaves, structure)
+                outline = outline_call(unit.module, unit.forward, arguments, self._device, selects_all=selects_all)
             event.held += seen.names  # of other modules; its own are replaced meanwhile
             if kept and not seen.names and not inside.was_asked:
                 outlines_of(unit).keep(key, leaves, outline)
@@ -218,6 +230,12 @@ class _TraceRun:
     def select(self) -> None:
         """Note that a size comes from the values of the batch."""
         self.trace.selects.append(len(self.trace.events))
+
+    def begin_inside(self, unit: Any) -> None:
+        """Note that a layer is called inside of the event that is under way."""
+        position = len(self.trace.events) - 1
+        if unit.is_layer and position not in (place for _, place in self.trace.marks):
+            self.trace.marks.append((unit, position))
 
     def enter(self, unit: Any) -> None:
         """Note that a layer begins that is followed into."""
@@ -250,6 +268,7 @@ class _TraceRun:
         position = len(self.trace.events)
         self.trace.events.append(event)
         self.trace.use(leaves, position)
+        self._taken += [(position, leaf) for leaf in leaves if _is_ordinary(leaf) and leaf.requires_grad]
         if not self.trace.compiled and is_in_compiled_function():
             self.trace.compiled = users_line()
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
@@ -262,8 +281,7 @@ class _TraceRun:
         found: list[Any],
         structure: Any,
         changed: list[int],
-        line: str,
-        varying: list[frozenset[int]],
+        varying: Sequence[frozenset[int]],
     ) -> Any:
         returned: list[Any] = []
         event.structure = structure
@@ -275,7 +293,7 @@ class _TraceRun:
                 returned.append(leaves[index])
             elif isinstance(leaf, torch.Tensor):
                 value = tracked(leaf)
-                event.results.append(New(self._new(value, line, varying[index_of] if line else frozenset())))
+                event.results.append(New(self._new(value, varying[index_of] if varying else frozenset())))
                 returned.append(value)
             else:
                 event.results.append(leaf)
@@ -288,12 +306,16 @@ class _TraceRun:
             self.trace.deciding.append(users_module())
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
+            returned = self._read(event.what, leaves, found)
         return tree_unflatten(returned, structure)
 
-    def _line_of(self, leaves: list[Any], sizes: Iterable[int]) -> str:
-        """The user's line for which the shape of one of the leaves depends on values, if one does."""
-        lines = (self.trace.values[n].line for n in (*sizes, *(leaf.label for leaf in leaves if is_value(leaf))))
-        return next((line for line in lines if line), "")
+    def _read(self, function: Any, leaves: list[Any], found: list[Any]) -> list[Any]:
+        """What Python reads: numbers remember what they come from, or anything may depend on them."""
+        if getattr(function, "__name__", "") in ("item", "tolist"):
+            return numbers_of(found, frozenset(leaf.label for leaf in leaves if is_value(leaf)), self.decide)
+        # other functions have to give Python plain numbers
+        self._has_read |= not all(isinstance(leaf, (bool, str, type(None))) for leaf in found)
+        return found
 
     def _change(self, name: str | None) -> None:
         if name is not None:
@@ -321,13 +343,17 @@ class _TraceRun:
             if _is_ordinary(leaf) and has_memory(leaf) and memory_of(leaf) in self._changed_memory:
                 self.trace.stale.append((self._changed_memory[memory_of(leaf)], users_line()))
 
-    def _new(self, value: Tracked, line: str = "", varies: frozenset[int] = frozenset()) -> int:
-        value.varies, line = varies, line if varies else ""
+    def _new(self, value: Tracked, varying: frozenset[int] = frozenset()) -> int:
+        if self._has_read:
+            varying = frozenset(range(value.dim()))
+        value.varies = varying
         value.label = len(self.trace.values)
         position = len(self.trace.events) - 1
         with following(None):
             memory = 0 if value.held is not None else memory_of(value)
-            self.trace.values.append(Value(Tracked.absent(value), position, memory=memory or -value.label, line=line))
+            form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
+            form.varies = varying
+            self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
         self.alive.append(weakref.ref(value))
         return value.label
 
@@ -336,49 +362,6 @@ class _TraceRun:
         """Random numbers of what one stage computes are not those of the step."""
         with random_state.isolated(self._device):
             yield
-
-
-class _Inside:
-    """Follows what happens inside an event of a trace: units that a function calls, tracked tensors that it finds."""
-
-    def __init__(self, run: _TraceRun, event: Event) -> None:
-        self.was_asked = False
-        self._run, self._event = run, event
-
-    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
-        return answer
-
-    def decide(self, labels: Iterable[int]) -> None:
-        self._run.decide(labels)
-
-    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.was_asked = True
-        self._run.use_inside(self._event, (args, kwargs))
-        return natively(function, args, kwargs)
-
-    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_in_transform(unit)
-        self.was_asked = True
-        if unit not in self._event.units:
-            self._event.units.append(unit)
-        outline = self._run.outline(self._event, unit, args, kwargs)
-        leaves, _ = tree_flatten((args, kwargs))
-        found = [
-            leaves[leaf.argument]
-            if isinstance(leaf, Same)
-            else _zeros(leaf)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for leaf in outline.leaves
-        ]
-        return returned_of(outline, tree_unflatten(found, outline.structure), (args, kwargs))
-
-    def enter(self, unit: Any) -> None:
-        """Layers inside of events are no places for boundaries."""
-
-    def note(self, values: Any) -> None:
-        self.was_asked = True
-        self._run.note(values)
 
 
 def _on(leaf: Any, device: torch.device) -> Any:
@@ -392,13 +375,9 @@ def _is_ordinary(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked)
 
 
+def _any_varies(leaves: list[Any]) -> bool:
+    return any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves)
+
+
 def _returns_nothing(found: list[Any]) -> bool:
     return all(leaf is None for leaf in found)
-
-
-def _zeros(form: torch.Tensor) -> torch.Tensor:
-    """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
-    with torch.autocast(form.device.type, enabled=False):
-        if form.requires_grad and torch.is_grad_enabled():
-            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(form.shape).clone()
-        return torch.zeros(form.shape, dtype=form.dtype, device=form.device)

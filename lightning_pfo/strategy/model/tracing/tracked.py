@@ -33,7 +33,7 @@ class Run(Protocol):
         """A function of torch is called with a tracked tensor."""
 
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
-        """Python is told of the form of a tensor whose sizes depend on values."""
+        """Python is told of the form of a tensor."""
 
     def decide(self, labels: Iterable[int]) -> None:
         """Python looks at such sizes."""
@@ -82,10 +82,6 @@ class AbsentValueError(ConfigurationError):
     """A value was asked for that another stage computes, and that nobody has sent."""
 
 
-class TransformedLayersError(ConfigurationError):
-    """A layer is called inside of a function of torch.func."""
-
-
 class Tracked(torch.Tensor):
     """A tensor that is followed.
 
@@ -124,7 +120,7 @@ class Tracked(torch.Tensor):
             return make(func, args, kwargs)
         if _current is None or is_metadata(func):
             answer = natively(func, args, kwargs)
-            return _current.told(func, args, kwargs, answer) if _current is not None and varies else answer
+            return answer if _current is None else _current.told(func, args, kwargs, answer)
         return _current.operation(func, args, kwargs)
 
     @classmethod

@@ -66,6 +66,14 @@ def joins_of(parts: Sequence[StageProgram], end: StageProgram, sizes: Sequence[i
     Raises:
         ConfigurationError: If a value is none of samples in a row.
     """
+    for label in end.received:
+        if label in end.varying and end.forms[label].varies:
+            raise ConfigurationError(
+                f"{_RULE} the size of one of its values (dimension {min(end.forms[label].varies)} of "
+                f"{end.forms[label].dim()}) depends on values, as after x[mask], so that nobody knows which rows "
+                f"belong to which sample. Put them back into a tensor that has all samples (index_add, masked_scatter) "
+                f"before the last layers, or leave loss_over='batch' out."
+            )
     return {
         label: _join_of([program.forms[label].shape for program in parts], end.forms[label].shape, sizes)
         for label in end.received

@@ -96,10 +96,10 @@ class RowOrder:
                 problem = f"{type(error).__name__}: {error}"
         found: dict[int, int] = {}
         if engine.is_last and not problem:
-            joins = joins_of([of_stages[-1] for of_stages in of_parts], end, whole.sizes)
-            try:
+            try:  # whatever it is, the others wait to be told
+                joins = joins_of([of_stages[-1] for of_stages in of_parts], end, whole.sizes)
                 found = find_blocks(joins, values[:number], values[number], whole.sizes)
-            except ConfigurationError as error:
+            except Exception as error:
                 problem = str(error)
         everyone: list[tuple[dict[int, int], str]] = engine.all_gather((found, problem))
         return everyone[engine.last_rank][0], next((said for _, said in everyone if said), "")

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 CASES = {}
 
-DEPENDS = r"whose shape depends on the values of tensors"
 SHARES = "share memory cross the boundary|changed in place by what one stage computes"
 OTHERWISE = "runs otherwise than in the trace"
 NOT_SENT = "was not sent"
@@ -490,7 +489,7 @@ def selected_midway_by_the_batch(net, x, y):
     return net.loss(x, y[mask])
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def selected_by_a_stage(net, x, y):
     x = net.stem(x)
     mask = x[:, 0] > 0
@@ -500,7 +499,7 @@ def selected_by_a_stage(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py|so its form depends on values")
+@case()
 def nonzero_of_a_stage(net, x, y):
     x = net.stem(x)
     rows = (x[:, 0] > 0).nonzero()
@@ -509,7 +508,7 @@ def nonzero_of_a_stage(net, x, y):
     return net.loss(x, y) + x[rows[:, 0]].sum()
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def chosen_rows_per_layer(net, x, y):
     """Between two layers nothing is of varying size."""
     x = net.stem(x)
@@ -521,7 +520,7 @@ def chosen_rows_per_layer(net, x, y):
     return net.loss(x, y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def number_of_chosen_rows(net, x, y):
     """Python's numbers are of the stage that has the tensor, also where only its size is wanted later."""
     x = net.stem(x)
@@ -531,7 +530,7 @@ def number_of_chosen_rows(net, x, y):
     return net.loss(x / (1 + 2 * number), y)
 
 
-@case(refused=rf"{DEPENDS}.*cases.py")
+@case()
 def number_of_chosen_rows_in_a_tensor_of_the_step(net, x, y):
     x = net.stem(x)
     weight = torch.ones(1, 6) / max((x[:, 0] > 0).nonzero().size(0), 1)
@@ -901,3 +900,197 @@ def values_that_share_memory_are_changed_by_another_view(net, x, y):
         x = layer(x)
     state[0].zero_()
     return net.loss(x, y) + (columns * x[:, :3]).sum() + (rows * x[:4]).sum()
+
+
+# ---- sizes that depend on values ----
+
+
+class Drops(nn.Module):
+    """Goes on with the rows that it likes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, rows):
+        x = self.linear(x).tanh()
+        keep = x[:, 0] > -0.3
+        return x[keep], rows[keep]
+
+
+@case(layer=Drops)
+def layers_that_drop_rows(net, x, y):
+    x, rows = net.stem(x), torch.arange(len(x))
+    for layer in net.layers:
+        x, rows = layer(x, rows)
+    return net.loss(x, y[rows])
+
+
+@case(layer=Drops)
+def dropped_rows_are_put_back(net, x, y):
+    x = net.stem(x)
+    rows = torch.arange(len(x))
+    whole = x.clone()
+    for layer in net.layers:
+        x, rows = layer(x, rows)
+        whole = whole.index_add(0, rows, x)
+    out = torch.zeros_like(whole)
+    keep = whole[:, 1] > 0
+    out[keep] = whole[keep] * 2
+    return net.loss(out + whole, y)
+
+
+@case()
+def all_rows_are_dropped(net, x, y):
+    x = net.stem(x)
+    few = x[x[:, 0] > 1000]
+    for layer in net.layers:
+        x, few = layer(x), layer(few)
+    return net.loss(x, y) + few.sum() + few.new_zeros(1).sum()
+
+
+@case()
+def unique_codes(net, x, y):
+    x = net.stem(x)
+    codes, back = torch.unique(x.argmax(-1), return_inverse=True)
+    table = net.embed(codes)
+    for layer in net.layers:
+        table = layer(table)
+    return net.loss(x + table[back], y)
+
+
+@case()
+def as_many_as_lie_above_a_threshold(net, x, y):
+    """A number that Python reads is a size afterwards."""
+    x = net.stem(x)
+    number = int((x[:, 0] > 0).sum())
+    best = x[:, 1].topk(max(number, 1)).indices
+    part = x[best]
+    for layer in net.layers:
+        part = layer(part)
+    return net.loss(x.index_add(0, best, part), y)
+
+
+@case()
+def as_many_as_an_item_says(net, x, y):
+    x = net.stem(x)
+    number = 1 + (x[:, 0] > 0).sum().item()
+    part = x[:number]
+    for layer in net.layers:
+        part = layer(part)
+    return net.loss(part, y[:number]) + part.shape[0] / 10
+
+
+@case()
+def slices_by_a_size(net, x, y):
+    x = net.stem(x)
+    kept = x[x[:, 0] > 0]
+    part = x[: kept.shape[0]] + kept
+    for layer in net.layers:
+        part = layer(part)
+    return net.loss(part, y[: kept.shape[0]]) + net.loss(x, y)
+
+
+@case()
+def zeros_like_what_was_selected(net, x, y):
+    x = net.stem(x)
+    kept = x[x[:, 0] > 0]
+    memory = torch.zeros_like(kept)
+    for layer in net.layers:
+        kept = layer(kept)
+        memory = memory + kept
+    return net.loss(x, y) + memory.mean() + kept.new_ones(kept.shape[0], 1).sum()
+
+
+@case()
+def rows_of_their_own_number(net, x, y):
+    """A tensor of the step has a size of a stage."""
+    x = net.stem(x)
+    kept = x[x[:, 0] > 0]
+    kept = kept + net.embed(torch.arange(kept.shape[0]))
+    for layer in net.layers:
+        kept = layer(kept)
+    return net.loss(x, y) + kept.square().sum()
+
+
+@case()
+def parts_of_their_own_lengths(net, x, y):
+    """Lengths that Python reads."""
+    x = net.stem(x)
+    lengths = 1 + (x[:3] > 0).sum(-1)
+    rows = torch.repeat_interleave(x[:3], lengths, dim=0)
+    for layer in net.layers:
+        rows = layer(rows)
+    parts = rows.split(lengths.tolist())
+    pooled = torch.stack([part.mean(0) for part in parts])
+    return net.loss(pooled, y[:3])
+
+
+@case()
+def packed_sequences(net, x, y):
+    x = net.stem(x)
+    lengths = 1 + (x[:4] > 0).sum(-1).cpu()
+    steps = x[:4, None].expand(-1, 8, -1)
+    packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
+    data = packed.data
+    for layer in net.layers:
+        data = layer(data)
+    packed = packed._replace(data=data)
+    padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+    return net.loss(padded.sum(1), y[:4])
+
+
+@case()
+def experts_dispatch_once(net, x, y):
+    """Rows stay sorted by their experts over all layers."""
+    x = net.stem(x)
+    chosen = x[:, :3].argmax(-1)
+    rows = [(chosen == e).nonzero()[:, 0] for e in range(3)]
+    parts = [x[r] for r in rows]
+    for layer in net.layers:
+        parts = [layer(part) * scale for part, scale in zip(parts, net.scale[:3], strict=True)]
+    out = torch.zeros_like(x)
+    for r, part in zip(rows, parts, strict=True):
+        out = out.index_add(0, r, part)
+    return net.loss(out, y)
+
+
+@case()
+def masked_select_and_scatter(net, x, y):
+    x = net.stem(x)
+    mask = x > 0
+    values = x.masked_select(mask)
+    for layer in net.layers:
+        x = layer(x)
+        values = values * 0.9 + x.mean()
+    return net.loss(x.masked_scatter(mask, values), y)
+
+
+@case()
+def dimensions_that_come_and_go(net, x, y):
+    x = net.stem(x)
+    some = x[x[:, 0] > x[:, 0].max() - 1e-6].squeeze(0)
+    for layer in net.layers:
+        x, some = layer(x), layer(some)
+    return net.loss(x + some, y)
+
+
+@case()
+def largest_of_what_was_selected(net, x, y):
+    """Of nothing there is no largest."""
+    x = net.stem(x)
+    largest = x[x[:, 0] > x[:, 0].mean()].amax(0)
+    for layer in net.layers:
+        x = layer(x) + largest
+        largest = x[x[:, 1] >= x[:, 1].mean()].amax(0)
+    return net.loss(x + largest, y)
+
+
+@case()
+def nested_lists_of_selected(net, x, y):
+    x = net.stem(x)
+    sequences = [x[:, : 1 + i][x[:, i] > 0].flatten() for i in range(3)]
+    padded = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + padded.square().sum()

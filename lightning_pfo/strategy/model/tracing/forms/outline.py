@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
+from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
@@ -50,6 +52,7 @@ class Outline:
         changed: The arguments that are tensors and are changed in place.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
+        varying: For each leaf the dimensions whose size depends on values; empty if none has any.
         from_values: Whether it was found with values, on which it may depend.
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
             its arguments and named arguments are afterwards.
@@ -61,13 +64,19 @@ class Outline:
     changed: list[int]
     saved_bytes: int = 0
     changes_state: bool = False
+    varying: tuple[frozenset[int], ...] = ()
     from_values: bool = False
     rewrites: bool = False
     returns: int = -1
 
 
 def outline_call(
-    module: nn.Module, forward: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device
+    module: nn.Module,
+    forward: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    device: torch.device,
+    *,
+    selects_all: bool = False,
 ) -> Outline:
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
@@ -80,15 +89,16 @@ def outline_call(
         forward: Its `forward`.
         arguments: Its arguments and named arguments; ordinary tensors.
         device: Where the module runs.
+        selects_all: Whether all is selected where values decide about shapes; see `selecting`.
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
     mode = _mode()
+    call = functools.partial(_call, module, forward, arguments, device)
     attempts: list[_Attempt] = [
-        lambda: _call(module, forward, arguments, device, mode, functools.partial(_fake, mode)),
-        lambda: replace(
-            _call(module, forward, arguments, device, nullcontext(), lambda tensor: tensor), from_values=True
-        ),
+        lambda: call(mode, functools.partial(_fake, mode)),
+        *([lambda: _with_all_selected(call)] if selects_all else []),
+        lambda: replace(call(nullcontext(), _as_it_is), from_values=True),
         lambda: _form_of_first(module, arguments),
     ]
     failures: list[Exception] = []
@@ -100,6 +110,49 @@ def outline_call(
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
     raise failures[0]
+
+
+def varying_of_call(
+    module: nn.Module,
+    forward: Any,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    outline: Outline,
+    device: torch.device,
+    selects_all: bool,
+) -> Sequence[frozenset[int]]:
+    """The dimensions of what a call returns whose size depends on values, if sizes of its arguments do.
+
+    Args:
+        module: The module.
+        forward: Its `forward`.
+        arguments: Its arguments and named arguments; what varies knows it.
+        outline: What it returns.
+        device: Where the module runs.
+        selects_all: See `outline_call`.
+    """
+    leaves, structure = tree_flatten(arguments)
+    try:
+        larger = tree_unflatten(larger_arguments(leaves), structure)
+        of_larger = outline_call(module, forward, larger, device, selects_all=selects_all)
+        own = outline.varying or (frozenset(),) * len(outline.leaves)
+        changing = differing(outline.leaves, of_larger.leaves)
+        return [one | other for one, other in zip(own, changing, strict=True)]
+    except Exception:  # what does not run so may depend on anything
+        return all_varying(outline.leaves)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _with_all_selected(call: Callable[..., Outline]) -> Outline:
+    """What a module returns that runs on zeros; sizes vary that are others if less is selected."""
+    every, fewer = Selecting(Selected.ALL, by_stages=True), Selecting(Selected.FEWER, by_stages=True)
+    outline = call(every, _as_it_is)
+    if not every.by_stages_found:
+        return replace(outline, from_values=True)
+    varying = differing(outline.leaves, call(fewer, _as_it_is).leaves)
+    return replace(outline, from_values=True, varying=tuple(varying) if any(varying) else ())
 
 
 @functools.cache
@@ -122,15 +175,7 @@ def _call(
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = Holder(module, forward)
     with mode:
-        # each module once: torch would not put back the tensors of a module that is held in two places
-        tensors = {
-            f"{path}.{name}": torch.zeros(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_(
-                tensor.requires_grad
-            )
-            for path, part in bare.named_modules()
-            for name, tensor in (item for named in tensors_of(part) for item in named.items())
-            if tensor is not None
-        }
+        tensors = _zero_tensors(bare, device)
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
@@ -154,6 +199,25 @@ def _call(
         rewrites=rewrites,
         returns=returns,
     )
+
+
+def _zero_tensors(bare: Holder, device: torch.device) -> dict[str, torch.Tensor]:
+    # each module once: torch would not put back the tensors of a module that is held in two places
+    return {
+        f"{path}.{name}": torch.zeros(
+            tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+        )
+        for path, part in bare.named_modules()
+        for name, tensor in (item for named in tensors_of(part) for item in named.items())
+        if tensor is not None
+    }
+
+
+def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a module computes if its parameters are zero, wherever they are; of tensors inside of `torch.vmap`."""
+    bare = Holder(module, forward)
+    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
+    return functional_call(bare, _zero_tensors(bare, device), args, kwargs, tie_weights=False)
 
 
 @contextmanager

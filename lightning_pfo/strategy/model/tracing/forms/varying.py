@@ -1,6 +1,6 @@
 """Sizes that depend on the values of tensors, as after `nonzero`: which dimensions of what is computed have them.
 
-A trace runs on zeros, so such a size is one of many. Each operation on such tensors is asked once more, without
+In a trace such a size is one of many (see `selecting`). Each operation on such tensors is asked once more, without
 computing, with other sizes: what changes in the form of its results depends on them. Sizes that Python is told remember
 where they come from, so that whatever takes them needs those tensors.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, natively
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
 
@@ -86,6 +87,11 @@ def number(value: Any, other: Any, labels: frozenset[int], decides: Callable[[fr
     return made
 
 
+def numbers_of(values: list[Any], labels: frozenset[int], decides: Callable[[frozenset[int]], None]) -> list[Any]:
+    """What Python has read of tensors: numbers that remember them."""
+    return [number(value, value + _OTHER, labels, decides) if type(value) in _CLASSES else value for value in values]
+
+
 def plain_number(value: Any) -> Any:
     """A number without memory."""
     kind = int if isinstance(value, int) else float
@@ -103,9 +109,22 @@ def labels_in(leaves: Iterable[Any]) -> frozenset[int]:
     for leaf in leaves:
         if isinstance(leaf, _Number):
             found |= leaf.labels
-        elif isinstance(leaf, torch.Size):
-            found |= labels_in(leaf)
+        elif type(leaf) in _OF_NUMBERS:
+            found |= labels_in(_OF_NUMBERS[type(leaf)](leaf))
     return found
+
+
+_OF_NUMBERS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    torch.Size: tuple,
+    slice: lambda leaf: (leaf.start, leaf.stop, leaf.step),
+}
+
+
+def _with_numbers(leaf: Any, convert: Callable[[Any], Any]) -> Any:
+    if type(leaf) not in _OF_NUMBERS:
+        return convert(leaf)
+    numbers = map(convert, _OF_NUMBERS[type(leaf)](leaf))
+    return torch.Size(numbers) if isinstance(leaf, torch.Size) else slice(*numbers)
 
 
 def without_memory_of_sizes(args: Any, kwargs: Any) -> Any:
@@ -115,9 +134,7 @@ def without_memory_of_sizes(args: Any, kwargs: Any) -> Any:
 
 
 def _without_memory(leaf: Any) -> Any:
-    if isinstance(leaf, _Number):
-        return plain_number(leaf)
-    return torch.Size(map(_plain, leaf)) if isinstance(leaf, torch.Size) else leaf
+    return _with_numbers(leaf, _plain)
 
 
 def told(
@@ -156,17 +173,19 @@ def varying_of_operation(
     """
     leaves, structure = tree_flatten((args, kwargs))
 
-    def ask(convert: Callable[[Any], Any]) -> list[Any]:
+    def ask(convert: Callable[[Any], Any], selected: Selected = Selected.BY_VALUES) -> list[Any]:
         args, kwargs = tree_unflatten(map(convert, leaves), structure)
-        with following(None), torch.no_grad():
+        with following(None), torch.no_grad(), Selecting(selected, by_stages=True):
             return tree_flatten(natively(function, args, kwargs))[0]
 
     try:
         if not from_values:
             return differing(found, ask(_larger))
-        has_mask = any(isinstance(leaf, Tracked) and leaf.dtype == torch.bool for leaf in leaves)
-        one, other = (ask(lambda leaf, fill=fill: _filled(leaf, fill, masks=has_mask)) for fill in (0, 1))  # type: ignore[misc]
-        varying = differing(one, other)
+        every = ask(_without_memory, Selected.ALL)
+        varying = differing(every, ask(_without_memory, Selected.FEWER))
+        if any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves):
+            of_larger = differing(every, ask(_larger_with_values, Selected.ALL))
+            varying = [one | other for one, other in zip(varying, of_larger, strict=True)]
         return varying if any(varying) else all_varying(found)
     except Exception:  # what does not run so may depend on anything
         return all_varying(found)
@@ -174,10 +193,13 @@ def varying_of_operation(
 
 def larger_arguments(leaves: Iterable[Any]) -> list[Any]:
     """The leaves of the arguments of a call, of larger sizes, with tensors that have values."""
-    return [
-        torch.zeros(_larger_size(leaf), dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, Tracked) else leaf
-        for leaf in map(other_of, leaves)
-    ]
+    return list(map(_larger_with_values, leaves))
+
+
+def _larger_with_values(leaf: Any) -> Any:
+    if isinstance(leaf, Tracked):
+        return torch.zeros(_larger_size(leaf), dtype=leaf.dtype, device=leaf.device)
+    return _with_numbers(leaf, other_of)
 
 
 def differing(one: Sequence[Any], other: Sequence[Any]) -> list[frozenset[int]]:
@@ -208,12 +230,4 @@ def _larger(leaf: Any) -> Any:
         return torch.empty(_larger_size(leaf), dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Tensor):
         return torch.empty_like(leaf, device="meta")
-    if isinstance(leaf, torch.Size):
-        return torch.Size(map(other_of, leaf))
-    return torch.device("meta") if isinstance(leaf, torch.device) else other_of(leaf)
-
-
-def _filled(leaf: Any, fill: int, *, masks: bool) -> Any:
-    if isinstance(leaf, Tracked) and (leaf.dtype == torch.bool or not masks):
-        return torch.full(leaf.shape, fill, dtype=leaf.dtype, device=leaf.device)
-    return leaf
+    return torch.device("meta") if isinstance(leaf, torch.device) else _with_numbers(leaf, other_of)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.tracing.outline import Outline, Same
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
@@ -99,7 +99,9 @@ class Outlines:
         return call, tuple(_digest(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: torch.device) -> Call | None:
+def form_of_call(
+    module: nn.Module, leaves: list[Any], structure: Any, device: torch.device, *, selects_all: bool = False
+) -> Call | None:
     """All that decides what a module returns in form, beside attributes that a step does not change; None: unknown.
 
     Args:
@@ -107,6 +109,7 @@ def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: t
         leaves: Of its arguments; ordinary tensors.
         structure: What puts them together.
         device: Where it runs.
+        selects_all: See `outline_call`.
     """
     given: list[Hashable] = []
     first: dict[int, int] = {}
@@ -129,7 +132,7 @@ def form_of_call(module: nn.Module, leaves: list[Any], structure: Any, device: t
     )
     parts = tuple((type(part), part.training) for part in module.modules())
     autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-    process = torch.is_grad_enabled(), autocast, device
+    process = torch.is_grad_enabled(), autocast, device, selects_all
     return Call((parts, held), (tuple(given), str(structure), process))
 
 
@@ -177,7 +180,7 @@ def _digest(tensor: torch.Tensor) -> Hashable:
 
 def _described(outline: Outline) -> Hashable:
     leaves = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
-    return str((leaves, outline.structure, outline.changed, outline.saved_bytes))
+    return str((leaves, outline.structure, outline.changed, outline.saved_bytes, outline.varying))
 
 
 def _without_values(outline: Outline) -> Outline:

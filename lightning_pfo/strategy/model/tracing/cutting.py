@@ -1,0 +1,218 @@
+"""Where a traced step can be cut, and where it is: what must stay on one stage, and where the least has to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.events import Differentiation, Trace
+from lightning_pfo.strategy.parallel.compat import tensors_of
+
+_MOVE = "move the boundary with partition='custom:...', or use fewer stages"
+
+
+class Obstacles:
+    """What stands against cutting a step before an event.
+
+    Args:
+        trace: The step.
+
+    Attributes:
+        changed_at: When memory is changed in place for the last time: a change through one view changes all.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self.changed_at: dict[int, int] = {}
+        for value in trace.values:
+            self.changed_at[value.memory] = max(self.changed_at.get(value.memory, -1), value.changed_at)
+        # first cut, the one behind the last, and why
+        self._undivided: list[tuple[int, float, str]] = [*_of_stale(trace), *_of_buffers(trace), *_of_statistics(trace)]
+
+    def refusal(self, cut: int) -> str:
+        """Why a step cannot be cut before an event; empty: it can."""
+        for start, stop, why in self._undivided:
+            if start <= cut < stop:
+                return why
+        if any(_parts(self._trace, each, cut) for each in self._trace.differentiations):
+            line = next(each.line for each in self._trace.differentiations if _parts(self._trace, each, cut))
+            return differentiates(line)
+        return self._shares(cut)
+
+    def _shares(self, cut: int) -> str:
+        by_memory: dict[int, int] = {}
+        for label in self._trace.live(cut):
+            memory = self._trace.values[label].memory
+            other = by_memory.setdefault(memory, label)
+            if other != label and self.changed_at[memory] >= cut:
+                return (
+                    f"Two tensors that share memory cross the boundary between two stages, and one of them is changed "
+                    f"in place afterwards; the other would not change with it. Change a copy (x = x.clone()), or "
+                    f"{_MOVE}."
+                )
+        return ""
+
+
+def _of_stale(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    for event, line in trace.stale:
+        yield (
+            event + 1,
+            float("inf"),
+            f"A tensor that the step has made itself is changed in place by what one stage computes, and used "
+            f"through another view of it afterwards, which other stages do not see changed: {line} Change a tensor "
+            f"made of stages' values instead (x = x.clone()), or use what was changed itself.",
+        )
+
+
+def _of_buffers(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    """Others than the stage that changes a buffer last get its value after the iteration."""
+    for name, changes in trace.changes.items():
+        last, line = max(changes)
+        uses = [event for event, _ in changes]
+        uses += [position for position, event in enumerate(trace.events) if name in event.held]
+        yield (
+            min(uses) + 1,
+            last + 1,
+            f"{name!r} is changed by what one stage computes, but used on an earlier one as well, which runs the "
+            f"next microbatch before it knows of the change. {line} Use a copy that changes after the batch "
+            f"(on_train_batch_end); or {_MOVE}, so that one stage does both.",
+        )
+
+
+def _of_statistics(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    """Each rank has the running statistics of its own calls."""
+    calls: dict[nn.Module, list[tuple[int, bool, str]]] = {}
+    for position, event in enumerate(trace.events):
+        for unit in event.units:
+            parts = [part for part in unit.module.modules() if "running_mean" in tensors_of(part).buffers]
+            for module in {unit.module, *parts}:
+                calls.setdefault(module, []).append((position, event.changes_state, unit.name))
+    for of_module in calls.values():
+        if len({changes for _, changes, _ in of_module}) > 1:
+            first, *_, last = sorted(position for position, _, _ in of_module)
+            yield (
+                first + 1,
+                last + 1,
+                f"{of_module[0][2]!r} changes its buffers, such as running statistics, in one call, and uses them "
+                f"without a change in another, as in eval(), and a boundary lies between its calls: each rank has "
+                f"those of its own calls, so these would be others than on one device. Give each call a module of its "
+                f"own; or {_MOVE}, so that one stage has all calls.",
+            )
+
+
+def _parts(trace: Trace, differentiation: Differentiation, cut: int) -> bool:
+    """Whether a cut parts a call of `torch.autograd.grad` from a way to what it differentiates by."""
+    if cut > differentiation.position:
+        return False
+    if differentiation.first is not None and differentiation.first < cut:
+        return True
+    for label in differentiation.labels:
+        by = trace.values[label]
+        if by.born < cut:
+            others = (trace.values[other] for other in trace.live(cut) if other != label)
+            if not by.form.requires_grad or any(
+                other.form.requires_grad and max(other.born, other.changed_at) > by.born for other in others
+            ):
+                return True
+    return False
+
+
+def differentiates(line: str, error: object = "a boundary lies between them") -> str:
+    """What is said where a step differentiates by itself, over a stage boundary."""
+    return (
+        f"torch.autograd.grad in a step can only differentiate what the same stage has computed, and here it asks for "
+        f"the gradient by a tensor from before it ({error}): {line} Put all that is differentiated into one module, "
+        f"and call torch.autograd.grad in its forward, so that one stage has both; or {_MOVE}."
+    )
+
+
+def undivided(trace: Trace) -> frozenset[int]:
+    """Of the layers that a step calls, those before which it cannot be cut: they stay with the one before."""
+    obstacles = Obstacles(trace)
+    return frozenset(
+        number
+        for number, (_, position) in enumerate(trace.marks)
+        if number and all(map(obstacles.refusal, _between_units(trace, position)))
+    )
+
+
+Bound = list[tuple[str, frozenset[int]]]
+"""What an event needs of what only some stages have: names of units, parameters and buffers, and these stages."""
+
+
+def cuts_before(trace: Trace, positions: Sequence[int], bound: Sequence[Bound]) -> list[int]:
+    """Where to cut so that the event at each position begins a stage: where the least has to be sent.
+
+    Where nothing stands against it, and rather where no size depends on values: it would have to be told. Between the
+    last unit with parameters before the position and the position itself.
+
+    Args:
+        trace: The step.
+        positions: The first event of each stage but the first.
+        bound: For each event what it needs.
+    """
+    cuts = []
+    obstacles = Obstacles(trace)
+    for stage, position in enumerate(positions, start=1):
+        every = _between_units(trace, position)
+        allowed = [
+            cut
+            for cut in every
+            if _all_have(bound[every[0] : cut], stage - 1) and _all_have(bound[cut:position], stage)
+        ]
+        possible = [cut for cut in allowed or every if not obstacles.refusal(cut)]
+        cuts.append(
+            min(
+                possible or allowed or every,
+                key=lambda cut: (_num_varying(trace, cut), _bytes(trace, cut), -cut),
+            )
+        )
+    return cuts
+
+
+def _all_have(bound: Sequence[Bound], stage: int) -> bool:
+    return all(stage in stages for of_event in bound for _, stages in of_event)
+
+
+def _between_units(trace: Trace, position: int) -> range:
+    first = position
+    while first > 0 and not any(unit.num_parameters for unit in trace.events[first - 1].units):
+        first -= 1
+    return range(max(first, 1), position + 1)
+
+
+def _num_varying(trace: Trace, cut: int) -> int:
+    return sum(trace.values[label].varies for label in trace.live(cut))
+
+
+def _bytes(trace: Trace, cut: int) -> int:
+    return sum(trace.values[label].num_bytes for label in trace.live(cut))
+
+
+def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
+    """Where to cut so that each stage has what it needs.
+
+    Args:
+        bound: For each event of a step, which may differ from that which the partition was made for, what it needs.
+        num_stages: Number of stages.
+
+    Raises:
+        ConfigurationError: If what is needed leads back to an earlier stage.
+    """
+    cuts: list[int] = []
+    previous = ""
+    for position, of_event in enumerate(bound):
+        for name, stages in of_event:
+            if len(cuts) not in stages:
+                later = [stage for stage in stages if stage > len(cuts)]
+                if not later:
+                    raise ConfigurationError(
+                        f"Stages run one after the other, but {name!r}, which stage {max(stages)} has, is used after "
+                        f"{previous!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
+                        f"boundaries with partition='custom:...' so that one stage has both."
+                    )
+                cuts += [position] * (min(later) - len(cuts))
+            previous = name
+    return cuts + [len(bound)] * (num_stages - 1 - len(cuts))

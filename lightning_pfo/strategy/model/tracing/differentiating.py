@@ -1,0 +1,82 @@
+"""`torch.autograd.grad` in a traced step: its result in form, and what it differentiates by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_pfo.strategy.model.tracing.events import Differentiation, Event
+from lightning_pfo.strategy.model.tracing.forms.inside import zeros_of
+from lightning_pfo.strategy.model.tracing.noticing import is_value, users_line
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, natively, value_of
+
+_SIGNATURE = inspect.signature(torch.autograd.grad)
+
+
+def gradients_in_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `torch.autograd.grad` returns, of zeros: in a trace no graph leads through units."""
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    try:
+        found = natively(torch.autograd.grad, args, kwargs)
+    except RuntimeError:
+        if given.get("is_grads_batched"):
+            raise
+        found = (None,) * len(_inputs(given))
+    with torch.set_grad_enabled(bool(given.get("create_graph"))):
+        return tuple(
+            zeros_of(value_of(by)) if gradient is None else gradient
+            for gradient, by in zip(found, _inputs(given), strict=True)
+        )
+
+
+def differentiation(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    position: int,
+    events: Sequence[Event],
+    taken: Iterable[tuple[int, torch.Tensor]],
+) -> Differentiation:
+    """What a call of `torch.autograd.grad` differentiates by.
+
+    Args:
+        args: Its arguments.
+        kwargs: Its named arguments.
+        position: The event that it is.
+        events: All events up to it.
+        taken: Ordinary tensors with gradients, and the events that take them.
+    """
+    inputs = _inputs(_SIGNATURE.bind(*args, **kwargs).arguments)
+    labels = tuple(tensor.label for tensor in inputs if is_value(tensor))
+    others = [tensor for tensor in inputs if not isinstance(tensor, Tracked)]
+    takes = [place for place, leaf in taken if place < position and any(_leads_to(leaf, other) for other in others)]
+    takes += [
+        place
+        for place, event in enumerate(events[:position])
+        for unit in event.units
+        if any(parameter is other for parameter in unit.module.parameters() for other in others)
+    ]
+    return Differentiation(position, labels, min(takes, default=None), users_line())
+
+
+def _inputs(given: dict[str, Any]) -> Sequence[Any]:
+    inputs = given["inputs"]
+    return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+
+
+def _leads_to(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether gradients by a tensor are made of those by what is computed from it."""
+    if tensor is source:
+        return True
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node is source.grad_fn or getattr(node, "variable", None) is source:
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False

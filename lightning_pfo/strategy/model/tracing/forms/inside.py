@@ -1,0 +1,91 @@
+"""What happens inside an event of a trace: units that a function calls, tracked tensors that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+
+from lightning_pfo.strategy.model.tracing.events import Event
+from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
+from lightning_pfo.strategy.model.tracing.noticing import in_transform
+from lightning_pfo.strategy.model.tracing.tracked import natively
+from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_unflatten
+
+
+class Around(Protocol):
+    """The run that traces the step."""
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """Python has looked at sizes of values."""
+
+    def use_inside(self, event: Event, values: Any) -> None:
+        """Tracked tensors reach the inside of an event."""
+
+    def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
+        """What a unit would return."""
+
+    def note(self, values: Any) -> None:
+        """Values are wanted at the end."""
+
+    def begin_inside(self, unit: Any) -> None:
+        """A layer is called inside of the event that is under way."""
+
+
+class Inside:
+    """Follows what happens inside an event."""
+
+    def __init__(self, run: Around, event: Event) -> None:
+        self.was_asked = False
+        self._run, self._event = run, event
+
+    def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
+        """Of the form of a tensor: sizes inside are what they are."""
+        return answer
+
+    def decide(self, labels: Iterable[int]) -> None:
+        """See `Around`."""
+        self._run.decide(labels)
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of torch on zeros."""
+        self.was_asked = True
+        self._run.use_inside(self._event, (args, kwargs))
+        return natively(function, args, kwargs)
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a unit would, in form."""
+        self.was_asked = True
+        if unit not in self._event.units:
+            self._event.units.append(unit)
+        if in_transform():
+            self._run.begin_inside(unit)
+            return of_zero_weights(unit.module, unit.forward, args, kwargs)
+        outline = self._run.outline(self._event, unit, args, kwargs)
+        leaves, _ = tree_flatten((args, kwargs))
+        found = [
+            leaves[leaf.argument]
+            if isinstance(leaf, Same)
+            else zeros_of(leaf)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in outline.leaves
+        ]
+        return returned_of(outline, tree_unflatten(found, outline.structure), (args, kwargs))
+
+    def enter(self, unit: Any) -> None:
+        """Layers inside of events are no places for boundaries."""
+
+    def note(self, values: Any) -> None:
+        """See `Around`."""
+        self.was_asked = True
+        self._run.note(values)
+
+
+def zeros_of(form: torch.Tensor) -> torch.Tensor:
+    """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
+    with torch.autocast(form.device.type, enabled=False):
+        if form.requires_grad and torch.is_grad_enabled():
+            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(form.shape).clone()
+        return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
