@@ -27,6 +27,7 @@ from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batch
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.first_batch import Comparison
@@ -106,6 +107,7 @@ class StepRunner:
         self._precise_gradients = precise_gradients
         self._shared = shared
         self._hosts = engine.host_group()
+        self._large = LargeTensors()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
         self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
@@ -256,7 +258,8 @@ class StepRunner:
             return loss if loss_scale is None else loss * loss_scale
 
         error: Exception | None = None
-        effects = Effects(self.owner, self.programs.modules)
+        self._large.copies_all = kind not in self._exchanges
+        effects = Effects(self.owner, self.programs.modules, self._large)
         outcome: dict[str, Any] = {}
 
         def step_of(index: int) -> Any:

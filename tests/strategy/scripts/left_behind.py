@@ -474,6 +474,32 @@ class Unfit(Base):
         return [math.isfinite(self.lowest), self.fine, metrics["val_sum"]]
 
 
+class Large(Base):
+    """Tensors and arrays of more than 64 KiB that are written into: rows of samples, and a mean over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank, self.array, self.late = torch.zeros(22, 1000), np.zeros((22, 1000)), torch.zeros(22, 1000)
+        self.mean, self.untouched, self.rows = torch.ones(20000), torch.zeros(20000), []
+        self.register_buffer("queue", torch.zeros(22, 1000))
+
+    def note(self, x, output, batch_idx):
+        for row, of_row in zip(x, output, strict=True):
+            index = int((row == DATA).all(1).nonzero()[0, 0])
+            self.bank[index, :4] = of_row.detach()
+            self.queue[index, :4] = of_row.detach()
+            self.array[index, 0] = of_row[0].item()
+            if batch_idx > 1:
+                self.late[index] = of_row[0].detach()
+        self.mean.mul_(0.9).add_(output.detach().mean(), alpha=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.rows.append(plain([self.bank.sum(1), self.array.sum(1), self.late[:, 0], self.mean[:2]]))
+
+    def found(self):
+        return [*self.rows, *plain([self.bank[:, :5], self.array[:, :2], self.late[:, 0], self.queue[:, :4]])]
+
+
 class Draws(Base):
     """Has generators of its own; stages that end early draw less of them."""
 
@@ -511,6 +537,7 @@ CASES = {
     "draws": Draws,
     "extremes": Extremes,
     "unfit": Unfit,
+    "large": Large,
 }
 
 

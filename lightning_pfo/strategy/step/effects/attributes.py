@@ -34,7 +34,6 @@ from lightning_pfo.strategy.model.reach.places import (
     LEFT_ALONE,
     LONGEST,
     NO_MODULES,
-    SMALL_BYTES,
     Path,
     Places,
     named,
@@ -45,6 +44,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 from lightning_pfo.strategy.step.effects.generators import Generators
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 
@@ -59,17 +59,24 @@ class Attributes:
     Args:
         owner: The user's module.
         modules: Other modules whose attributes count, by name.
+        large: Which large tensors are written into; None: it is no batch that counts.
 
     Attributes:
         generators: Its random generators.
     """
 
-    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+    def __init__(
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+    ) -> None:
         places = Places(owner, modules)
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
+        self._large = large
+        is_copied = LargeTensors(copies_all=True).is_copied if large is None else large.is_copied
         self._tensors = {
-            path: (array, _version_of(array), _copied_values(array)) for path, array in places.tensors.items()
+            path: (array, _version_of(array), _copied_values(array) if is_copied(path, array) else None)
+            for path, array in places.tensors.items()
         }
+        self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._meters = Meters(places.objects)
@@ -128,7 +135,15 @@ class Attributes:
                 changes.update({(*path, key): value for key, value in found.items()})
                 self._meters.go_on(path, container)
         for path, (array, version, before) in self._tensors.items():
-            if before is not None and not _is_unchanged(array, version, before):
+            if _is_unchanged(array, version, before):
+                continue
+            if self._large is not None:
+                self._large.note(path, array, is_told=size is not None)
+            if before is None:
+                self._tensors[path] = (array, _version_of(array), None)
+                if size is not None:
+                    self._not_taken_back[path] = array
+            else:
                 changes[path] = ("written", array.copy() if isinstance(array, np.ndarray) else array.detach().clone())
                 with torch.no_grad():
                     array[...] = before
@@ -170,7 +185,8 @@ class Attributes:
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
                 of_these = merge if len(values) == len(changes) else merge.only(there)
                 merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
-        return _with_values(merged | self._meters.changes())
+        as_they_are: Changes = {path: ("written", array.detach()) for path, array in self._not_taken_back.items()}
+        return _with_values(merged | self._meters.changes() | as_they_are)
 
     def _referring(self, value: Any) -> Any:
         """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
@@ -181,7 +197,8 @@ class Attributes:
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
-        found = {path: change for path, change in changes.items() if _bytes_of(change) > _DEAR_BYTES}
+        is_set = {path: change for path, change in changes.items() if change[0] != "written"}
+        found = {path: change for path, change in is_set.items() if _bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
             warn_once(
                 f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
@@ -242,9 +259,7 @@ def _copied(container: Any) -> Any:
 
 
 def _copied_values(array: Any) -> Any:
-    if isinstance(array, np.ndarray):
-        return array.copy()
-    return array.detach().clone() if array.numel() * array.element_size() <= SMALL_BYTES else None
+    return array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
 
 
 def _is_as_before(container: Any, before: Any) -> bool:
@@ -314,7 +329,9 @@ def _version_of(array: Any) -> int:
 
 
 def _is_unchanged(array: Any, version: int, before: Any) -> bool:
-    return np.array_equal(array, before) if isinstance(array, np.ndarray) else version_of(array) == version
+    if isinstance(array, np.ndarray):
+        return before is None or np.array_equal(array, before)
+    return version_of(array) == version
 
 
 def _with_values(changes: Changes) -> Changes:

@@ -15,6 +15,7 @@ from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
@@ -25,15 +26,18 @@ class Effects:
     Args:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
+        large: Which large tensors a step writes into.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
         flags: How the module was switched at the begin of the batch.
     """
 
-    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+    def __init__(
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+    ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules)
+        self._attributes = Attributes(owner, modules, large)
         self.flags = Flags(owner)
         self._switched: Changed = ({}, {})
         self._switches = False
