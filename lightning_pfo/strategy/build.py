@@ -210,6 +210,7 @@ def build_pipeline(
         replica_group,
         batching=replace(batching, shifted_labels=shifts_labels(model)),
         check_loss=check_loss,
+        divided=sharded is not None,
         compiled=compile,
         deferred=deferred,
         means=means,

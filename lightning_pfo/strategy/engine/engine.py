@@ -20,7 +20,7 @@ from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
-from lightning_pfo.strategy.parallel.groups import Groups
+from lightning_pfo.strategy.parallel.groups import Groups, tell_each_other
 
 LossFunction = Callable[[Any, int], torch.Tensor]
 """Maps what the step returned for a microbatch, and the microbatch's index, to a loss."""
@@ -127,10 +127,7 @@ class PipelineEngine:
 
     def all_gather(self, value: Any, *, everywhere: bool = False) -> list[Any]:
         """See `InstructionSource.all_gather`; hosts talk to each other, none waits for its device as with nccl."""
-        group = self.host_group(everywhere=everywhere)
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return tell_each_other(value, self.host_group(everywhere=everywhere))
 
     def host_group(self, *, everywhere: bool = False) -> dist.ProcessGroup | None:
         """See `InstructionSource.host_group`."""

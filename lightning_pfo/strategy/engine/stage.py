@@ -213,12 +213,8 @@ class Stage:
             _backward(outputs, gradients)
         return _gradients_of(inputs)
 
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self.failure = self.failure or in_our_words(error)
+    def _noting_failures(self) -> _NotingFailures:
+        return _NotingFailures(self)
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
@@ -262,6 +258,22 @@ def _gradients_of(inputs: Tensors) -> Tensors:
         for tensor in inputs
         if tensor.requires_grad
     )
+
+
+class _NotingFailures:
+    """Lets a stage go on after an error, which it notes."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if isinstance(error, Exception):
+            self._stage.failure = self._stage.failure or in_our_words(error)
+            return True
+        return False
 
 
 class _TwoStreams:

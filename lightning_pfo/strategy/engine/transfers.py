@@ -185,11 +185,12 @@ class Transfers:
 
     def _start(self, call: Any, peer: int, transfer: Transfer, tensors: Tensors) -> list[Any]:
         channel = self._channels.get((transfer.source, transfer.destination))
-        peer_in_world = global_rank(self._group, peer)
         tensors = tuple(tensor for tensor in tensors if tensor.numel())  # of nothing both know
         if channel is None:
-            return [call(tensor, peer_in_world, self._group) for tensor in tensors]
+            end = {"group_dst" if call is dist.isend else "group_src": peer}
+            return [call(tensor, group=self._group, **end) for tensor in tensors]
         # all at once: in a queue they would be many kernels
+        peer_in_world = global_rank(self._group, peer)
         operations = [dist.P2POp(call, tensor, peer_in_world, channel) for tensor in tensors]
         return dist.batch_isend_irecv(operations) if operations else []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -39,6 +40,31 @@ def tell_all(value: Any, group: dist.ProcessGroup | None, source: int = 0) -> An
     return message[0]
 
 
+def tell_each_other(value: Any, hosts: dist.ProcessGroup | None) -> list[Any]:
+    """What each process of a group has, by rank; a collective call.
+
+    Small values go in one message, where torch's `all_gather_object` sends two, of which the first says how long the
+    second is.
+
+    Args:
+        value: What this process has.
+        hosts: The processes; see `Groups.hosts`.
+    """
+    data = pickle.dumps(value)
+    mine = torch.zeros(_LENGTH_BYTES + _SMALL_BYTES, dtype=torch.uint8)
+    told = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_SMALL_BYTES]
+    mine[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(hosts))]
+    dist.all_gather(everyone, mine, group=hosts)
+    found = [each.numpy().tobytes() for each in everyone]
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in found]
+    if max(lengths) <= _SMALL_BYTES:
+        return [pickle.loads(each[_LENGTH_BYTES:]) for each in found]
+    values: list[Any] = [None] * len(found)
+    dist.all_gather_object(values, value, group=hosts)
+    return values
+
+
 def spread(
     mine: torch.Tensor,
     both: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -58,14 +84,16 @@ def spread(
     known, distance = mine, 1
     while distance < size:
         heard = torch.empty_like(known)
-        sent = dist.isend(known, global_rank(hosts, (rank + distance) % size), hosts, _SPREADING)
-        dist.recv(heard, global_rank(hosts, (rank - distance) % size), hosts, _SPREADING)
+        sent = dist.isend(known, group=hosts, tag=_SPREADING, group_dst=(rank + distance) % size)
+        dist.recv(heard, group=hosts, tag=_SPREADING, group_src=(rank - distance) % size)
         if sent is not None:
             sent.wait()
         known, distance = both(known, heard), 2 * distance
     return known
 
 
+_LENGTH_BYTES = 8
+_SMALL_BYTES = 504
 _SPREADING = 1
 """Tells messages from those of a pipeline's stages, which may be of the same group."""
 _MOST_VOTES = 3

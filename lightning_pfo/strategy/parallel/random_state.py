@@ -97,7 +97,10 @@ def seed(device: torch.device, *parts: int) -> None:
 def synchronise(group: dist.ProcessGroup | None = None) -> int:
     """Give every process the CPU generators of the first one and return a seed derived from them; a collective call."""
     cpu = torch.device("cpu")
-    set_state(tell_all(get_state(cpu), group), cpu)
+    state = get_state(cpu)
+    # as an array: to pickle a tensor is to call `torch.save`, which somebody may watch or replace
+    told = tell_all({**state, "torch": state["torch"].numpy()}, group)
+    set_state({**told, "torch": torch.from_numpy(told["torch"])}, cpu)
     return torch.initial_seed()
 
 

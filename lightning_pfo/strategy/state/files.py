@@ -16,7 +16,8 @@ def save_file(content: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_sibling(path)
     try:
-        torch.save(content, temporary)
+        with temporary.open("wb") as file:
+            torch.save(content, file)
         move_into_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -1,13 +1,12 @@
-"""What is looked at on the first training batch, and never again: do losses suit microbatches, and is one NaN?"""
+"""What is looked at on the first batches only: do losses and numbers suit microbatches?"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,10 +15,11 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.dtensor import local
+from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
-from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.loss_check import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
@@ -30,10 +30,17 @@ from lightning_pfo.strategy.step.loss_check import (
     is_no_weighted_mean,
     tolerance_of,
 )
-from lightning_pfo.strategy.step.programs import Whole
+from lightning_pfo.strategy.step.number_check import NumberCheck, Pair
+from lightning_pfo.strategy.step.number_check import describe as describe_numbers
+from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
+from lightning_pfo.strategy.step.values import ValueExchange
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+_TRIES = 3
+"""So many batches are looked at, where the first does not tell all."""
 
 
 class RunsSteps(Protocol):
@@ -42,6 +49,7 @@ class RunsSteps(Protocol):
     engine: PipelineEngine
     owner: nn.Module
     batching: Batching
+    programs: Programs
 
     def run(
         self,
@@ -52,12 +60,19 @@ class RunsSteps(Protocol):
         recorder: LogRecorder,
         take: Callable[[Any, int], torch.Tensor],
         whole: Whole | None = None,
+        effects: Effects | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches."""
 
+    def rules_of(self, kind: str) -> Rules:
+        """What is known of what a kind of step leaves."""
 
-class LossComparison:
-    """Compares the loss of a batch with the mean of its microbatches' losses; see `loss_check`.
+    def looking(self, of: StepOnBatch, run: StepRun) -> AbstractContextManager[Rules]:
+        """Compare what a step has left with traces of it, where rules are asked."""
+
+
+class Comparison:
+    """Compares what a batch comes to by microbatches and in one piece: losses and numbers; see the checks of these.
 
     Nothing remains of it: no gradient, log, metric, buffer, attribute, random number or counter. Parameters that the
     step itself writes into are the exception, and what it tells others, such as a file.
@@ -65,128 +80,212 @@ class LossComparison:
     Args:
         runner: Runs the user's step.
         compiled: Whether layers are compiled; here they are not, since a second batch size would compile them anew.
+        divided: Whether layers are divided over replicas, which run them together then.
     """
 
-    def __init__(self, runner: RunsSteps, *, compiled: bool) -> None:
+    def __init__(self, runner: RunsSteps, *, compiled: bool, divided: bool) -> None:
         self._runner = runner
         self._engine, self._owner = runner.engine, runner.owner
-        self._compiled = compiled
+        self._compiled, self._divided = compiled, divided
         self._output_bytes = 0
         self._dtypes: set[torch.dtype] = set()
+        self._tries: dict[str, int] = {}
+        self._numbers: dict[str, NumberCheck] = {}
+        self._everywhere = True
 
-    def check(
-        self, step: Callable[..., Any], parts: Microbatches, step_seed: tuple[int, ...], batch: Any, rest: Any
-    ) -> None:
-        """Compare them for one batch; a collective call of all processes.
+    def wants(self, kind: str) -> bool:
+        """Whether a batch of a kind of step is still to be looked at."""
+        return self._tries.get(kind, _TRIES) > 0
+
+    def check(self, first: StepOnBatch) -> None:
+        """Compare for one batch; a collective call of the pipeline, for training steps of all processes.
 
         Raises:
             ConfigurationError: On every rank, if the loss of the batch is no mean of the microbatches' losses, weighted
                 or not. If it is a weighted mean, or nearly the mean, there is a warning.
         """
-        engine = self._engine
-        verdict: tuple[bool, str] | None = None
-        if len(parts) > 1:
+        engine, kind = self._engine, first.kind
+        self._everywhere = kind == "train" or self._divided
+        self._tries[kind] = self._tries.get(kind, _TRIES) - 1
+        said: list[tuple[bool, str]] = []
+        if len(first.parts) > 1:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(random_state.isolated(engine.device))
                 if self._compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
-                verdict = self._compare(step, parts, step_seed, batch, rest)
-        verdicts = [found for found in engine.all_gather(verdict, everywhere=True) if found is not None]
-        for is_error, message in sorted(verdicts, reverse=True):
+                said = self._compare(first)
+        is_open = kind in self._numbers and bool(self._numbers[kind].open)
+        everyone = engine.all_gather((said, is_open), everywhere=self._everywhere)
+        if not any(is_open for _, is_open in everyone):
+            self._tries[kind] = 0
+        verdicts = sorted({verdict for verdicts, _ in everyone for verdict in verdicts}, reverse=True)
+        for is_error, message in verdicts:
             if is_error:
                 raise ConfigurationError(message)
-        if verdicts and engine.rank == 0 and engine.place == (0, 0):
-            _log.warning(verdicts[0][1])
+            if engine.rank == 0 and engine.place == (0, 0):
+                _log.warning(message)
 
-    def _compare(
-        self, step: Callable[..., Any], parts: Microbatches, step_seed: tuple[int, ...], batch: Any, rest: Any
-    ) -> tuple[bool, str] | None:
-        """Whether it is an error, and what to say; None if there is nothing to say, or on all ranks but the last."""
-        batching, num_microbatches = self._runner.batching, len(parts)
-
+    def _compare(self, first: StepOnBatch) -> list[tuple[bool, str]]:
+        """What to say, and whether that is an error; nothing on all ranks but the last."""
+        batching, num_microbatches = self._runner.batching, len(first.parts)
+        is_training = first.kind == "train"
         whole = None
         if batching.joins_microbatches:
-            whole = Whole(batch, lambda: step(batch, *rest), parts.sizes)
-
-        def losses_of(parts: Sequence[Any], draw: int) -> tuple[float, ...] | None:
-            joined = whole if len(parts) > 1 else None
-            return self._losses(lambda index: step(parts[index], *rest), parts, (*step_seed, draw), joined)
-
-        of_parts = losses_of(parts, 0)
-        most = max(2, LARGEST_BYTES // max(1, self._output_bytes)) if of_parts else 0
+            if not is_training:
+                return []
+            whole = Whole(first.batch, lambda: first.step(first.batch, *first.rest), first.parts.sizes)
+        by_parts = self._run(first, first.parts, 0, whole)
+        most = 0
+        if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training):
+            most = max(2, LARGEST_BYTES // max(1, self._output_bytes))
         if whole is not None:  # the end of the step has all of the batch in any case
-            most = num_microbatches * bool(of_parts)
+            most = num_microbatches * bool(by_parts)
         most = min(self._tell(most))
         if not most:
-            return None
-        numbers = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
-        for number in sorted(numbers, reverse=True):  # two may fit where all do not
-            joined = [batch if number == num_microbatches else batching.first_parts(batch, parts, number)]
-            of_all = losses_of(joined, 0)
+            return []
+        possible = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
+        for number in sorted(possible, reverse=True):  # two may fit where all do not
+            of_all = self._run(first, self._joined(first, number), 0)
             if all(self._tell(bool(of_all))):
                 break
         else:
-            return None
-        weights = () if whole is not None else batching.weights(parts.parts[:number], parts.sizes[:number])
-        parts = parts[:number]
+            return []
+        parts = first.parts[:number]
+        if number < num_microbatches:
+            by_parts = self._run(first, parts, 0)
+        pairs = [Pair(by_parts, of_all)] if by_parts and of_all else []
         tolerance = self._tolerance()
-        draws: list[Losses] = []
-        if of_parts and of_all:
-            draws.append(Losses(of_parts[:number], of_all[0], weights))
-        if not any(self._tell(bool(draws) and differ(draws, tolerance))):
-            return None
+        losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        is_other = bool(losses) and differ(losses, tolerance)
+        check = None
+        if whole is None:
+            check = self._numbers.setdefault(first.kind, NumberCheck(self._runner.rules_of(first.kind)))
+            is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
+        if any(self._tell(is_other)):
+            self._draw_again(first, parts, pairs, whole)
+        said: list[tuple[bool, str]] = []
+        losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        if losses and differ(losses, tolerance):
+            is_error = is_no_sum(losses) or is_no_weighted_mean(losses, tolerance)
+            said.append((is_error, describe(losses, None if whole is not None else num_microbatches, tolerance)))
+        if check is None or any(self._tell(any(is_error for is_error, _ in said))):
+            return said
+        situations = [pairs, self._go_on(first, min(number, 2), pairs, check, tolerance)]
+        if pairs:
+            unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
+            if said:  # the loss that is logged too
+                loss = f"{losses[0].mean:.6g} instead of {losses[0].of_all:.6g}"
+                unfit = {place: how for place, how in unfit.items() if how != loss}
+            if unfit:
+                said.append((False, describe_numbers(unfit)))
+        return said
+
+    def _joined(self, first: StepOnBatch, number: int) -> Microbatches:
+        """The samples of the first microbatches as one."""
+        is_all = number == len(first.parts)
+        joined = first.batch if is_all else self._runner.batching.first_parts(first.batch, first.parts, number)
+        return Microbatches((joined,), (sum(first.parts.sizes[:number]),))
+
+    def _draw_again(self, first: StepOnBatch, parts: Microbatches, pairs: list[Pair], whole: Whole | None) -> None:
+        """Run the same with other random numbers, to see what differs by chance."""
         for draw in range(1, 1 + EXTRA_DRAWS):
-            of_parts, of_all = losses_of(parts, draw), losses_of(joined, draw)
-            if of_parts and of_all:
-                draws.append(Losses(of_parts, of_all[0], weights))
-        if len(draws) <= EXTRA_DRAWS or not differ(draws, tolerance):
-            return None
-        is_error = is_no_sum(draws) or is_no_weighted_mean(draws, tolerance)
-        return is_error, describe(draws, None if whole is not None else num_microbatches, tolerance)
+            by_parts = self._run(first, parts, draw, whole)
+            of_all = self._run(first, self._joined(first, len(parts)), draw)
+            if by_parts and of_all:
+                pairs.append(Pair(by_parts, of_all))
+        if len(pairs) <= EXTRA_DRAWS:
+            pairs.clear()
+
+    def _go_on(
+        self, first: StepOnBatch, number: int, pairs: Sequence[Pair], check: NumberCheck, tolerance: float
+    ) -> list[Pair]:
+        """Run the first microbatches once more, where what was left of the batch is there: it may decide."""
+        left: Any = {}
+        if pairs:
+            left = _tried(lambda: pairs[0].whole.effects.outcome((1,), (1.0,), is_sent=self._engine.num_ranks > 1))
+        changes = left.get("changes") if left else None
+        if not any(self._tell(bool(changes))):
+            return []
+        exchange = ValueExchange(
+            self._engine.device, self._engine.group, self._engine.host_group(), self._engine.last_rank
+        )
+        found: list[Pair] = []
+        with untouched(self._owner):
+            Effects(self._owner, self._runner.programs.modules).change(exchange.share(changes))
+            parts = first.parts[:number]
+            by_parts, of_all = self._run(first, parts, 0), self._run(first, self._joined(first, number), 0)
+            if by_parts and of_all:
+                found.append(Pair(by_parts, of_all))
+            if any(self._tell(bool(found) and self._differ(check, found, tolerance))):
+                self._draw_again(first, parts, found, None)
+        return found
 
     def _tell(self, value: int) -> list[int]:
-        """What the last ranks of all replicas say: they go on together, since layers may be divided over them."""
-        values = self._engine.all_gather(value if self._engine.is_last else None, everywhere=True)
+        """What the last ranks of replicas say: they go on together, since layers may be divided over them."""
+        engine = self._engine
+        values = engine.all_gather(value if engine.is_last else None, everywhere=self._everywhere)
         return [found for found in values if found is not None]
 
-    def _losses(
-        self, step: Callable[[int], Any], parts: Sequence[Any], step_seed: tuple[int, ...], whole: Whole | None
-    ) -> tuple[float, ...] | None:
-        """The losses of microbatches (or that of the whole batch), on the last rank; None where they are not known."""
-        losses: list[float] = []
-        failures: list[Exception] = []
+    def _is_unsure(self, first: StepOnBatch, run: StepRun) -> bool:
+        """Whether there are numbers that may be others than on one device: not only rows of samples."""
+
+        def find() -> bool:
+            with self._runner.looking(first, run) as rules:
+                numbers = run.numbers(rules)
+            return any(not number.dim() or isinstance(rules.of(p), str) for p, number in numbers.items())
+
+        return bool(_tried(find))
+
+    def _differ(self, check: NumberCheck, pairs: Sequence[Pair], tolerance: float) -> bool:
+        return bool(_tried(lambda: check.differing(pairs, tolerance)))
+
+    def _run(self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None) -> StepRun | None:
+        """What microbatches (or the whole batch) come to, on the last rank; None where it is not known."""
+        results: list[Any] = []
+        is_training, batching = first.kind == "train", self._runner.batching
+        sizes = parts.sizes if whole is None else (parts.size,)
+        weights = batching.weights(parts.parts, sizes) if whole is None else (1.0,)
+        recorder = LogRecorder(self._owner, weights, sizes, of_epochs=not is_training)
 
         def take(result: Any, index: int) -> torch.Tensor:
-            try:
-                loss = result["loss"] if isinstance(result, dict) else result
-                self._dtypes.add(loss.dtype)
-                losses.append(float(loss))
-            except Exception as error:  # training itself will say what is wrong; other ranks must not wait
-                failures.append(error)
+            results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
             return torch.zeros(())
 
         with untouched(self._owner):
             for module in self._owner.modules():
                 module.training = False
+            effects = Effects(self._owner, self._runner.programs.modules)
+            effects.draw_others(draw)
             problem = ""
             try:
-                programs = self._runner.run("compare", step, parts, step_seed, LogRecorder(self._owner), take, whole)
+                programs = self._runner.run(
+                    "compare" if is_training else first.kind,
+                    lambda index: first.step(parts[index], *first.rest),
+                    parts,
+                    (*first.seed, draw),
+                    recorder,
+                    take,
+                    whole,
+                    effects,
+                )
                 self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-            problems = [found for found in self._engine.all_gather(problem, everywhere=True) if found]
-            if problems:
-                self._say_why_not(len(parts), problems[0])
-                return None
-        if failures:
-            self._say_why_not(len(parts), f"{type(failures[0]).__name__}: {failures[0]}")
-        return tuple(losses) if losses and not failures else None
-
-    def _say_why_not(self, number: int, problem: str) -> None:
-        what = "as one batch" if number == 1 else "by microbatches"
-        _log.info("The first batch did not run forward %s, so losses are not compared. %s", what, problem)
+            problems = [found for found in self._engine.all_gather(problem, everywhere=self._everywhere) if found]
+        run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
+        if not problems and is_training:
+            try:
+                for loss in map(loss_in, results):
+                    self._dtypes.add(loss.dtype)
+                    float(loss)
+            except Exception as error:  # training itself will say what is wrong; other ranks must not wait
+                problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            what = "as one batch" if len(parts) == 1 else "by microbatches"
+            _log.info("The first batch did not run forward %s, so it is not compared. %s", what, problems[0])
+        return run if results and not problems else None
 
     def _tolerance(self) -> float:
         device = self._engine.device.type
@@ -196,61 +295,16 @@ class LossComparison:
         return tolerance_of(list(dtypes))
 
 
-def refuse_nan(
-    engine: PipelineEngine, owner: nn.Module, batch: Any, loss: torch.Tensor, of_microbatches: Sequence[Any]
-) -> None:
-    """Refuse to train on a loss that is NaN although data and parameters are finite; a collective call of all.
-
-    Args:
-        engine: The pipeline engine of this rank.
-        owner: The user's module.
-        batch: The first training batch.
-        loss: Its loss.
-        of_microbatches: On the last rank the losses of microbatches.
-
-    Raises:
-        ConfigurationError: On every rank.
-    """
-    mine: tuple[bool, list[int], list[str], str] = (False, [], [], "")
-    if bool(torch.isnan(loss)):
-        losses = [result["loss"] if isinstance(result, dict) else result for result in of_microbatches]
-        bad = [name for name, parameter in owner.named_parameters() if not _is_finite(parameter.detach())]
-        in_batch = [_said(leaf) for _, leaf in leaves_of(batch) if not _is_finite(leaf)]
-        which = [index for index, value in enumerate(losses) if len(losses) > 1 and bool(torch.isnan(value))]
-        mine = (True, which, bad, in_batch[0] if in_batch else "")
-    found = [others for others in engine.all_gather(mine, everywhere=True) if others[0]]
-    if not found:
-        return
-    seen = "The loss of the first training batch is NaN"
-    which = next((numbers for _, numbers, _, _ in found if numbers), [])
-    if which:
-        seen += f" (of microbatches {', '.join(map(str, which))})"
-    in_batch_of = next((text for *_, text in found if text), "")
-    parameters = sorted({name for _, _, names, _ in found for name in names})
-    if not in_batch_of and not parameters:
-        raise ConfigurationError(
-            f"{seen}, although the batch and all parameters are finite, so training would change all weights to NaN. "
-            f"Look at the loss: a mean over no elements (a microbatch whose labels are all -100: use fewer "
-            f"microbatches), log(0), 0 / 0, or an overflow in 16 bits. Trainer(detect_anomaly=True), or "
-            f"torch.autograd.set_detect_anomaly(True), names the operation; if "
-            f"num_microbatches=1 gives a number, the loss does not suit microbatches."
-        )
-    if engine.rank == 0 and engine.place == (0, 0):
-        why = (
-            f"the batch has {in_batch_of}" if in_batch_of else f"parameters are not finite: {', '.join(parameters[:3])}"
-        )
-        _log.warning("%s: %s.", seen, why)
+def _tried(function: Callable[[], T]) -> T | None:
+    """What a function of values returns, which may be anything; None if it fails, since other ranks must not wait."""
+    try:
+        return function()
+    except Exception as error:
+        _log.info("What a step leaves is not compared with that of one device. %s: %s", type(error).__name__, error)
+        return None
 
 
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        return bool(np.isfinite(value).all())
-    if not isinstance(value, torch.Tensor) or value.is_meta or not value.is_floating_point():
-        return True
-    return bool(torch.isfinite(local(value)).all())
-
-
-def _said(values: torch.Tensor | np.ndarray) -> str:
-    tensor = torch.as_tensor(values)
-    number = int((~torch.isfinite(tensor)).sum())
-    return f"{number} of {tensor.numel()} values that are NaN or infinite in a tensor of shape {tuple(tensor.shape)}"
+def _losses_of(pair: Pair) -> Losses:
+    of_parts, (of_all,) = ([float(loss_in(result)) for result in run.results] for run in (pair.parts, pair.whole))
+    weights = pair.parts.recorder.weights if len(of_parts) > 1 else ()
+    return Losses(tuple(of_parts), of_all, tuple(weights))

@@ -146,20 +146,19 @@ def loss_of(result: Any) -> torch.Tensor:
     Raises:
         ConfigurationError: If it returned none.
     """
-    loss = result.get("loss") if isinstance(result, dict) else result
+    loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ConfigurationError(
             "What training_step returns on a pipeline (in a loop of one's own, the model or loss_fn) is the loss as a "
             "one-element tensor that depends on the model's output, or a dict with it under 'loss'; "
             f"got {_describe(result)}."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
-def kept_of(result: Any, *, wanted: bool) -> Any:
+def kept_of(result: Any, loss: torch.Tensor, *, wanted: bool) -> Any:
     """What is kept of what a training step returned: its loss, and the rest if somebody wants it; it may be large."""
-    loss = loss_of(result)
-    if not isinstance(result, dict):
+    if not isinstance(result, Mapping):
         return loss.detach()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, {**(result if wanted else {}), "loss": loss})
 
@@ -169,4 +168,4 @@ def _describe(result: Any) -> str:
         return f"a tensor of shape {tuple(result.shape)} with requires_grad={result.requires_grad}"
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)} (transformers' models return a dict with return_dict=True)"
-    return f"a dict with keys {list(result)}" if isinstance(result, dict) else repr(result)
+    return f"a dict with keys {list(result)}" if isinstance(result, Mapping) else repr(result)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
-from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected
@@ -21,7 +21,6 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import modules_of, tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
@@ -85,6 +84,7 @@ class Programs:
         *,
         train: bool,
         whole: Whole | None = None,
+        flags: Flags | None = None,
     ) -> list[StepPrograms]:
         """What the stages do of each microbatch; and of the whole batch, see `Split.programs_before_end`.
 
@@ -95,19 +95,18 @@ class Programs:
             seed: What random numbers of the step derive from.
             train: Whether gradients flow.
             whole: The whole batch, if the end of the step runs on that.
+            flags: How modules and parameters are switched; None: nobody has looked.
 
         Raises:
             ConfigurationError: If stages cannot run the step one after the other.
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
-        modules = modules_of(self._owner)
+        training, trained = (flags or Flags(self._owner)).at_first
         state: Any = (
             kind,
             train,
-            tuple([p.requires_grad for m in modules for p in tensors_of(m).parameters.values() if p is not None])
-            if train
-            else (),
-            tuple([module.training for module in modules]),
+            trained if train else (),
+            training,
             torch.is_autocast_enabled(self._device.type),
             None if whole is None else signature_of(whole.batch),
         )

@@ -50,6 +50,7 @@ class LogRecorder:
         values: What was logged, by name and how often the step had logged it before, and for which microbatch.
         arguments: The other arguments of `self.log`.
         metrics: For names under which a metric object was logged, where `owner` holds it.
+        of_epochs: Whether a step logs on_epoch if it does not say otherwise, as all but that of training do.
     """
 
     owner: nn.Module
@@ -59,6 +60,7 @@ class LogRecorder:
     values: dict[tuple[str, int], list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
+    of_epochs: bool = False
 
     @property
     def size(self) -> int:
@@ -70,20 +72,14 @@ class LogRecorder:
         if is_metric(value):
             self.metrics[name] = kwargs.get("metric_attribute") or path_of(self.owner, value)
             if not self.metrics[name]:
-                raise ConfigurationError(
-                    f"`self.log({name}, ...)` was given a {type(value).__name__} that no attribute of the module "
-                    f"holds, so its state would be lost. You can fix this by setting an attribute for the metric in "
-                    f"your module's `__init__`, or by `self.log({name}, ..., metric_attribute=name)`."
-                )
+                raise self._refused(name, value, *args, **kwargs)
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().clone().reshape(())  # the step may write into it afterwards
+            value = value.detach().clone()  # the step may write into it afterwards
+            value = value.reshape(()) if value.dim() else value
         elif not isinstance(value, (int, float)):
-            raise ConfigurationError(
-                f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
-                f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
-            )
+            raise self._refused(name, value, *args, **kwargs)
         if args:  # prog_bar, logger, on_step, on_epoch may be given by position
             kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
         key = (name, 0)
@@ -93,6 +89,14 @@ class LogRecorder:
             kwargs["batch_size"] += self.arguments.get(key, {}).get("batch_size", 0)
         self.values.setdefault(key, []).append((self.index, value))
         self.arguments[key] = kwargs
+
+    def _refused(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Exception:
+        """What `LightningModule.log` itself raises of a value that cannot be logged."""
+        try:
+            type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[attr-defined]
+        except Exception as error:
+            return error
+        return ConfigurationError(f"`self.log({name}, ...)` cannot log this: {shortened(value)}.")
 
     def logged(self, rules: Rules | None = None) -> list[Logged]:
         """The calls for the batch, with values over its microbatches."""
@@ -104,6 +108,10 @@ class LogRecorder:
     def values_of(self, index: int) -> list[tuple[str, Any]]:
         """What a microbatch has logged, in order."""
         return [(name, value) for (name, _), values in self.values.items() for n, value in values if n == index]
+
+    def is_looked_at(self, key: tuple[str, int]) -> bool:
+        """Whether the value of the batch counts: of a metric object that is logged for epochs it does not."""
+        return key[0] not in self.metrics or bool(self.arguments[key].get("on_step", not self.of_epochs))
 
     def output(self, results: list[Any], rules: Rules | None = None, *, train: bool, batch_dim: int) -> dict[str, Any]:
         """What the step returned for the batch, from what it returned for microbatches.
@@ -126,7 +134,7 @@ class LogRecorder:
 
     def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
-        return self._mean(list(enumerate(loss.detach().reshape(()) for loss in losses)), is_loss=True)
+        return self._mean([(index, loss.detach()) for index, loss in enumerate(losses)], is_loss=True)
 
     def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
@@ -179,4 +187,6 @@ def _is_count(value: Any) -> bool:
 
 def _stack(values: Sequence[Any]) -> torch.Tensor:
     on_device = next((value for value in values if isinstance(value, torch.Tensor)), torch.empty(0))
+    if all(isinstance(value, torch.Tensor) and value.dtype == on_device.dtype for value in values):
+        return torch.stack(list(values)).to(torch.float64)
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])

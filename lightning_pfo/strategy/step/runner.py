@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,12 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
-from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
-from lightning_pfo.strategy.step.effects.left import Left, learn
-from lightning_pfo.strategy.step.first_batch import LossComparison, refuse_nan
+from lightning_pfo.strategy.step.effects.left import learn
+from lightning_pfo.strategy.step.first_batch import Comparison
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     attach_gradients,
@@ -42,6 +42,8 @@ from lightning_pfo.strategy.step.gradients import (
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
+from lightning_pfo.strategy.step.nan_check import refuse_nan
+from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange
@@ -65,7 +67,8 @@ class StepRunner:
         patches: Gives the user's metrics back when it is closed.
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         batching: How batches are divided, and how much each microbatch counts.
-        check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
+        check_loss: Whether the loss and other numbers of the first batch are compared with those of its microbatches.
+        divided: Whether layers are divided over replicas.
         compiled: Whether layers are compiled.
         deferred: Batch norms whose running statistics are those of whole batches.
         means: Averages gradients over replicas; None where there is one.
@@ -84,6 +87,7 @@ class StepRunner:
         *,
         batching: Batching = DEFAULT_BATCHING,
         check_loss: bool = True,
+        divided: bool = False,
         compiled: bool = False,
         deferred: DeferredBatchNorms | None = None,
         means: ReplicaMeans | None = None,
@@ -103,10 +107,11 @@ class StepRunner:
         self._precise_gradients = precise_gradients
         self._shared = shared
         self._hosts = engine.host_group()
+        self._large = LargeTensors()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
         self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
-        self._comparison = LossComparison(self, compiled=compiled) if check_loss else None
+        self._comparison = Comparison(self, compiled=compiled, divided=divided) if check_loss else None
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
@@ -154,8 +159,8 @@ class StepRunner:
         engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
         is_first = self._is_first_batch
-        if is_first and self._comparison is not None:
-            self._comparison.check(step, microbatches, step_seed, batch, rest)
+        of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
+        self._compare(of)
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -165,9 +170,7 @@ class StepRunner:
             earlier = {}
         of_step = StepGradients(self._parameters_of, self._means if average else None, precise=self._precise_gradients)
         try:
-            outcome, results = self._run(
-                "train", step, microbatches, step_seed, batch, rest, loss_scale, outputs, of_step.after_backward
-            )
+            outcome, results = self._run(of, loss_scale, outputs, of_step.after_backward)
             if is_ordinary:
                 engine.iteration_end()
             self._layers.look()
@@ -179,7 +182,7 @@ class StepRunner:
             loss = loss.to(torch.get_default_dtype())
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
-            self._is_first_batch, self._comparison = False, None  # a batch that is skipped is none
+            self._is_first_batch = False  # a batch that is skipped is none
         self._leave_behind(outcome, microbatches.size)
         if loss is None:
             return None
@@ -212,32 +215,29 @@ class StepRunner:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
         microbatches = self.batching.split(batch, num_microbatches)
-        outcome, _ = self._run(kind, step, microbatches, step_seed, batch, rest, outputs=outputs)
+        of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
+        self._compare(of)
+        outcome, _ = self._run(of, outputs=outputs)
         self._leave_behind(outcome, microbatches.size)
         return outcome["output"]
 
     def _run(
         self,
-        kind: str,
-        step: Step,
-        microbatches: Microbatches,
-        step_seed: tuple[int, ...],
-        batch: Any,
-        rest: Any,
+        of: StepOnBatch,
         loss_scale: torch.Tensor | None = None,
         outputs: Outputs = "nobody",
         after_backward: AfterBackward | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
-        engine = self.engine
+        engine, kind, microbatches = self.engine, of.kind, of.parts
         whole = None
         if self.batching.joins_microbatches and len(microbatches) > 1:
-            whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
+            whole = Whole(of.batch, lambda: of.step(of.batch, *of.rest), microbatches.sizes)
         sizes = microbatches.sizes if whole is None else (microbatches.size,)
         weights: tuple[float, ...] = ()
         if engine.is_last:
             weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, sizes)
-        recorder = LogRecorder(self.owner, weights, sizes)
+        recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         train = kind == "train"
 
@@ -251,42 +251,26 @@ class StepRunner:
                 results.append(None)
                 return torch.zeros(())
             loss = loss_of(result)
-            results.append(kept_of(result, wanted=outputs != "nobody"))
+            results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             if not weights[index]:  # its loss may be NaN, as a mean over no labels
                 return torch.zeros(())
             loss = loss * weights[index]
             return loss if loss_scale is None else loss * loss_scale
 
         error: Exception | None = None
-        effects = Effects(self.owner, self.programs.modules)
+        self._large.copies_all = kind not in self._exchanges
+        effects = Effects(self.owner, self.programs.modules, self._large)
         outcome: dict[str, Any] = {}
 
         def step_of(index: int) -> Any:
-            return step(microbatches[index], *rest)
+            return of.step(microbatches[index], *of.rest)
 
         try:
-            self.run(kind, step_of, microbatches, step_seed, recorder, take, whole, effects, after_backward)
+            self.run(kind, step_of, microbatches, of.seed, recorder, take, whole, effects, after_backward)
             if engine.is_last:
-                rules = self._rules.setdefault(kind, Rules())
-
-                def of_microbatch(index: int) -> Left:
-                    return Left(results[index], effects.growth(index), effects.calls(index), recorder.values_of(index))
-
-                def look() -> None:
-                    seed = (engine.seed, *step_seed, 0)
-                    small, large = (
-                        self.programs.left_by(partial(step, part, *rest), seed, train=train)
-                        for part in (microbatches[0], self.batching.first_parts(batch, microbatches, 2))
-                    )
-                    if small is not None and large is not None:
-                        learn(rules, of_microbatch(0), of_microbatch(1), small, large)
-
-                # the user's own way of splitting does not tell which samples the first microbatches have
-                is_told = whole is None and len(microbatches) > 1 and self.batching.split_batch is None
-                with rules.comparing(look if is_told else None):
-                    outcome = effects.outcome(sizes, weights, rules, is_sent=engine.num_ranks > 1)
-                    outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules)]
-                    outcome |= recorder.output(results, rules, train=train, batch_dim=self.batching.batch_dim)
+                run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
+                with self.looking(of, run) as rules:
+                    outcome = run.merged(rules, is_sent=engine.num_ranks > 1)
                 outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
             error = exception
@@ -300,6 +284,33 @@ class StepRunner:
         check_skipped(self._skipped, shared["skipped"])
         effects.leave(shared)
         return shared, results
+
+    def rules_of(self, kind: str) -> Rules:
+        """What is known of what a kind of step leaves."""
+        return self._rules.setdefault(kind, Rules())
+
+    @contextmanager
+    def looking(self, of: StepOnBatch, run: StepRun) -> Iterator[Rules]:
+        """Compare what a step has left with traces of it, where rules are asked while the context is open."""
+        rules, seed = self.rules_of(of.kind), (self.engine.seed, *of.seed, 0)
+        batching, parts = self.batching, of.parts
+
+        def look() -> None:
+            small, large = (
+                self.programs.left_by(partial(of.step, part, *of.rest), seed, train=run.train)
+                for part in (parts[0], batching.first_parts(of.batch, parts, 2))
+            )
+            if small is not None and large is not None:
+                learn(rules, run.left(0), run.left(1), small, large)
+
+        # the user's own way of splitting does not tell which samples the first microbatches have
+        is_told = not batching.joins_microbatches and len(parts) > 1 and batching.split_batch is None
+        with rules.comparing(look if is_told else None):
+            yield rules
+
+    def _compare(self, first: StepOnBatch) -> None:
+        if self._comparison is not None and self._comparison.wants(first.kind):
+            self._comparison.check(first)
 
     def run(
         self,
@@ -340,18 +351,17 @@ class StepRunner:
             with following(None):
                 recorder.log(name, plain(value), *args, **kwargs)
 
-        @contextmanager
-        def inside(stage: int | None, *, ends_here: bool) -> Iterator[None]:
+        def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
-            with ExitStack() as stack:
-                if stage is not None and changes:
-                    stack.enter_context(buffers.of(stage))
-                stack.enter_context(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
-                if self._metrics:
-                    stack.enter_context(without_synchronisation(self._metrics))
-                if self._deferred is not None and stage is not None:
-                    stack.enter_context(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
-                yield
+            contexts = []
+            if stage is not None and changes:
+                contexts.append(buffers.of(stage))
+            contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
+            if self._metrics:
+                contexts.append(without_synchronisation(self._metrics))
+            if self._deferred is not None and stage is not None:
+                contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
+            return contexts[0] if len(contexts) == 1 else _all_of(contexts)
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
@@ -359,8 +369,9 @@ class StepRunner:
                 return step(index)
 
         with random_state.isolated(engine.device):
-            found = self.programs.of(kind, microbatches, step, (engine.seed, *step_seed), train=train, whole=whole)
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
+            seed = (engine.seed, *step_seed)
+            found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
@@ -375,6 +386,7 @@ class StepRunner:
                     self._skipped = engine.run(
                         programs, step_seed, run_step, take, train=train, after_backward=after_backward
                     )
+                kept.check_switched()
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if effects is None:
@@ -391,3 +403,11 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -44,7 +44,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None or is_remote(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         save_file(checkpoint, Path(path))
 
@@ -169,6 +169,7 @@ class CheckpointStrategy(MeshStrategy):
 
         Other ranks may be gone, so this one does not meet them, and does not wait for ever.
         """
+        super().on_exception(exception)
         saving, self._saving = self._saving, None
         if saving is None:
             return

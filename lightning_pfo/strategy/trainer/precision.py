@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
@@ -50,7 +51,12 @@ def scaler_of(plugin: Precision) -> GradScaler | None:
 
 
 def adapt_to_pipeline(
-    plugin: Precision, shared: Sequence[Shared], device: torch.device, num_ranks: int, patches: Patches
+    plugin: Precision,
+    shared: Sequence[Shared],
+    device: torch.device,
+    num_ranks: int,
+    after_backward: Callable[[], None],
+    patches: Patches,
 ) -> None:
     """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
 
@@ -59,6 +65,7 @@ def adapt_to_pipeline(
         shared: Parameters that several ranks of a pipeline hold.
         device: This rank's device.
         num_ranks: Number of ranks of a pipeline.
+        after_backward: Called after each backward, before the hooks that follow it.
         patches: Undoes it when it is closed.
     """
 
@@ -69,6 +76,13 @@ def adapt_to_pipeline(
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(list(plugin.main_params(optimizer)), clip_val)
 
+    ordinary = plugin.backward
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        ordinary(*args, **kwargs)
+        after_backward()
+
+    patches.set(plugin, "backward", backward)
     patches.set(plugin, "clip_grad_by_norm", clip_grad_by_norm)
     patches.set(plugin, "clip_grad_by_value", clip_grad_by_value)
     scaler = scaler_of(plugin)

@@ -243,19 +243,11 @@ class StepStrategy(CheckpointStrategy):
         finally:
             self._accumulating = False
 
-    @override
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # as Lightning's, but `on_after_backward` sees gradients as they are after the reduction, as under DDP
-        module, precision = self._module(), self.precision_plugin
-        self.pre_backward(closure_loss)
-        closure_loss = precision.pre_backward(closure_loss, module)
-        precision.backward(closure_loss, module, optimizer, *args, **kwargs)
+    def _average_accumulated(self) -> None:
+        """After a backward: `on_after_backward` sees gradients as they are after the reduction, as under DDP."""
         pipeline = self._get_pipeline()
         if pipeline.means is not None and not self._accumulating and not self._is_averaged:
             pipeline.means.average(pipeline.held)
-        closure_loss = precision.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
 
     def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """The 2-norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.

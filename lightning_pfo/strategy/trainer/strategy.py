@@ -295,7 +295,12 @@ class PfoPipelineStrategy(StepStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._move_optimizers()
             adapt_to_pipeline(
-                self.precision_plugin, pipeline.shared, self.root_device, self.mesh.num_ranks, self._patches
+                self.precision_plugin,
+                pipeline.shared,
+                self.root_device,
+                self.mesh.num_ranks,
+                self._average_accumulated,
+                self._patches,
             )
         if has_shards:  # with the states of optimizers
             self._restore()

@@ -4,6 +4,7 @@ The same runs by a plain Trainer, and by the pipeline on one and two ranks; each
 """
 
 import json
+import math
 import random
 import sys
 import types
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -216,6 +218,9 @@ class Data(L.LightningDataModule):
     def train_dataloader(self):
         return DataLoader(TensorDataset(DATA), batch_size=6)
 
+    def val_dataloader(self):  # those of modules do not count beside it
+        return self.train_dataloader()
+
 
 class Watching(L.Callback):
     def __init__(self):
@@ -371,9 +376,6 @@ class Evaluates(Base):
         super().__init__()
         self.kept, self.evaluator, self.meter, self.returned = [], Evaluator(), Meter(), []
 
-    def val_dataloader(self):
-        return DataLoader(TensorDataset(DATA), batch_size=6)
-
     def validation_step(self, batch, batch_idx):
         (x,) = batch
         output = self.layers(x)
@@ -395,6 +397,107 @@ class Evaluates(Base):
         del self.evaluator.child.parent
         logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         return plain([self.kept, self.evaluator, self.meter, self.returned, logged])
+
+
+class Extremes(Base):
+    """Numbers that are no means over microbatches, but something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.most, self.least, self.peak, self.low = 0.0, 0.0, float("inf"), torch.tensor(-1e9), None
+        self.losses, self.largest, self.latest, self.returned = 0.0, [], None, []
+        self.sums, self.best, self.tops = torch.zeros(4), float("-inf"), {"all": None}
+        self.arrays = np.zeros(2)
+
+    def note(self, x, output, batch_idx):
+        self.total += output.sum().item()
+        self.most = max(self.most, output.max().item())
+        self.least = min(self.least, output.min().item())
+        self.peak = torch.maximum(self.peak, output.detach().max())
+        self.low = output.min().item() if self.low is None else min(self.low, output.min().item())
+        self.losses += output.square().mean().item()
+        self.largest.append(output.abs().max().item())
+        self.latest = output[-1, 0].item()
+        self.sums += output.detach().sum(0)
+        self.arrays += output.detach().sum(0)[:2].numpy()
+        self.tops["all"] = output.detach().amax(0)
+        self.log("sum", output.sum())
+        self.log("largest", output.max())
+        self.log("first", output[0, 1].item())
+        self.log("mean", output.mean())
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        self.note(batch[0], output, batch_idx)
+        of_all = {"sum": output.sum(), "top": output.detach().max().item(), "rows": output.detach()}
+        return {"loss": output.square().mean(), **of_all}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        outputs = {key: value for key, value in outputs.items() if key != "loss"}
+        self.returned.append([plain(outputs), metrics, self.latest, plain(self.tops)])
+
+    def found(self):
+        names = ("total", "most", "least", "peak", "low", "losses", "largest", "returned", "sums", "arrays")
+        return {name: plain(getattr(self, name)) for name in names}
+
+
+class Unfit(Base):
+    """Numbers of which no rule makes those of one device."""
+
+    def __init__(self):
+        super().__init__()
+        self.lowest, self.fine, self.recall = float("inf"), 0.0, BinaryF1Score()
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        loss = output.square().mean()
+        self.lowest = min(self.lowest, loss.item())
+        self.fine += loss.item()
+        self.log("spread", output.std())
+        self.log("noise", torch.rand(()))
+        self.log("drawn", random.random())
+        self.log("loss", loss)
+        self.recall(output[:, 0] > 0.16, batch[0][:, 1] > 0)
+        self.log("f1", self.recall)
+        self.log("f1_of_epoch", self.recall, on_step=False, on_epoch=True)
+        return {"loss": loss, "deviation": output.std().detach()}
+
+    def validation_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        self.log("quantile", output.quantile(0.8))
+        self.log("val_sum", output.sum())
+        self.log("val_loss", output.square().mean())
+
+    def found(self):
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        return [math.isfinite(self.lowest), self.fine, metrics["val_sum"]]
+
+
+class Large(Base):
+    """Tensors and arrays of more than 64 KiB that are written into: rows of samples, and a mean over the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank, self.array, self.late = torch.zeros(22, 1000), np.zeros((22, 1000)), torch.zeros(22, 1000)
+        self.mean, self.untouched, self.rows = torch.ones(20000), torch.zeros(20000), []
+        self.register_buffer("queue", torch.zeros(22, 1000))
+
+    def note(self, x, output, batch_idx):
+        for row, of_row in zip(x, output, strict=True):
+            index = int((row == DATA).all(1).nonzero()[0, 0])
+            self.bank[index, :4] = of_row.detach()
+            self.queue[index, :4] = of_row.detach()
+            self.array[index, 0] = of_row[0].item()
+            if batch_idx > 1:
+                self.late[index] = of_row[0].detach()
+        self.mean.mul_(0.9).add_(output.detach().mean(), alpha=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.rows.append(plain([self.bank.sum(1), self.array.sum(1), self.late[:, 0], self.mean[:2]]))
+
+    def found(self):
+        return [*self.rows, *plain([self.bank[:, :5], self.array[:, :2], self.late[:, 0], self.queue[:, :4]])]
 
 
 class Draws(Base):
@@ -432,6 +535,9 @@ CASES = {
     "idioms": Idioms,
     "evaluates": Evaluates,
     "draws": Draws,
+    "extremes": Extremes,
+    "unfit": Unfit,
+    "large": Large,
 }
 
 

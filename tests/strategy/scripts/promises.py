@@ -8,7 +8,9 @@ import json
 import pickle
 import sys
 import threading
+import traceback
 import warnings
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     Checkpoint,
+    ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
@@ -383,6 +386,11 @@ class LogsForeignMetric(Skips):
         return loss
 
 
+class LogsInPrediction(Skips):
+    def predict_step(self, batch, batch_idx):
+        self.log("foo", 1.0)
+
+
 class Leaves(Skips):
     """One rank alone ends its epoch."""
 
@@ -401,7 +409,24 @@ def errors(where):
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])
         except Exception as error:
             found[cls.__name__] = [type(error).__name__, str(error), (folder / "on_exception.ckpt").exists()]
+    trainer, _ = trainer_of(where)
+    try:
+        trainer.predict(LogsInPrediction(), DataLoader(TensorDataset(DATA), batch_size=6))
+    except Exception as error:
+        at_its_line = "predict_step" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        found["LogsInPrediction"] = [type(error).__name__, str(error), at_its_line]
     return found
+
+
+def saves_watched(where):
+    """What a user has put in the place of `torch.save` is called for checkpoints, and for nothing else."""
+    saved, original = [], torch.save
+    torch.save = lambda content, file: saved.append(sorted(content))
+    try:
+        fit(where, Skips, callbacks=[ModelCheckpoint(FOLDER / where / "watched")], max_epochs=2)
+    finally:
+        torch.save = original
+    return [[key for key in keys if key != "pfo_pipeline"] for keys in saved]
 
 
 class Restored(Module):
@@ -651,7 +676,7 @@ def without_samples(where):
 
 
 class OfClass(Skips):
-    """Keeps what it has seen in its class, prints to another stream, and returns what nobody can send."""
+    """Keeps what it has seen in its class, prints to another stream, and returns a mapping of what nobody can send."""
 
     of_all = []
 
@@ -659,7 +684,7 @@ class OfClass(Skips):
         loss = self.loss(batch[0])
         self.of_all.append(loss)
         self.print("to stderr", file=sys.stderr)
-        return {"loss": loss, "function": (lambda: batch_idx) if self.trainer.world_size == 1 else None}
+        return UserDict(loss=loss, function=(lambda: batch_idx) if self.trainer.world_size == 1 else None)
 
     def print(self, *texts, file):
         self.hooks.append([*texts, file is sys.stderr])
@@ -742,7 +767,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
     parts = (*parts, *([] if where == "two" else [whole]))
     results = {}

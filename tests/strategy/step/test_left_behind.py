@@ -9,7 +9,19 @@ from tests.comparing import check
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
-CASES = ("objects", "modules", "closed", "numbers", "lengths", "by_class", "idioms", "evaluates")
+CASES = (
+    "objects",
+    "modules",
+    "closed",
+    "numbers",
+    "lengths",
+    "by_class",
+    "idioms",
+    "evaluates",
+    "extremes",
+    "unfit",
+    "large",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +49,17 @@ def test_layers_that_keep_something_are_named(found):
     for name in ("layers.0", "layers.2"):  # the first of each rank
         assert f"A layer changes its attribute self.{name}.calls in a step" in found["output"]
     assert found["output"].count("A layer changes its attribute") == 3
+
+
+def test_numbers_that_no_rule_gives_are_named_once(found):
+    logged = [f"the value that is logged as '{name}'" for name in ("spread", "f1", "quantile")]
+    for name in (*logged, "self.lowest", "output['deviation']"):
+        assert found["output"].count(f"{name} (") == 2, name  # on one rank, and on two
+    for name in ("'noise'", "'drawn'", "'loss'", "self.fine", "'f1_of_epoch'", "'val_sum'", "'val_loss'"):
+        assert f"{name} (" not in found["output"]
+
+
+def test_large_tensors_that_are_written_into_are_named(found):
+    for name, size in {"bank": "0.1", "array": "0.2", "late": "0.1", "mean": "0.1", "queue": "0.1"}.items():
+        assert found["output"].count(f"A step writes into self.{name}. Its {size} MiB are sent") == 2, name
+    assert "self.untouched" not in found["output"]

@@ -119,9 +119,21 @@ def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
     assert errors["FailsBeforeTheModel"] == ["ValueError", "the user's own mistake", True]
     assert errors["LogsTwice"] == seen["plain_0"]["errors"]["LogsTwice"]
     assert "twice in `training_step` with different arguments" in errors["LogsTwice"][1]
-    for errors in (seen[rank]["errors"], seen["plain_0"]["errors"]):
-        assert "`self.log(foo, {'a': 1})` was called" in errors["LogsNone"][1]
-        assert "fix this by setting an attribute for the metric" in errors["LogsForeignMetric"][1]
+    for name in ("LogsNone", "LogsForeignMetric", "LogsInPrediction"):
+        kind, text, *rest = seen["plain_0"]["errors"][name]
+        if (rank, name) in [("two_0", "LogsNone"), ("two_0", "LogsForeignMetric")]:  # the last stage's rank logs
+            assert errors[name][0] == "StepFailedError"
+            assert text in errors[name][1]
+        else:
+            assert errors[name] == [kind, text, *rest]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_torch_save_is_called_for_checkpoints_alone(seen, rank):
+    """As tests of users watch it; what ranks tell each other does not need it."""
+    expected = seen["plain_0"]["saves_watched"]
+    assert len(expected) == 2
+    assert seen[rank]["saves_watched"] == ([] if rank == "two_1" else expected)
 
 
 def test_ranks_at_different_places_end_with_their_names(seen):

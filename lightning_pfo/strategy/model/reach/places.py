@@ -32,8 +32,6 @@ _MANY = 250
 """Nobody looks into the items of containers that have more."""
 _MOST = 2_000
 """Of more containers and objects, the later ones are taken for data."""
-SMALL_BYTES = 2**16
-"""Larger tensors are not copied: what is written into them stays, on the rank where it was written."""
 LEFT_ALONE = frozenset(vars(nn.Module())) - {"_buffers"}
 """What belongs to every module."""
 
@@ -111,8 +109,7 @@ class Places:
                 self.tensors[path] = value
         elif isinstance(value, np.ndarray):
             self._seen.add(id(value))
-            if value.nbytes <= SMALL_BYTES:
-                self.tensors[path] = value
+            self.tensors[path] = value
         elif isinstance(value, (dict, list, deque, set)):
             self._seen.add(id(value))
             if len(self.containers) < _MOST and (len(value) <= LONGEST or isinstance(value, list)):
@@ -143,7 +140,7 @@ ITEMS = "all items"
 
 def named(path: Path) -> str:
     """How a place is told to users."""
-    root, *keys = [key for key in path if key not in (ITEMS, _BESIDE)]
+    root, *keys = [key for key in path if key not in (ITEMS, _BESIDE, "_buffers")]
     text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
 

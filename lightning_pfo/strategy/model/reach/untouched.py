@@ -10,6 +10,7 @@ from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -72,6 +73,7 @@ class _Remembered:
             attributes = places.containers[path]
             self.undo.append(partial(_refill, attributes, dict(attributes)))
             self._items(attributes.values())
+        self._items(holder for holder in places.holders.values() if isinstance(holder, (dict, list, set, deque)))
 
     def _items(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -89,6 +91,9 @@ class _Remembered:
             is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
             if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
                 self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
+        elif isinstance(value, np.ndarray):
+            if self._values and value.nbytes <= _LARGEST_BYTES:
+                self.undo.append(partial(_write_array_back, value, value.copy()))
         elif isinstance(value, GENERATORS):
             self.undo.append(partial(set_state, value, state_of(value)))
 
@@ -97,6 +102,11 @@ def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
     """Give a tensor its values again; one that still has them may be such that it cannot be written to."""
     if not torch.equal(tensor, before):
         tensor.copy_(before)
+
+
+def _write_array_back(array: np.ndarray, before: np.ndarray) -> None:
+    if array.flags.writeable:
+        array[...] = before
 
 
 def _empty(container: Any) -> None:
@@ -116,7 +126,7 @@ def _refill(container: Any, items: Any) -> None:
 
 
 def _values_are_same(now: Any, before: Any) -> bool:
-    return not isinstance(now, dict) or all(map(is_, now.values(), before.values()))
+    return not isinstance(now, MutableMapping) or all(map(is_, now.values(), before.values()))
 
 
 Changed = tuple[dict[int, bool], dict[int, bool]]
@@ -134,9 +144,14 @@ class Flags:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = modules_of(root)
-        parameters = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
-        self._parameters = list(dict.fromkeys(parameters))
+        found = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
+        self._parameters = list({id(p): p for p in found}.values())  # tensors themselves take long to hash
         self._training, self._trained = self._now()
+
+    @property
+    def at_first(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """How modules and parameters were switched when this was made; may be compared."""
+        return tuple(self._training), tuple(self._trained)
 
     def take_changes(self) -> Changed:
         """Return what has been switched since, and switch it back."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
 from lightning_pfo.strategy.parallel.compat import base_of
 
 FOREVER = math.inf
+_SINGLE = tree_flatten(0)[1]
+"""What puts a single leaf together."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,13 @@ class Event:
     rewrites: bool = False
     returns: int = -1
     saved_bytes: int = 0
+
+    @cached_property
+    def only_label(self) -> int | None:
+        """The label of what it returns, if that is one value of its own and all that comes of it; as mostly."""
+        is_plain = not (self.adopted or self.reads or self.rewrites or self.what in HOOKS)
+        only = self.results[0] if is_plain and self.structure == _SINGLE else None
+        return only.label if isinstance(only, New) else None
 
 
 @dataclass(frozen=True)

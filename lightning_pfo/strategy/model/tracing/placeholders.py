@@ -9,8 +9,7 @@ of torch are followed only if they are given one of them, so all others take as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,17 +90,22 @@ def is_placeholder(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and (type(value) in _PLACEHOLDERS or value.is_meta)
 
 
-@contextmanager
-def placeholders_on(device: torch.device) -> Iterator[None]:
+class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instruction
     """Let placeholders say that they lie on a device while the context is open."""
-    global _device
-    before, _device = _device, device
-    _follow(staticmethod(_answer))
-    try:
-        yield
-    finally:
-        _device = before
-        if before is None:
+
+    def __init__(self, device: torch.device) -> None:
+        self._on = device
+
+    def __enter__(self) -> None:
+        global _device
+        self._before, _device = _device, self._on
+        if self._before is None:
+            _follow(_answering)
+
+    def __exit__(self, *_: object) -> None:
+        global _device
+        _device = self._before
+        if self._before is None:
             _follow(_resting)
 
 
@@ -148,3 +152,6 @@ def _answer(
     if run is not None and any(isinstance(value, Tracked) for value in tree_leaves((args, kwargs))):
         return run.operation(function, args, kwargs)
     return _marked(natively(function, args, kwargs))  # views of placeholders are some as well
+
+
+_answering = staticmethod(_answer)

@@ -53,6 +53,11 @@ class StageProgram:
     varying: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()
 
+    @property
+    def patches(self) -> bool:
+        """Whether something is patched while it runs."""
+        return self.applies or bool(self.divided) or bool(self.compiled)
+
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     """Divide a step at some events.

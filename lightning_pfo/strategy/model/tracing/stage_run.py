@@ -6,8 +6,8 @@ there to the stage's last event everything is computed, and the step is ended. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -88,12 +88,7 @@ def run_stage(
     """
     run = StageRun(program, received, enter, around)
     try:
-        with (
-            following(run),
-            functions_followed(run) if program.applies else nullcontext(),
-            run.recomputing_parts() if program.divided else nullcontext(),
-            run.uncompiled if program.compiled else nullcontext(),
-        ):
+        with following(run), run.patched() if program.patches else nullcontext():
             result = step()
         if result is None and run.position == 0:
             return SKIPPED
@@ -144,6 +139,16 @@ class StageRun:
         self._adopted: list[torch.Tensor] = []
         self._recomputes = 0
         self.uncompiled = Uncompiled()
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Patch what some steps need beside."""
+        with (
+            functions_followed(self) if self._program.applies else nullcontext(),
+            self.recomputing_parts() if self._program.divided else nullcontext(),
+            self.uncompiled if self._program.compiled else nullcontext(),
+        ):
+            yield
 
     def recomputing_parts(self) -> Patches:
         """Let each unit be recomputed alone in backward where the stage has not all that is recomputed together."""
@@ -246,6 +251,9 @@ class StageRun:
         return self._compute(event, compute, args, kwargs)
 
     def _leave_out(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        label = event.only_label
+        if label is not None:
+            return self._received.get(label, self._program.forms[label])
         if event.reads:
             try:
                 return natively(compute, args, kwargs)
@@ -304,6 +312,8 @@ class StageRun:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext and not self._recomputes:
             follow_no_more()
+            for tensor in self._received.values():  # its functions would ask what follows them
+                untracked(tensor)
         else:
             with following(None), self._around():
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))

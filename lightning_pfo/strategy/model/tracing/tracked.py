@@ -8,8 +8,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -58,15 +57,19 @@ def current_run() -> Run | None:
     return _current
 
 
-@contextmanager
-def following(run: Run | None) -> Iterator[None]:
+class following:  # noqa: N801 - as `contextlib`'s; a generator would take four times as long, and there are many
     """Let a run follow tracked tensors while the context is open; None: they are ordinary tensors meanwhile."""
-    global _current
-    before, _current = _current, run
-    try:
-        yield
-    finally:
-        _current = before
+
+    def __init__(self, run: Run | None) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        global _current
+        self._before, _current = _current, self._run
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before
 
 
 def follow_no_more() -> None:
@@ -89,22 +92,23 @@ class Tracked(torch.Tensor):
         varies: In a trace, the dimensions whose size depends on values of tensors.
     """
 
-    held: torch.Tensor | None
-    is_absent: bool
-    label: int
+    # of the class, as most have no others
+    held: torch.Tensor | None = None
+    is_absent: bool = False
+    label: int = -1
     varies: frozenset[int] = frozenset()
 
     @staticmethod
     def standing_for(value: torch.Tensor) -> Tracked:
         """A tracked tensor in the form of `value`, which it holds."""
-        stand_in = _like(value)
+        stand_in = without_memory(Tracked, value)
         stand_in.held = value
         return stand_in
 
     @staticmethod
     def absent(form: torch.Tensor) -> Tracked:
         """A tracked tensor in the form of another, without a value."""
-        stand_in = _like(form)
+        stand_in = without_memory(Tracked, form)
         stand_in.is_absent = True
         return stand_in
 
@@ -133,14 +137,6 @@ class Tracked(torch.Tensor):
             ) from None
 
 
-def _like(form: torch.Tensor) -> Tracked:
-    stand_in = without_memory(Tracked, form)
-    stand_in.held = None
-    stand_in.is_absent = False
-    stand_in.label = -1
-    return stand_in
-
-
 def tracked(tensor: torch.Tensor) -> Tracked:
     """Follow a tensor from now on: the object itself, if it is an ordinary one."""
     if isinstance(tensor, Tracked):
@@ -148,11 +144,7 @@ def tracked(tensor: torch.Tensor) -> Tracked:
     if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad):
         return Tracked.standing_for(tensor)
     tensor.__class__ = Tracked
-    now: Tracked = tensor  # type: ignore[assignment]
-    now.held = None
-    now.is_absent = False
-    now.label = -1
-    return now
+    return tensor  # type: ignore[return-value]
 
 
 def untracked(tensor: torch.Tensor) -> None:
@@ -169,16 +161,18 @@ def no_longer_tracked(tensor: Tracked) -> torch.Tensor:
     return value
 
 
-@contextmanager
-def ordinary(tensors: list[Tracked]) -> Iterator[None]:
-    """Let tracked tensors be ordinary ones for a while, but those that stand for others."""
-    flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
-    for tensor in flipped:
-        tensor.__class__ = torch.Tensor  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for tensor in flipped:
+class ordinary:  # noqa: N801
+    """Let tracked tensors be ordinary ones while the context is open, but those that stand for others."""
+
+    def __init__(self, tensors: list[Tracked]) -> None:
+        self._flipped = [tensor for tensor in tensors if tensor.held is None and not tensor.is_absent]
+
+    def __enter__(self) -> None:
+        for tensor in self._flipped:
+            tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for tensor in self._flipped:
             tensor.__class__ = Tracked
 
 
@@ -202,6 +196,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
 
 _LEAVES = frozenset({Tracked, torch.Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """Types of nearly all that functions of torch are given; pytrees take ten times as long to say so."""
+_ORDINARY = _LEAVES - {Tracked}
 
 
 def plain(values: Any) -> Any:
@@ -226,6 +221,8 @@ def plain_in_place(values: Any) -> Any:
     if kind in _LEAVES:
         return values
     if isinstance(values, tuple):
+        if _ORDINARY.issuperset(map(type, values)):
+            return values
         return tree_map_only(Tracked, value_of, values) if kind is not tuple else tuple(map(plain_in_place, values))
     if isinstance(values, (list, dict)):
         for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):

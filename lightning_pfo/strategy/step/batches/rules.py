@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,11 @@ import torch
 from lightning_pfo.strategy.step.batches.structures import holds_tensors, parts_of
 
 Rule = str | int
-"""Numbers: `sum`, `first` (they are equal), `largest`, `least`. Lists: `items` are joined, `parts` are merged. Tensors:
-the dimension along which they are joined, `fixed` (floating-point numbers of which nothing is known), `counts` (such
-integers), or one for numbers."""
+"""Numbers: `sum`, `first` (they are equal), `largest`, `least`, `begin` (that of the first), `end` (the last). Lists:
+`items` are joined, `parts` are merged. Tensors: the dimension along which they are joined, `fixed` (floating-point
+numbers of which nothing is known), `counts` (such integers), or one for numbers."""
+CHOSEN = ("largest", "least", "begin", "end")
+"""Those that take one of the numbers."""
 _log = logging.getLogger(__name__)
 _TRIES = 8
 """So often the step is traced, since numbers may be 0 in the first batches, or other things be returned later."""
@@ -66,6 +69,23 @@ class Rules:
             except Exception as error:  # values may be anything
                 _log.info("What a step leaves cannot be compared with a trace of it: %s", error)
         return self._rules.get(path)
+
+    def set(self, rules: Mapping[str, Rule | None]) -> dict[str, Rule | None]:
+        """Let rules be what they have turned out to be by values, not forms; None: there is none.
+
+        Args:
+            rules: Rules by place.
+
+        Returns:
+            What there was.
+        """
+        before = {place: self._rules.get(place) for place in rules}
+        for place, rule in rules.items():
+            if rule is None:
+                self._rules.pop(place, None)
+            else:
+                self._rules[place] = rule
+        return before
 
     def learn(self, path: str, first: Any, second: Any, small: Any, large: Any) -> None:
         """Compare what is at one place.
@@ -148,16 +168,27 @@ def _rule_of_tensors(
     return "sum" if is_count else "fixed"
 
 
+_ELEMENTS: dict[Rule, tuple[Any, Any]] = {
+    "largest": (torch.maximum, np.maximum),
+    "least": (torch.minimum, np.minimum),
+}
+
+
 def merged_by(rule: Rule | None, values: Sequence[Any]) -> tuple[Any] | None:
     """Numbers, or tensors of one shape, put together by a rule of numbers; None: it says nothing of these."""
     first = values[0]
+    is_tensor, is_array = isinstance(first, torch.Tensor), isinstance(first, np.ndarray)
     if rule in ("sum", "counts"):
         total = sum(values)
-        return (total.to(first.dtype) if isinstance(first, torch.Tensor) else type(first)(total),)
-    if isinstance(first, (torch.Tensor, np.ndarray)):
+        return (total.to(first.dtype) if is_tensor else total.astype(first.dtype) if is_array else type(first)(total),)
+    if rule in ("begin", "end"):
+        return (first if rule == "begin" else values[-1],)
+    if rule in _ELEMENTS:
+        if is_tensor or is_array:
+            return (reduce(_ELEMENTS[rule][is_array], values),)
+        return (max(values) if rule == "largest" else min(values),)
+    if is_tensor or is_array:
         is_same = rule == "first" and all(bool((value == first).all()) for value in values)
     else:
-        if rule in ("largest", "least"):
-            return (max(values) if rule == "largest" else min(values),)
         is_same = rule == "first" and all(value == first for value in values)
     return (first,) if is_same else None

@@ -183,6 +183,8 @@ def num_samples(value: Any, batch_dim: int = 0) -> int | None:
 
 def take_samples(value: Any, start: int, stop: int, batch_dim: int = 0) -> Any:
     """Some samples of what `has_samples`: a view where there are views."""
+    if type(value) is torch.Tensor and value.layout == torch.strided and not value.is_nested:  # most are
+        return _like(value.narrow(_dim(value.dim(), batch_dim), start, stop - start), value)
     if isinstance(value, PackedSequence):
         return pack_sequence(unpack_sequence(value)[start:stop], enforce_sorted=False)
     if _is_graphs(value):

@@ -34,7 +34,6 @@ from lightning_pfo.strategy.model.reach.places import (
     LEFT_ALONE,
     LONGEST,
     NO_MODULES,
-    SMALL_BYTES,
     Path,
     Places,
     named,
@@ -45,6 +44,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 from lightning_pfo.strategy.step.effects.generators import Generators
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 
@@ -59,17 +59,24 @@ class Attributes:
     Args:
         owner: The user's module.
         modules: Other modules whose attributes count, by name.
+        large: Which large tensors are written into; None: it is no batch that counts.
 
     Attributes:
         generators: Its random generators.
     """
 
-    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+    def __init__(
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+    ) -> None:
         places = Places(owner, modules)
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
+        self._large = large
+        is_copied = LargeTensors(copies_all=True).is_copied if large is None else large.is_copied
         self._tensors = {
-            path: (array, _version_of(array), _copied_values(array)) for path, array in places.tensors.items()
+            path: (array, _version_of(array), _copied_values(array) if is_copied(path, array) else None)
+            for path, array in places.tensors.items()
         }
+        self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._meters = Meters(places.objects)
@@ -97,7 +104,7 @@ class Attributes:
         """A run of the step begins; what others have changed since the last one, as hooks of backward do, stays."""
         for path, (container, before) in self._containers.items():
             is_at_begin = path not in ((), ("_buffers",)) and not self._meters.goes_on(path)
-            if is_at_begin and any(_changes_in(container, before)):
+            if is_at_begin and not _is_as_before(container, before):
                 self._containers[path] = (container, _copied(container))
 
     def take_back(self) -> Changes:
@@ -116,6 +123,8 @@ class Attributes:
     def _take(self, size: int | None = None) -> Changes:
         changes: Changes = {}
         for path, (container, before) in self._containers.items():
+            if _is_as_before(container, before):
+                continue
             found = dict(_changes_in(container, before))
             if self._left_alone and path == ("_buffers",):
                 found = {key: value for key, value in found.items() if (*path, key) not in self._left_alone}
@@ -126,7 +135,15 @@ class Attributes:
                 changes.update({(*path, key): value for key, value in found.items()})
                 self._meters.go_on(path, container)
         for path, (array, version, before) in self._tensors.items():
-            if before is not None and not _is_unchanged(array, version, before):
+            if _is_unchanged(array, version, before):
+                continue
+            if self._large is not None:
+                self._large.note(path, array, is_told=size is not None)
+            if before is None:
+                self._tensors[path] = (array, _version_of(array), None)
+                if size is not None:
+                    self._not_taken_back[path] = array
+            else:
                 changes[path] = ("written", array.copy() if isinstance(array, np.ndarray) else array.detach().clone())
                 with torch.no_grad():
                     array[...] = before
@@ -137,9 +154,11 @@ class Attributes:
         """By how much what has changed has grown, by where it is; see `rules`."""
         found: dict[str, Any] = {}
         for path, (kind, value) in changes.items():
-            if kind != "gone":
-                place = named(path)
-                found |= {place: value} if kind == "appended" else growth_of(place, value, self._value_at(path))
+            place = named(path)
+            if kind == "appended":  # a deque may not have room for all
+                found[place] = value[-(getattr(self._containers[path[:-1]][0], "maxlen", None) or len(value)) :]
+            elif kind != "gone":
+                found |= growth_of(place, value, self._value_at(path))
         return found
 
     def merged(
@@ -162,9 +181,12 @@ class Attributes:
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                of_these = merge if len(there) == len(changes) else merge.only(there)
+                if len(there) < len(changes) and merge.compares(named(path)):
+                    values = [each[path][1] if path in each else self._value_at(path) for each in changes]
+                of_these = merge if len(values) == len(changes) else merge.only(there)
                 merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
-        return _with_values(merged | self._meters.changes())
+        as_they_are: Changes = {path: ("written", array.detach()) for path, array in self._not_taken_back.items()}
+        return _with_values(merged | self._meters.changes() | as_they_are)
 
     def _referring(self, value: Any) -> Any:
         """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
@@ -175,7 +197,8 @@ class Attributes:
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute."""
-        found = {path: change for path, change in changes.items() if _bytes_of(change) > _DEAR_BYTES}
+        is_set = {path: change for path, change in changes.items() if change[0] != "written"}
+        found = {path: change for path, change in is_set.items() if _bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
             warn_once(
                 f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
@@ -236,15 +259,24 @@ def _copied(container: Any) -> Any:
 
 
 def _copied_values(array: Any) -> Any:
-    if isinstance(array, np.ndarray):
-        return array.copy()
-    return array.detach().clone() if array.numel() * array.element_size() <= SMALL_BYTES else None
+    return array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
+
+
+def _is_as_before(container: Any, before: Any) -> bool:
+    """Whether nothing has changed; nearly always, and told many times as fast as what has."""
+    if isinstance(before, dict):
+        return container.keys() == before.keys() and all(map(is_, container.values(), before.values()))
+    if isinstance(before, int):  # of a long list
+        return len(container) <= before
+    if isinstance(before, set):
+        return bool(container == before)
+    return len(container) == len(before) and all(map(is_, container, before))
 
 
 def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
+    if _is_as_before(container, before):
+        return
     if isinstance(before, dict):
-        if container.keys() == before.keys() and all(map(is_, container.values(), before.values())):
-            return  # nearly always, and many times as fast
         is_module = "_modules" in container
         for key, value in container.items():
             if before.get(key, _ABSENT) is not value and not (is_module and key in LEFT_ALONE):
@@ -253,12 +285,10 @@ def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
             if key not in container and not (is_module and key in LEFT_ALONE):
                 yield key, ("gone", None)
     elif isinstance(before, set):
-        if container != before:
-            yield ITEMS, ("set", set(container))
-    elif isinstance(before, int):  # of a long list
-        if len(container) > before:
-            yield ITEMS, ("appended", container[before:])
-    elif len(container) != len(before) or any(map(is_not, container, before)):
+        yield ITEMS, ("set", set(container))
+    elif isinstance(before, int):
+        yield ITEMS, ("appended", container[before:])
+    else:
         items = list(container)
         added = _appended(items, list(before), getattr(container, "maxlen", None))
         yield ITEMS, ("set", items) if added is None else ("appended", added)
@@ -299,7 +329,9 @@ def _version_of(array: Any) -> int:
 
 
 def _is_unchanged(array: Any, version: int, before: Any) -> bool:
-    return np.array_equal(array, before) if isinstance(array, np.ndarray) else version_of(array) == version
+    if isinstance(array, np.ndarray):
+        return before is None or np.array_equal(array, before)
+    return version_of(array) == version
 
 
 def _with_values(changes: Changes) -> Changes:

@@ -7,8 +7,7 @@ what a step does, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
 
-@contextmanager
-def redirected(owner: nn.Module, log: Callable[..., Any], note: Note) -> Iterator[None]:
+class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     """Let `self.log` call something else, and have calls of `self.print` and loggers noted instead of made.
 
     Args:
@@ -35,24 +33,32 @@ def redirected(owner: nn.Module, log: Callable[..., Any], note: Note) -> Iterato
         log: What `self.log` calls.
         note: Takes the other calls.
     """
-    trainer: Any = trainer_of(owner)
-    loggers = None if trainer is None else trainer.loggers
-    attributes = owner.__dict__
-    replaced: dict[str, Any] = {"log": log}
-    if hasattr(type(owner), "print"):
-        replaced["print"] = _Noted((("attribute", "print"),), note)
-    before = {name: attributes[name] for name in replaced if name in attributes}
-    attributes.update(replaced)
-    if loggers:
-        trainer.loggers = [_NotedLogger(logger, index, note) for index, logger in enumerate(loggers)]
-    try:
-        yield
-    finally:
-        if loggers:
-            trainer.loggers = loggers
-        for name in replaced:
-            attributes.pop(name, None)
-        attributes.update(before)
+
+    def __init__(self, owner: nn.Module, log: Callable[..., Any], note: Note) -> None:
+        self._attributes = owner.__dict__
+        self._note = note
+        self._trainer: Any = trainer_of(owner)
+        self._loggers = None if self._trainer is None else self._trainer.loggers
+        # a predict step may log nothing, and Lightning says so at the user's line
+        may_log = self._trainer is None or not self._trainer.predicting
+        self._replaced: dict[str, Any] = {"log": log} if may_log else {}
+        if hasattr(type(owner), "print"):
+            self._replaced["print"] = _Noted((("attribute", "print"),), note)
+
+    def __enter__(self) -> None:
+        attributes = self._attributes
+        self._before = {name: attributes[name] for name in self._replaced if name in attributes}
+        attributes.update(self._replaced)
+        if self._loggers:
+            noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(self._loggers)]
+            self._trainer.loggers = noted
+
+    def __exit__(self, *_: object) -> None:
+        if self._loggers:
+            self._trainer.loggers = self._loggers
+        for name in self._replaced:
+            self._attributes.pop(name, None)
+        self._attributes.update(self._before)
 
 
 def with_values(call: Call) -> Call:

@@ -8,12 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
+from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
@@ -24,16 +26,21 @@ class Effects:
     Args:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
+        large: Which large tensors a step writes into.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
+        flags: How the module was switched at the begin of the batch.
     """
 
-    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+    def __init__(
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+    ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules)
-        self._flags = Flags(owner)
+        self._attributes = Attributes(owner, modules, large)
+        self.flags = Flags(owner)
         self._switched: Changed = ({}, {})
+        self._switches = False
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self.dear: Changes = {}
@@ -71,13 +78,27 @@ class Effects:
         finally:
             generators.leave(has_ended=ends_here and has_ended)
             with following(None):
-                switched = self._flags.take_changes()
+                if index == 0 or self._switches:  # dear, and a step does so for all microbatches, or for none
+                    switched = self.flags.take_changes()
+                    self._switches = self._switches or any(switched)
+                    self._switched = switched if ends_here and has_ended else self._switched
                 if ends_here and has_ended:
-                    self._switched = switched
                     self._changes.append(self._attributes.take_changes(size))
                     self._calls.append(calls)
                 else:
                     self._attributes.take_back()
+
+    def check_switched(self) -> None:
+        """Check that no microbatch but the first has switched modules or parameters; else they are switched back.
+
+        Raises:
+            ConfigurationError: If one has, so that those after it were run otherwise than those before.
+        """
+        if any(self.flags.take_changes()):
+            raise ConfigurationError(
+                "A step that switches modules (train, eval, requires_grad_) does so for each microbatch of a batch; "
+                "here the first was run without. Decide by what all of them have in common, such as batch_idx."
+            )
 
     def leave_alone(self, buffers: Iterable[str]) -> None:
         """Take buffers of the module for none of these: stages change them on the way."""
@@ -93,7 +114,11 @@ class Effects:
 
     def growth(self, index: int) -> dict[str, Any]:
         """What a microbatch has changed, to be compared with a trace of it; see `rules`."""
-        return self._attributes.growth(self._changes[index])
+        return self.growth_in(self._changes[index])
+
+    def growth_in(self, changes: Changes) -> dict[str, Any]:
+        """The same of other changes."""
+        return self._attributes.growth(changes)
 
     def calls(self, index: int) -> list[Call]:
         """The calls of a microbatch."""
@@ -121,9 +146,17 @@ class Effects:
             "calls": merged_calls(self._calls, sizes, weights, rules),
         }
 
+    def draw_others(self, number: int) -> None:
+        """Let generators of the user's begin with other numbers; 0: with those that they have."""
+        self._attributes.generators.draw_others(number)
+
+    def change(self, changes: Changes) -> None:
+        """Make changes on this rank, and nothing else of an outcome."""
+        self._attributes.apply(changes)
+
     def leave(self, outcome: dict[str, Any]) -> None:
         """Leave it behind on this rank."""
         self._attributes.apply({**outcome["changes"], **self.dear})
-        self._flags.apply(outcome["switched"])
+        self.flags.apply(outcome["switched"])
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         make_calls(self._owner, outcome["calls"])

@@ -33,6 +33,12 @@ class Generators:
         self._entered: dict[Path, bytes] = {}
         self._drawn: dict[Path, Any] = {}
 
+    def draw_others(self, number: int) -> None:
+        """Begin with other numbers, not to be put back; 0: with those that are there."""
+        for path, generator in self._found.items() if number else ():
+            self._seed(path, _NEXT - number)
+            self._begin[path] = state_of(generator)
+
     def enter(self, index: int) -> None:
         """A run of the step on a microbatch begins."""
         for path, generator in self._found.items():

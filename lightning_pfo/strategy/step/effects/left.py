@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,15 @@ class Left:
     calls: list[Call] = field(default_factory=list)
     logged: list[tuple[str, Any]] = field(default_factory=list)
 
+    def logged_by_place(self) -> dict[str, Any]:
+        """What it logs, by where that is."""
+        found: dict[str, Any] = {}
+        seen: dict[str, int] = {}
+        for name, value in self.logged:
+            found[place_of_log(name, seen.get(name, 0))] = value
+            seen[name] = seen.get(name, 0) + 1
+        return found
+
 
 def learn(rules: Rules, *runs: Left) -> None:
     """Compare what is left by the first microbatch, the second, a trace of the first, and a trace of both as one batch.
@@ -35,12 +44,12 @@ def learn(rules: Rules, *runs: Left) -> None:
         rules: What is known, to which more is added.
         runs: These four.
     """
-    rules.learn("output", *(_beside_loss(run.output) for run in runs))
+    rules.learn("output", *(beside_loss(run.output) for run in runs))
     if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
             rules.learn(place_of(index), *map(arguments_of, alike))
     *_, small, large = runs
-    of_all = [run.growth | _by_place(run.logged) for run in runs]
+    of_all = [run.growth | run.logged_by_place() for run in runs]
     of_all[-1] |= _unchanged(small.growth, large.growth)
     for place in of_all[0]:
         if all(place in each for each in of_all):
@@ -62,16 +71,8 @@ def _unchanged(growth: dict[str, Any], of_run: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def _by_place(logged: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    seen: dict[str, int] = {}
-    for name, value in logged:
-        found[place_of_log(name, seen.get(name, 0))] = value
-        seen[name] = seen.get(name, 0) + 1
-    return found
-
-
-def _beside_loss(output: Any) -> Any:
-    if isinstance(output, dict) and "loss" in output:  # of a training step; it has a rule of its own
+def beside_loss(output: Any) -> Any:
+    """What a step returns without its loss, which has a rule of its own."""
+    if isinstance(output, Mapping) and "loss" in output:
         return {key: value for key, value in output.items() if key != "loss"}
     return output

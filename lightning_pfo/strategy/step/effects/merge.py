@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
-from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
+from lightning_pfo.strategy.step.batches.rules import CHOSEN, Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import holds_tensors
 from lightning_pfo.strategy.step.batches.weights import shares_of
 
@@ -58,6 +59,10 @@ class Merge:
         merge = Merge([self.sizes[index] for index in indices], weights)
         merge._are_some = True
         return merge
+
+    def compares(self, place: str) -> bool:
+        """Whether one of the numbers at a place is taken, so that those count too that were not changed."""
+        return self._rules.of(place + GROWN, ask=False) in CHOSEN
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
         """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
@@ -114,7 +119,7 @@ class Merge:
         return type(before)([*before, *self.appended(list(map(list, added)), place)])
 
     def _numbers(self, values: list[Any], before: Any, place: str, holder: Path | None) -> Any:
-        start = before if type(before) in (int, float) else 0
+        start = before if _is_finite(before) else 0
         growth = tuple(value - start for value in values)
         is_count = type(values[0]) is int
         by_rule = self._by_rule(values, growth, start != 0, place, ask=is_count)
@@ -133,7 +138,10 @@ class Merge:
         """Numbers put together by what is known of them; see `growth_of`."""
         if not may_grow:
             return merged_by(self._rules.of(place, ask=ask), values)
-        by_growth = merged_by(self._rules.of(place + GROWN, ask=ask), growth)
+        rule = self._rules.of(place + GROWN, ask=ask)
+        if rule in CHOSEN:  # what they have grown by is rounded
+            return merged_by(rule, values)
+        by_growth = merged_by(rule, growth)
         if by_growth is not None:
             return (values[0] - growth[0] + by_growth[0],)
         rule = self._rules.of(place + SET, ask=ask)
@@ -148,12 +156,13 @@ class Merge:
             return self._outputs(values, place + SET)
         if not _is_number(before):
             return values[-1]
-        growth = [torch.as_tensor(value) - torch.as_tensor(before) for value in values]
+        start = _start_of(before)
+        growth = [torch.as_tensor(value) - start for value in values]
         by_rule = self._by_rule(list(map(torch.as_tensor, values)), growth, True, place, ask=is_count)
         if by_rule is None and not _is_float(values[0]) and any(bool((grown < 0).any()) for grown in growth):
             by_rule = (sum(map(torch.as_tensor, values)),)  # no counters, but what each counts for itself
         if by_rule is None:
-            by_rule = (torch.as_tensor(before) + self._mean_or_sum(torch.stack(growth), place),)
+            by_rule = (start + self._mean_or_sum(torch.stack(growth), place),)
         after = by_rule[0]
         return after.numpy().astype(before.dtype) if isinstance(before, np.ndarray) else after.to(values[0].dtype)
 
@@ -179,13 +188,10 @@ class Merge:
             return together
         columns = [list(column) for column in zip(*values, strict=True)]
         rule = self._rules.of(place)
-        if rule == "parts":
-            return [self.values(column, None, f"{place}[{index}]") for index, column in enumerate(columns)]
-        if rule == "items" or one_per_sample:
+        is_of_all = rule == "items" or one_per_sample
+        if rule != "parts" and (is_of_all or any(_are_items(column, sizes) for column in columns)):
             return together
-        if any(isinstance(column[0], (str, int)) and len({*column}) > 1 and column != sizes for column in columns):
-            return together
-        return [self.values(column, None, place) for column in columns]
+        return [self.values(column, None, f"{place}[{index}]") for index, column in enumerate(columns)]
 
 
 GROWN, SET = " as it grows", " as it is set"
@@ -198,14 +204,30 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
     """
     is_array = isinstance(value, (torch.Tensor, np.ndarray))
     if type(value) in (int, float):
-        found = {GROWN: value - before, SET: value} if type(before) in (int, float) and before else {"": value}
+        found = {GROWN: value - before, SET: value} if _is_finite(before) and before else {"": value}
     elif is_array and type(before) is type(value) and value.shape == before.shape and _is_number(before):
         is_known = isinstance(value, np.ndarray) or not value.is_meta
-        found = {GROWN: value - before, SET: value} if is_known else {SET: value}
+        found = {GROWN: torch.as_tensor(value) - _start_of(before), SET: value} if is_known else {SET: value}
     else:
         grows = type(before) is type(value) and not (is_array and getattr(value, "is_meta", False))
         found = {"": value[len(before) :] if grows and _goes_on(value, before) else value}
     return {place + how: of_value for how, of_value in found.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether something is a number that others may be added to: what is infinite was to be replaced."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _start_of(before: Any) -> torch.Tensor:
+    """What a tensor or an array grows from: 0 where it is infinite."""
+    start = torch.as_tensor(before)
+    return torch.where(torch.isfinite(start), start, 0) if _is_float(start) else start
+
+
+def _are_items(column: list[Any], sizes: list[int]) -> bool:
+    """Whether items at one place of lists are of something else in each: names, or numbers that are no sizes."""
+    return isinstance(column[0], (str, int)) and len({*column}) > 1 and column != sizes
 
 
 def _is_float(value: Any) -> bool:

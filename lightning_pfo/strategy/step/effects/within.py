@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 _under_way: list[bool] = []
 
 
-@contextmanager
-def step_under_way(*, ends_here: bool) -> Iterator[None]:
+class step_under_way:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     """Say that a step runs while the context is open.
 
     Args:
         ends_here: Whether it is run to its end, as on the last stage, and for real.
     """
-    _under_way.append(ends_here)
-    try:
-        yield
-    finally:
+
+    def __init__(self, *, ends_here: bool) -> None:
+        self._ends_here = ends_here
+
+    def __enter__(self) -> None:
+        _under_way.append(self._ends_here)
+
+    def __exit__(self, *_: object) -> None:
         _under_way.pop()
 
 

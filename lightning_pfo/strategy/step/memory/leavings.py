@@ -74,8 +74,9 @@ class Leavings:
 
     def take(self, result: Any, _: int) -> torch.Tensor:
         """Keep what is kept of a result; returns the loss."""
-        self._results.append(kept_of(result, wanted=self._wanted))
-        return loss_of(result)
+        loss = loss_of(result)
+        self._results.append(kept_of(result, loss, wanted=self._wanted))
+        return loss
 
     def put_together(self, living: LivingBytes, device: torch.device) -> Left:
         """Put together what all microbatches leave, if they are all like the latest.

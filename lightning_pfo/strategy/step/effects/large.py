@@ -1,0 +1,61 @@
+"""Large tensors that a step writes into: copied at the begin of a batch, and sent at its end, once that is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lightning_pfo.strategy.model.reach.places import Path, named
+from lightning_pfo.strategy.step.batches.notices import warn_once
+
+_SMALL_BYTES = 2**16
+"""Smaller ones are copied at the begin of each batch, whether somebody writes into them or not."""
+_LARGEST_BYTES = 16 * 2**20
+"""Larger ones are never copied, and arrays not looked at: microbatches write into them one after the other."""
+
+
+class LargeTensors:
+    """Which large tensors and arrays a step writes into, as has been seen.
+
+    Attributes:
+        copies_all: Whether all are copied at the begin of the next batch, as of the first one of each kind of step.
+    """
+
+    def __init__(self, *, copies_all: bool = False) -> None:
+        self.copies_all = copies_all
+        self._written: set[Path] = set()
+
+    def is_copied(self, path: Path, array: Any) -> bool:
+        """Whether a tensor is copied at the begin of a batch, so that what a run writes into it can be taken back."""
+        size = _bytes_of(array)
+        return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and (self.copies_all or path in self._written))
+
+    def note(self, path: Path, array: Any, *, is_told: bool) -> None:
+        """A run of the step has written into a tensor.
+
+        Args:
+            path: Where it is.
+            array: The tensor.
+            is_told: Whether a warning says what that costs, as where the step is run to its end.
+        """
+        size = _bytes_of(array)
+        if size <= _SMALL_BYTES or path in self._written:
+            return
+        self._written.add(path)
+        if not is_told:
+            return
+        how = ""
+        if size > _LARGEST_BYTES:
+            how = (
+                f" It has more than {_LARGEST_BYTES / 2**20:.0f} MiB, so microbatches write into it one after the "
+                f"other, which is right for rows of samples, and not for means over the batch."
+            )
+        warn_once(
+            f"A step writes into {named(path)}. Its {size / 2**20:.1f} MiB are sent to all ranks after every batch in "
+            f"which it does so.{how} Keep less, or write in a hook such as on_train_batch_end, on all ranks."
+        )
+
+
+def _bytes_of(array: Any) -> int:
+    return int(array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size())

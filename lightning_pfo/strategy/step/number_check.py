@@ -1,0 +1,175 @@
+"""Whether numbers that a step leaves, returns and logs are those of one device: compared once, as losses are.
+
+Most are means or sums over microbatches, and `rules` tell which. That is known of what follows from the batch, by a
+trace, and not of what layers compute: the largest output, a sum over samples. So what the first batch comes to by
+microbatches is compared with what it comes to in one piece. Where these differ, and another rule gives what one device
+has, that rule holds from there on; where none does, the number is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_pfo.strategy.step.batches.rules import Rule, Rules
+from lightning_pfo.strategy.step.effects.merge import GROWN, SET
+from lightning_pfo.strategy.step.outcome import Numbers, StepRun
+
+_RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
+_SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
+_CANDIDATES: dict[str, dict[str, Rule | None]] = {
+    "sum": {"": "sum", GROWN: "sum"},
+    "sum anew": {"": "sum", GROWN: None, SET: "sum"},
+    "largest": {"": "largest", GROWN: "largest"},
+    "least": {"": "least", GROWN: "least"},
+    "begin": {"": "begin", GROWN: "begin"},
+    "end": {"": "end", GROWN: "end"},
+}
+"""Rules to try, the likelier first; what they are for a number, and for how it grows and is set."""
+_NAMED = 5
+"""Of more numbers only the first are named."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A batch that was run by microbatches and in one piece, by one draw of random numbers."""
+
+    parts: StepRun
+    whole: StepRun
+
+
+Situation = Sequence[Pair]
+"""The same batch, run with several draws of random numbers; or once, if nothing differs."""
+
+
+@dataclass
+class NumberCheck:
+    """Finds rules for the numbers of one kind of step.
+
+    Args:
+        rules: What is known of them, to which more is added.
+
+    Attributes:
+        open: The rules that were found to fit, the likelier first: later batches tell whether that was by chance.
+        unfit: The numbers that none fits.
+    """
+
+    rules: Rules
+    open: dict[str, list[str]] = field(default_factory=dict)
+    unfit: set[str] = field(default_factory=set)
+
+    def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
+        """The numbers that are others by microbatches than in one piece, by more than rounding and chance."""
+        by_parts = [pair.parts.numbers(self.rules) for pair in situation]
+        wholes = [pair.whole.numbers(self.rules) for pair in situation]
+        for one, other in zip(by_parts, wholes, strict=True):
+            _complete(one, other)
+            _complete(other, one)
+        of_parts = [
+            pair.parts.numbers_of(index) for pair in situation for index in range(len(pair.parts.recorder.sizes))
+        ]
+        found = {}
+        for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
+            said = _difference(place, by_parts, wholes, of_parts, tolerance)
+            if said and place.removesuffix(GROWN).removesuffix(SET) not in self.unfit:
+                found[place.removesuffix(GROWN).removesuffix(SET)] = said
+        return found
+
+    def find_rules(self, situations: Sequence[Situation], tolerance: float) -> dict[str, str]:
+        """Find rules for numbers that differ.
+
+        Args:
+            situations: Batches that were run, from different states of the module.
+            tolerance: The relative difference that rounding explains.
+
+        Returns:
+            The numbers that no rule explains, and how they differ; each is told once.
+        """
+
+        def differing() -> dict[str, str]:
+            return {place: said for each in situations for place, said in self.differing(each, tolerance).items()}
+
+        wrong = differing()
+        asked = dict.fromkeys((*wrong, *self.open))
+        fitting: dict[str, list[str]] = {place: [] for place in asked}
+        for name in _CANDIDATES if asked else ():
+            before: dict[str, Rule | None] = {}
+            for place in asked:
+                before |= self._set(place, name)
+            still = differing()
+            for place in asked:
+                if place not in still and name in self.open.get(place, _CANDIDATES):
+                    fitting[place].append(name)
+            self.rules.set(before)
+        self.open = {place: names for place, names in fitting.items() if names}
+        for place, names in self.open.items():
+            self._set(place, names[0])
+        unfit = {place: said for place, said in wrong.items() if place not in self.open}
+        self.unfit |= set(unfit)
+        return unfit
+
+    def _set(self, place: str, candidate: str) -> dict[str, Rule | None]:
+        return self.rules.set({place + how: rule for how, rule in _CANDIDATES[candidate].items()})
+
+
+def _complete(numbers: Numbers, others: Numbers) -> None:
+    """Add numbers that one run has left as they were, and the other has changed."""
+    for place in [place for place in others if place.endswith(GROWN) and place not in numbers]:
+        set_ = place.removesuffix(GROWN) + SET
+        numbers[place] = torch.zeros_like(others[place])
+        if set_ in others:
+            numbers[set_] = others[set_] - others[place]
+
+
+def _difference(
+    place: str,
+    by_parts: Sequence[Numbers],
+    wholes: Sequence[Numbers],
+    of_parts: Sequence[Numbers],
+    tolerance: float,
+) -> str:
+    """How a number differs, in words; nothing if it does not."""
+    merged = [numbers[place] for numbers in by_parts if place in numbers]
+    whole = [numbers[place] for numbers in wholes if place in numbers]
+    forms = [{number.shape for number in each} for each in (merged, whole)]
+    is_random = any(len(each) > 1 for each in forms) or 0 < len(merged) < len(by_parts) or 0 < len(whole) < len(wholes)
+    if is_random:
+        return ""
+    if forms[0] != forms[1]:
+        return f"{_form(merged)} instead of {_form(whole)}"
+    ours, theirs = torch.stack(merged), torch.stack(whole)
+    if not ours.numel() or not bool(torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
+        return ""
+    difference = (ours.mean(0) - theirs.mean(0)).abs()
+    chance = _RANDOM * (ours.amax(0) - ours.amin(0) + theirs.amax(0) - theirs.amin(0))
+    seen = [numbers[place].abs().max() for numbers in of_parts if place in numbers and numbers[place].numel()]
+    scale = max(_SMALLEST, *map(float, (ours.abs().max(), theirs.abs().max(), *seen)))
+    beyond = difference - chance - tolerance * scale
+    if not bool((beyond > 0).any()):
+        return ""
+    index = int(beyond.argmax())
+    one, other = float(merged[0].reshape(-1)[index]), float(whole[0].reshape(-1)[index])
+    how = "grows by " if place.endswith(GROWN) else f"at position {index} " if merged[0].numel() > 1 else ""
+    return f"{how}{one:.6g} instead of {other:.6g}"
+
+
+def _form(numbers: Sequence[torch.Tensor]) -> str:
+    if not numbers:
+        return "nothing"
+    return f"a tensor of shape {tuple(numbers[0].shape)}" if numbers[0].dim() else f"{float(numbers[0]):.6g}"
+
+
+def describe(unfit: dict[str, str]) -> str:
+    """What is said of numbers that no rule explains, with ways out."""
+    named = ", ".join(f"{place} ({said})" for place, said in list(unfit.items())[:_NAMED])
+    more = f" and {len(unfit) - _NAMED} more" if len(unfit) > _NAMED else ""
+    return (
+        f"Numbers that a step leaves, returns or logs are put together from those of its microbatches. On one of "
+        f"the first batches these are others than on one device, and neither their mean nor their sum, largest, least, "
+        f"first or last is what one device has: {named}{more}. Log a metric object with on_step=False and "
+        f"on_epoch=True; or keep and return what they are computed from (tensors with a row for each sample are "
+        f"joined), and compute them in a hook such as on_train_batch_end; or use loss_over='batch' with "
+        f"schedule='gpipe'. check_loss=False leaves the comparison out."
+    )

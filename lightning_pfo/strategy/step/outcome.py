@@ -1,0 +1,131 @@
+"""What one run of a step by microbatches has come to, on the rank where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.effects.calls import arguments_of, place_of
+from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of_log
+from lightning_pfo.strategy.step.recording import LogRecorder
+
+Numbers = dict[str, torch.Tensor]
+"""Numbers and tensors of them by their places, as `rules` call these; in 64 bits, on the CPU."""
+
+
+@dataclass(frozen=True)
+class StepOnBatch:
+    """A step that is to be run.
+
+    Attributes:
+        kind: Which step it is.
+        step: The user's step.
+        parts: The microbatches.
+        seed: Makes the random numbers of this step differ from those of others.
+        batch: The batch.
+        rest: The other arguments of the step.
+    """
+
+    kind: str
+    step: Callable[..., Any]
+    parts: Microbatches
+    seed: tuple[int, ...]
+    batch: Any
+    rest: Any
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """A step that was run.
+
+    Attributes:
+        effects: What it has left behind.
+        recorder: What it has logged.
+        results: What it has returned for each microbatch.
+        train: Whether it is a training step, which returns a loss.
+        batch_dim: The dimension along which tensors have samples.
+    """
+
+    effects: Effects
+    recorder: LogRecorder
+    results: list[Any]
+    train: bool
+    batch_dim: int
+
+    def merged(self, rules: Rules, *, is_sent: bool) -> dict[str, Any]:
+        """What comes of the batch, put together by rules.
+
+        Args:
+            rules: What is known of values at the same place.
+            is_sent: Whether other ranks get it.
+        """
+        recorder = self.recorder
+        outcome = self.effects.outcome(recorder.sizes, recorder.weights, rules, is_sent=is_sent)
+        outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules)]
+        return outcome | recorder.output(self.results, rules, train=self.train, batch_dim=self.batch_dim)
+
+    def left(self, index: int) -> Left:
+        """What a microbatch has left."""
+        effects, recorder = self.effects, self.recorder
+        return Left(self.results[index], effects.growth(index), effects.calls(index), recorder.values_of(index))
+
+    def numbers(self, rules: Rules) -> Numbers:
+        """All numbers of the batch, put together by rules."""
+        outcome = self.merged(rules, is_sent=False)
+        logged = zip(self.recorder.values, outcome["logged"], strict=True)
+        return _numbers_in(
+            {
+                **self.effects.growth_in(outcome["changes"]),
+                **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
+                **{place_of(index): arguments_of(call) for index, call in enumerate(outcome["calls"])},
+                "output": outcome["output"],
+            }
+        )
+
+    def numbers_of(self, index: int) -> Numbers:
+        """Those of a microbatch."""
+        left = self.left(index)
+        return _numbers_in(
+            {
+                **left.growth,
+                **left.logged_by_place(),
+                **{place_of(index): arguments_of(call) for index, call in enumerate(left.calls)},
+                "output": beside_loss(left.output),
+            }
+        )
+
+
+def _numbers_in(values: dict[str, Any]) -> Numbers:
+    found: Numbers = {}
+    for place, value in values.items():
+        for path, leaf in leaves_of(value, place):
+            number = _as_number(leaf)
+            if number is not None:
+                found[path] = number
+    return found
+
+
+def _as_number(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, (bool, np.bool_)) or not isinstance(leaf, (int, float, np.number, np.ndarray, torch.Tensor)):
+        return None
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "iufb":
+        return None
+    if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_complex()):
+        return None
+    try:
+        return torch.as_tensor(leaf).detach().to("cpu", torch.float64)
+    except Exception:  # an integer that is too large, a tensor of another kind
+        return None
+
+
+def loss_in(result: Any) -> Any:
+    """The loss in what a training step returns."""
+    return result["loss"] if isinstance(result, Mapping) else result
