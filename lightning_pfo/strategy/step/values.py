@@ -9,6 +9,7 @@ Where the device is the host, the numbers go with that.
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank, spread
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
+
+_LARGEST_ERROR_BYTES = 2**16
 
 
 class StepFailedError(PfoError, RuntimeError):
@@ -61,8 +64,8 @@ class ValueExchange:
             The same on every rank, detached.
 
         Raises:
-            BaseException: The error of this rank, if it was the first to fail or all fail alike; else a
-                `StepFailedError` that quotes the first.
+            BaseException: The error of this rank, if it was the first to fail or all fail alike; else the first one's
+                error, caused by a `StepFailedError` that quotes it, or that alone if the error cannot be sent.
         """
         if self._is_alone:  # nothing need be sent: objects stay what they are
             if error is not None:
@@ -121,15 +124,20 @@ class ValueExchange:
 
     def _share_anew(self, parcel: Parcel, error: BaseException | None) -> Any:
         text = "" if error is None else "".join(traceback.format_exception_only(error)).strip()
-        mine = (text, "".join(traceback.format_exception(error)) if error is not None else "", parcel.outline)
+        quoted = "".join(traceback.format_exception(error)) if error is not None else ""
+        mine = (text, quoted, parcel.outline, _sendable(error))
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, mine, group=self._hosts)
-        first = next((rank for rank, (text, _, _) in enumerate(found) if text), None)
+        first = next((rank for rank, (text, *_) in enumerate(found) if text), None)
         if first is not None:
             if error is not None and text == found[first][0]:
                 raise error
             where = ", which runs the last stage" if first == self._last_rank else ""
-            raise StepFailedError(f"The step failed on rank {first}{where}:\n{found[first][1]}")
+            failed = StepFailedError(f"The step failed on rank {first}{where}:\n{found[first][1]}")
+            sent = found[first][3]
+            if sent:  # so that what catches errors does so on every rank
+                raise pickle.loads(sent) from failed
+            raise failed
         outline = found[self._last_rank][2]
         self._known = (outline, *forms_of(outline))
         _, count, forms = self._known
@@ -139,6 +147,16 @@ class ValueExchange:
         if count:
             dist.broadcast(numbers, src=global_rank(self._group, self._last_rank), group=self._group)
         return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)
+
+
+def _sendable(error: BaseException | None) -> bytes:
+    """An error for other ranks; nothing where it cannot be sent, or holds much."""
+    try:
+        data = pickle.dumps(error)
+        is_same = type(pickle.loads(data)) is type(error)
+    except Exception:  # classes do what they like there
+        return b""
+    return data if is_same and error is not None and len(data) <= _LARGEST_ERROR_BYTES else b""
 
 
 def _known_to_both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

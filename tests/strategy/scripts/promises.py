@@ -386,6 +386,17 @@ class LogsForeignMetric(Skips):
         return loss
 
 
+class NotSendableError(Exception):
+    def __init__(self, reason, number):
+        super().__init__(reason)
+
+
+class FailsAtTheEnd(Skips):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch[0])
+        raise NotSendableError("at the end", 1)
+
+
 class LogsInPrediction(Skips):
     def predict_step(self, batch, batch_idx):
         self.log("foo", 1.0)
@@ -403,7 +414,8 @@ class Leaves(Skips):
 
 def errors(where):
     found = {}
-    for cls in (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, *([Leaves] if where == "two" else [])):
+    kinds = (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, FailsAtTheEnd)
+    for cls in (*kinds, *([Leaves] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])

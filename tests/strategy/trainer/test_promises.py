@@ -121,11 +121,14 @@ def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
     assert "twice in `training_step` with different arguments" in errors["LogsTwice"][1]
     for name in ("LogsNone", "LogsForeignMetric", "LogsInPrediction"):
         kind, text, *rest = seen["plain_0"]["errors"][name]
-        if (rank, name) in [("two_0", "LogsNone"), ("two_0", "LogsForeignMetric")]:  # the last stage's rank logs
-            assert errors[name][0] == "StepFailedError"
-            assert text in errors[name][1]
-        else:
-            assert errors[name] == [kind, text, *rest]
+        assert errors[name] == [kind, text, *rest]
+    # the last stage's rank fails, and the first one as well; an error that cannot be sent is quoted
+    kind, text, is_saved = errors["FailsAtTheEnd"]
+    assert is_saved
+    assert kind == ("StepFailedError" if rank == "two_0" else "NotSendableError")
+    assert re.search(
+        r"on rank 1, which runs the last stage:.*at the end" if rank == "two_0" else "at the end", text, re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("rank", RANKS)
