@@ -122,6 +122,11 @@ MAY_KNOW = {
         *("strategy.step.effects", "strategy.step.recording", "strategy.step.whole"),
     },
     "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
+    "strategy.step.first_batch": {
+        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
+        *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
+        "strategy.step.values",
+    },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.parallel"},

@@ -1,8 +1,8 @@
 """A user's step on the pipeline: from a batch to a loss, gradients and what was logged, on every rank.
 
 Read `runner` first. It splits the batch (room `batches`; `microbatches` says into how many), finds what stages do of
-the step (`programs`), runs them, collects what the last stage logs (`recording`), tells all ranks what came of it
-(`values`, `metrics`), and hands out the `gradients`. `first_batch` looks at the first loss with `loss_check`;
-`layer_times` measures layers for partition='profile'. `outside` lets hooks call the model between steps. `compat` has
-torchmetrics' private names.
+the step (`programs`), runs them, collects what the last stage logs (`recording`) and all that comes of the run
+(`outcome`), tells all ranks (`values`, `metrics`), and hands out the `gradients`. Room `first_batch` compares first
+batches with one device. `layer_times` measures layers for partition='profile'. `outside` lets hooks call the model
+between steps. `compat` has torchmetrics' private names.
 """

@@ -30,7 +30,8 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import learn
-from lightning_pfo.strategy.step.first_batch import Comparison
+from lightning_pfo.strategy.step.first_batch.comparison import Comparison
+from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     attach_gradients,
@@ -42,7 +43,6 @@ from lightning_pfo.strategy.step.gradients import (
 )
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
-from lightning_pfo.strategy.step.nan_check import refuse_nan
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped

@@ -15,7 +15,7 @@ from torchmetrics import Accuracy
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.loops import PipelinedModel
-from lightning_pfo.strategy.step import first_batch
+from lightning_pfo.strategy.step.first_batch import comparison
 from tests.ranks import run_ranks
 
 results = {}
@@ -237,7 +237,7 @@ def main():
     logging.getLogger("lightning_pfo").addHandler(Listener())
     for name, (make, loss_fn, options) in CASES.items():
         results[name] = run_case(make, loss_fn, options)
-    with patch.object(first_batch, "LARGEST_BYTES", 1):
+    with patch.object(comparison, "LARGEST_BYTES", 1):
         results["sum, large outputs"] = run_case(layers, sum_, {})
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from lightning_pfo.strategy.step.loss_check import Losses, describe, differ, is_no_weighted_mean, tolerance_of
+from lightning_pfo.strategy.step.first_batch.losses import Losses, describe, differ, is_no_weighted_mean, tolerance_of
 
 FP32 = tolerance_of([torch.float32])
 

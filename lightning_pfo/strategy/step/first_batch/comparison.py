@@ -20,7 +20,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.loss_check import (
+from lightning_pfo.strategy.step.first_batch.losses import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
     Losses,
@@ -30,8 +30,8 @@ from lightning_pfo.strategy.step.loss_check import (
     is_no_weighted_mean,
     tolerance_of,
 )
-from lightning_pfo.strategy.step.number_check import NumberCheck, Pair
-from lightning_pfo.strategy.step.number_check import describe as describe_numbers
+from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
+from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
