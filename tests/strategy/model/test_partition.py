@@ -90,3 +90,19 @@ def test_the_description_says_what_each_stage_has_and_how_unequal_they_are():
 def test_impossible_partitions_are_refused_with_one_that_works(spec, num_layers, num_stages, message):
     with pytest.raises(PartitionError, match=message):
         partition_layers(spec, [1] * num_layers, num_stages, types=["Block"] * num_layers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "boundaries"),
+    [("uniform", (0, 4, 6)), ("parameters", (0, 5, 6)), ("type:B", (0, 4, 6)), ("profile", (0, 5, 6))],
+)
+def test_layers_that_stay_together_do(spec, boundaries):
+    weights = [1, 1, 1, 1, 1, 9]
+    found = partition_layers(spec, weights, 2, types="AABBBB", times_s=weights, undivided={1, 2, 3})
+    assert found == boundaries
+
+
+def test_where_all_layers_stay_together_the_boundary_is_where_it_would_be():
+    """Whoever cuts there says why it cannot be."""
+    assert partition_layers("uniform", [1] * 4, 2, undivided={1, 2, 3}) == (0, 2, 4)
+    assert partition_layers("custom:0,1,4", [1] * 4, 2, undivided={1}) == (0, 1, 4)

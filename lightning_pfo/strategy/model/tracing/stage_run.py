@@ -357,7 +357,7 @@ def _deviates() -> ConfigurationError:
 
 def _differs(tensor: torch.Tensor, form: torch.Tensor) -> ConfigurationError:
     return ConfigurationError(
-        f"A stage sends what the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
+        f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
         f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
         f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "
         f"partition='custom:...'."

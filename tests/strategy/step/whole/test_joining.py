@@ -14,7 +14,7 @@ SIZES = (3, 2)
 def joins(parts, whole):
     """Of one value, by its shapes."""
     programs = [SimpleNamespace(forms={0: torch.empty(shape)}) for shape in parts]
-    return joins_of(programs, SimpleNamespace(forms={0: torch.empty(whole)}, received=(0,)), SIZES)[0]
+    return joins_of(programs, SimpleNamespace(forms={0: torch.empty(whole)}, received=(0,), varying=()), SIZES)[0]
 
 
 def test_samples_are_joined_along_the_dimension_that_grows():
