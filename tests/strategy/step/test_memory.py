@@ -24,7 +24,7 @@ can_divide = pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    run_script(Path(__file__).parents[1] / "scripts" / "memory.py", folder, timeout_s=400)
+    run_script(Path(__file__).parents[1] / "scripts" / "memory.py", folder, timeout_s=900)
     return of_ranks(folder, 2)
 
 
