@@ -93,10 +93,14 @@ class LogRecorder:
     def _refused(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Exception:
         """What `LightningModule.log` itself raises of a value that cannot be logged."""
         try:
-            type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[attr-defined]
+            if hasattr(self.owner, "log"):
+                type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[operator]
         except Exception as error:
             return error
-        return ConfigurationError(f"`self.log({name}, ...)` cannot log this: {shortened(value)}.")
+        return ConfigurationError(
+            f"`self.log({name}, {shortened(value)})` was called, but it takes a number, a one-element tensor or a "
+            f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
+        )
 
     def logged(self, rules: Rules | None = None) -> list[Logged]:
         """The calls for the batch, with values over its microbatches."""

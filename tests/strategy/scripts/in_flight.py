@@ -117,17 +117,17 @@ def exchange_between_hosts():
     source = PipelinedModel(make_net(4), nn.functional.mse_loss).instruction_source
     source._groups = Groups("cuda")
     source._hosts.clear()
-    used, gather = [], dist.all_gather_object
+    used, gather = [], dist.all_gather
 
     def noting(values, value, group):
         used.append("the world's" if group in (None, dist.group.WORLD) else dist.get_backend(group))
         gather(values, value, group=group)
 
-    dist.all_gather_object = noting
+    dist.all_gather = noting
     try:
         values = [source.all_gather(dist.get_rank(), everywhere=everywhere) for everywhere in (False, True, True)]
     finally:
-        dist.all_gather_object = gather
+        dist.all_gather = gather
     return {"values": values, "backends": used}
 
 
