@@ -94,7 +94,7 @@ class LogRecorder:
         """What `LightningModule.log` itself raises of a value that cannot be logged."""
         try:
             if hasattr(self.owner, "log"):
-                type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[operator]
+                type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[attr-defined]
         except Exception as error:
             return error
         return ConfigurationError(

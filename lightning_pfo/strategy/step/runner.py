@@ -110,7 +110,7 @@ class StepRunner:
         self._large = LargeTensors()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
-        self._layers = LayerWatch(split.modules_inside(owner, list(parameters)))
+        self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
         self._comparison = Comparison(self, compiled=compiled, divided=divided) if check_loss else None
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
@@ -160,7 +160,8 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         is_first = self._is_first_batch
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
-        self._compare(of)
+        if self._comparison is not None:
+            self._comparison.check(of)
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -173,7 +174,7 @@ class StepRunner:
             outcome, results = self._run(of, loss_scale, outputs, of_step.after_backward)
             if is_ordinary:
                 engine.iteration_end()
-            self._layers.look()
+            self.layers.look()
             gradients = of_step.finish(self._shared)
         finally:
             put_gradients(self._parameters, earlier)
@@ -216,7 +217,8 @@ class StepRunner:
         """
         microbatches = self.batching.split(batch, num_microbatches)
         of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
-        self._compare(of)
+        if self._comparison is not None:
+            self._comparison.check(of)
         outcome, _ = self._run(of, outputs=outputs)
         self._leave_behind(outcome, microbatches.size)
         return outcome["output"]
@@ -229,7 +231,7 @@ class StepRunner:
         after_backward: AfterBackward | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
-        engine, kind, microbatches = self.engine, of.kind, of.parts
+        engine, kind, microbatches, train = self.engine, of.kind, of.parts, of.kind == "train"
         whole = None
         if self.batching.joins_microbatches and len(microbatches) > 1:
             whole = Whole(of.batch, lambda: of.step(of.batch, *of.rest), microbatches.sizes)
@@ -239,16 +241,12 @@ class StepRunner:
             weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, sizes)
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
-        train = kind == "train"
 
         def take(result: Any, index: int) -> torch.Tensor:
-            if not train:
+            if not train or result is None:
                 # only what somebody wants is kept: it may be large
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
                 results.append(kept if outputs != "nobody" else None)
-                return torch.zeros(())
-            if result is None:
-                results.append(None)
                 return torch.zeros(())
             loss = loss_of(result)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
@@ -261,6 +259,7 @@ class StepRunner:
         self._large.copies_all = kind not in self._exchanges
         effects = Effects(self.owner, self.programs.modules, self._large)
         outcome: dict[str, Any] = {}
+        self.layers.begin(microbatches.sizes)
 
         def step_of(index: int) -> Any:
             return of.step(microbatches[index], *of.rest)
@@ -274,15 +273,16 @@ class StepRunner:
                 outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
             error = exception
-        if kind not in self._exchanges:
-            self._exchanges[kind] = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
-        exchange = self._exchanges[kind]
+        if (exchange := self._exchanges.get(kind)) is None:
+            exchange = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
+            self._exchanges[kind] = exchange
         apart = outcome.pop("output", None) if outputs in ("first", "last") else None
         shared: dict[str, Any] = exchange.share(outcome, error)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(self._skipped, shared["skipped"])
         effects.leave(shared)
+        self.layers.end(engine.all_gather)
         return shared, results
 
     def rules_of(self, kind: str) -> Rules:
@@ -307,10 +307,6 @@ class StepRunner:
         is_told = not batching.joins_microbatches and len(parts) > 1 and batching.split_batch is None
         with rules.comparing(look if is_told else None):
             yield rules
-
-    def _compare(self, first: StepOnBatch) -> None:
-        if self._comparison is not None and self._comparison.wants(first.kind):
-            self._comparison.check(first)
 
     def run(
         self,
@@ -365,7 +361,8 @@ class StepRunner:
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
-            with inside(stage, ends_here=whole is None and stage == last):
+            counting = self.layers.of_microbatch(index) if self.layers.counts else nullcontext()
+            with inside(stage, ends_here=whole is None and stage == last), counting:
                 return step(index)
 
         with random_state.isolated(engine.device):

@@ -1,9 +1,15 @@
-"""Noticing layers that keep something in attributes: they run on one rank only, once for each microbatch."""
+"""Numbers that layers keep in attributes: they run on one rank only, once for each microbatch.
+
+Where the first batch, run by microbatches and in one piece, shows that a number grows by the sum of what it does in
+microbatches, or by their mean, it does so on all ranks, at the end of each batch. Other attributes are named.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,30 +21,95 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
 
+Place = tuple[str, str]
+"""A layer and its attribute, by name."""
+Numbers = dict[Place, Any]
+
 
 class LayerWatch:
-    """Looks at layers after each of the first batches.
+    """Looks at layers after each of the first batches, and at those that count something after every batch.
 
     Args:
+        root: The user's module.
         modules: The layers of this rank and what is in them, by name.
+
+    Attributes:
+        means: Numbers of this rank's layers, and whether they grow by the mean over microbatches; else by the sum.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self._root = root
         self._modules = dict(modules)
-        self._before: dict[tuple[str, str], Any] = {}
+        self._before: dict[Place, Any] = {}
         self._batches = 0
+        self._shared: dict[Place, nn.Module] = {}
+        self._begin: Numbers = {}
+        self._grown: Numbers = {}
+        self._shares: list[float] = []
+        self.means: dict[Place, bool] = {}
+
+    @property
+    def counts(self) -> bool:
+        """Whether a batch is under way in which numbers of layers are shared."""
+        return bool(self._shares)
+
+    def numbers(self) -> Numbers:
+        """All numbers of this rank's layers."""
+        return {place: value for place, value in self._attributes().items() if type(value) in (int, float)}
+
+    def growth_since(self, before: Numbers) -> Numbers:
+        """By how much they have grown."""
+        now = self.numbers()
+        return {place: now[place] - value for place, value in before.items() if now.get(place, value) != value}
+
+    def learn(self, by_parts: Numbers, whole: Numbers, number: int) -> None:
+        """Compare by how much numbers have grown by so many microbatches, and by these as one batch."""
+        for place in by_parts:
+            grown, wanted = by_parts[place], whole.get(place, 0)
+            is_sum, is_mean = (math.isclose(grown, times * wanted, rel_tol=1e-3) for times in (1, number))
+            if is_sum or is_mean:
+                self.means[place] = is_mean
+
+    def share(self, places: Iterable[Place]) -> None:
+        """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
+        self._shared = {place: self._root.get_submodule(place[0]) for place in sorted(places)}
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """A batch begins, whose microbatches have so many samples."""
+        self._begin, self._grown = self._now(), {}
+        self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
+
+    @contextmanager
+    def of_microbatch(self, index: int) -> Iterator[None]:
+        """A stage of this rank runs the step on a microbatch, while layers count."""
+        before = self._now()
+        try:
+            yield
+        finally:  # an exception ends a stage
+            for place, value in self._now().items():
+                growth = value - before[place]
+                if self.means.get(place) and growth:
+                    growth *= self._shares[index]
+                self._grown[place] = self._grown.get(place, 0) + growth
+
+    def end(self, all_gather: Callable[[Any], list[Any]]) -> None:
+        """The batch is done; a collective call of the pipeline if any numbers are shared."""
+        if not self._shares:
+            return
+        of_ranks, self._shares = all_gather(self._grown), []
+        for place, module in self._shared.items():
+            now = self._begin[place] + sum(grown.get(place, 0) for grown in of_ranks)
+            setattr(module, place[1], round(now) if type(self._begin[place]) is int else now)
+
+    def _now(self) -> Numbers:
+        return {place: vars(module).get(place[1], 0) for place, module in self._shared.items()}
 
     def look(self) -> None:
         """A batch is done; a warning names an attribute that it has changed."""
-        if not self._modules:
+        if not self._modules or self._batches == _LOOKED_AT:
             return
         self._batches += 1
-        now = {
-            (name, key): _print_of(value)
-            for name, module in self._modules.items()
-            for key, value in vars(module).items()
-            if key not in LEFT_ALONE and key != "_buffers"
-        }
+        now = {place: _print_of(value) for place, value in self._attributes().items() if place not in self._shared}
         changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
         if changed:
             name, key = changed[0]
@@ -49,7 +120,15 @@ class LayerWatch:
             )
         self._before = now
         if changed or self._batches == _LOOKED_AT:
-            self._modules, self._before = {}, {}
+            self._batches, self._before = _LOOKED_AT, {}
+
+    def _attributes(self) -> dict[Place, Any]:
+        return {
+            (name, key): value
+            for name, module in self._modules.items()
+            for key, value in vars(module).items()
+            if key not in LEFT_ALONE and key != "_buffers"
+        }
 
 
 def _print_of(value: Any) -> Any:

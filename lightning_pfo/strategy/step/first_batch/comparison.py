@@ -20,6 +20,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch, Numbers
 from lightning_pfo.strategy.step.first_batch.losses import (
     EXTRA_DRAWS,
     LARGEST_BYTES,
@@ -50,6 +51,7 @@ class RunsSteps(Protocol):
     owner: nn.Module
     batching: Batching
     programs: Programs
+    layers: LayerWatch
 
     def run(
         self,
@@ -92,21 +94,22 @@ class Comparison:
         self._tries: dict[str, int] = {}
         self._numbers: dict[str, NumberCheck] = {}
         self._everywhere = True
-
-    def wants(self, kind: str) -> bool:
-        """Whether a batch of a kind of step is still to be looked at."""
-        return self._tries.get(kind, _TRIES) > 0
+        self._grown: Numbers = {}
 
     def check(self, first: StepOnBatch) -> None:
-        """Compare for one batch; a collective call of the pipeline, for training steps of all processes.
+        """Compare for one batch, if it is one of the first of its kind.
+
+        A collective call of the pipeline, for training steps of all processes.
 
         Raises:
             ConfigurationError: On every rank, if the loss of the batch is no mean of the microbatches' losses, weighted
                 or not. If it is a weighted mean, or nearly the mean, there is a warning.
         """
         engine, kind = self._engine, first.kind
+        if not self._tries.setdefault(kind, _TRIES):
+            return
         self._everywhere = kind == "train" or self._divided
-        self._tries[kind] = self._tries.get(kind, _TRIES) - 1
+        self._tries[kind] -= 1
         said: list[tuple[bool, str]] = []
         if len(first.parts) > 1:
             with ExitStack() as stack:
@@ -117,10 +120,12 @@ class Comparison:
                 stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
                 said = self._compare(first)
         is_open = kind in self._numbers and bool(self._numbers[kind].open)
-        everyone = engine.all_gather((said, is_open), everywhere=self._everywhere)
-        if not any(is_open for _, is_open in everyone):
+        layers = self._runner.layers
+        everyone = engine.all_gather((said, is_open, list(layers.means)), everywhere=self._everywhere)
+        layers.share({place for *_, places in everyone for place in places})
+        if not any(is_open for _, is_open, _ in everyone):
             self._tries[kind] = 0
-        verdicts = sorted({verdict for verdicts, _ in everyone for verdict in verdicts}, reverse=True)
+        verdicts = sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True)
         for is_error, message in verdicts:
             if is_error:
                 raise ConfigurationError(message)
@@ -137,8 +142,10 @@ class Comparison:
                 return []
             whole = Whole(first.batch, lambda: first.step(first.batch, *first.rest), first.parts.sizes)
         by_parts = self._run(first, first.parts, 0, whole)
+        grown = self._grown
         most = 0
-        if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training):
+        counts = any(self._engine.all_gather(bool(grown), everywhere=self._everywhere))
+        if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training or counts):
             most = max(2, LARGEST_BYTES // max(1, self._output_bytes))
         if whole is not None:  # the end of the step has all of the batch in any case
             most = num_microbatches * bool(by_parts)
@@ -153,8 +160,12 @@ class Comparison:
         else:
             return []
         parts = first.parts[:number]
+        of_whole = self._grown
         if number < num_microbatches:
             by_parts = self._run(first, parts, 0)
+            grown = self._grown
+        if whole is None:
+            self._runner.layers.learn(grown, of_whole, number)
         pairs = [Pair(by_parts, of_all)] if by_parts and of_all else []
         tolerance = self._tolerance()
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
@@ -258,7 +269,7 @@ class Comparison:
                 module.training = False
             effects = Effects(self._owner, self._runner.programs.modules)
             effects.draw_others(draw)
-            problem = ""
+            problem, before = "", self._runner.layers.numbers()
             try:
                 programs = self._runner.run(
                     "compare" if is_training else first.kind,
@@ -273,6 +284,7 @@ class Comparison:
                 self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
+            self._grown = self._runner.layers.growth_since(before)
             problems = [found for found in self._engine.all_gather(problem, everywhere=self._everywhere) if found]
         run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
         if not problems and is_training:
