@@ -29,7 +29,9 @@ class LargeTensors:
     def is_copied(self, path: Path, array: Any) -> bool:
         """Whether a tensor is copied at the begin of a batch, so that what a run writes into it can be taken back."""
         size = _bytes_of(array)
-        return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and (self.copies_all or path in self._written))
+        # buffers are mostly not written into, or given to others by the stage that does so
+        may_be = (self.copies_all and path[0] != "_buffers") or path in self._written
+        return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and may_be)
 
     def note(self, path: Path, array: Any, *, is_told: bool) -> None:
         """A run of the step has written into a tensor.
