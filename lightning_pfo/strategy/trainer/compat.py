@@ -6,7 +6,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,7 +21,6 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult as _Clo
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.utilities import grads
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -47,9 +46,6 @@ PRIVATE = {
     ),
     "lightning.fabric.utilities.optimizer._optimizers_to_device": (
         "Optimizer states would stay on the CPU after loading."
-    ),
-    "lightning.pytorch.utilities.grads.grad_norm.__code__": (
-        "Norms of gradients would be those of one rank's stages without a word: users have imported the function."
     ),
     "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO": (
         "AsyncCheckpointIO would write by Lightning's own IO, which a crash may leave with half a file."
@@ -287,23 +283,3 @@ class Restoring:
 def end_after_batch(trainer: pl.Trainer) -> None:
     """Let Lightning end the run when this batch is done, as it does after SIGTERM."""
     trainer._signal_connector.received_sigterm = True
-
-
-GradNorm = Callable[..., dict[str, float]]
-_HOOK = "_grad_norm_of_pipeline"
-
-
-def _call_hook(module, norm_type, group_separator="/"):  # type: ignore[no-untyped-def]
-    """What Lightning's `grad_norm` does instead, where its module has the hook."""
-    return _grad_norm_of_pipeline(module, norm_type, group_separator)  # type: ignore[name-defined] # noqa: F821
-
-
-_GRAD_NORM: Any = grads.grad_norm
-_ORDINARY: GradNorm = FunctionType(_GRAD_NORM.__code__, vars(grads), "grad_norm", _GRAD_NORM.__defaults__)
-
-
-def grad_norm_with(make: Callable[[GradNorm], GradNorm], patches: Patches) -> None:
-    """Let Lightning's `grad_norm`, wherever it has been imported, do what `make` returns for what it does."""
-    patches.set(grads, _HOOK, make(_ORDINARY))
-    _GRAD_NORM.__code__ = _call_hook.__code__
-    patches.callback(setattr, _GRAD_NORM, "__code__", _ORDINARY.__code__)  # type: ignore[attr-defined]

@@ -1,16 +1,12 @@
-"""Norms and overflows of gradients, which concern all stages: Lightning's precision plugins, and its `grad_norm`."""
+"""Lightning's precision plugins on a pipeline: what they clip and check concerns all stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -18,8 +14,6 @@ from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_b
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.loss_scaling import skip_together
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.within import within_step
-from lightning_pfo.strategy.trainer.compat import GradNorm, grad_norm_with
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
@@ -93,48 +87,3 @@ def adapt_to_pipeline(
     scaler = scaler_of(plugin)
     if scaler is not None:
         skip_together(scaler, patches)
-
-
-def gather_grad_norms(
-    root: nn.Module,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    meet: Callable[[str], object],
-    patches: Patches,
-) -> None:
-    """Let `lightning.pytorch.utilities.grad_norm` of a module of the pipeline be a collective call of its ranks.
-
-    Args:
-        root: The user's module.
-        group: The hosts of the pipeline's ranks.
-        device: Where norms are.
-        meet: Called first, so that ranks notice if others do not call it.
-        patches: Gives Lightning's function back when it is closed.
-    """
-
-    def make(ordinary: GradNorm) -> GradNorm:
-        def grad_norm(module: nn.Module, norm_type: Any, group_separator: str = "/") -> dict[str, float]:
-            own = set(map(id, root.parameters()))
-            names = [name for name, parameter in module.named_parameters() if id(parameter) in own]
-            if within_step() or not names:
-                return ordinary(module, norm_type, group_separator)
-            norm_type = float(norm_type)
-            meet("grad_norm of a module")
-            found: list[dict[str, float]] = [{}] * dist.get_world_size(group)
-            mine = ordinary(module, norm_type, group_separator)
-            mine.pop(f"grad_{norm_type}_norm_total", None)
-            dist.all_gather_object(found, {name: _number(norm) for name, norm in mine.items()}, group=group)
-            of_all = {name: norm for norms in found for name, norm in norms.items()}
-            keys = [f"grad_{norm_type}_norm{group_separator}{name}" for name, _ in module.named_parameters()]
-            norms: dict[str, Any] = {key: torch.tensor(of_all[key], device=device) for key in keys if key in of_all}
-            if norms:
-                norms[f"grad_{norm_type}_norm_total"] = torch.tensor(list(norms.values())).norm(norm_type)
-            return norms
-
-        return grad_norm
-
-    grad_norm_with(make, patches)
-
-
-def _number(norm: Any) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

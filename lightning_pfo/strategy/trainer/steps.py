@@ -252,7 +252,7 @@ class StepStrategy(CheckpointStrategy):
     def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         """The 2-norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.
 
-        Lightning's `grad_norm(module, 2)`, on all ranks, has those of each parameter beside.
+        Lightning's `grad_norm(module, 2)` has those of the stages that this rank holds.
 
         Args:
             parameters: Those that count; None: all.

@@ -49,7 +49,7 @@ from lightning_pfo.strategy.trainer.compat import (
     training_data,
 )
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
-from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled, gather_grad_norms
+from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
 from lightning_pfo.strategy.trainer.weight_averaging import split_averages
@@ -281,8 +281,6 @@ class PfoPipelineStrategy(StepStrategy):
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)
-        hosts = self.mesh.groups.hosts(self.mesh.pipeline_group)
-        gather_grad_norms(self._module(), hosts, self.root_device, self.meet, self._patches)
         path = self.broadcast(self._restore.path)
         has_shards = path is not None and is_sharded(Path(path))
         if not has_shards:  # as early as Lightning does

@@ -15,7 +15,6 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryF1Score
@@ -520,22 +519,6 @@ class Large(Base):
         return [*self.rows, *plain([self.bank[:, :5], self.array[:, :2], self.late[:, 0], self.queue[:, :4]])]
 
 
-class Norms(Base):
-    """Logs norms of gradients, as Lightning's documentation says."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = []
-
-    def on_before_optimizer_step(self, optimizer):
-        self.log_dict(grad_norm(self.layers, norm_type=2))
-        self.norms.append([plain(grad_norm(self, "inf")), plain(grad_norm(self.layers[0], 1, "-"))])
-        self.norms.append(plain(grad_norm(nn.Linear(1, 1), 2)))
-
-    def found(self):
-        return [*self.norms, {name: float(value) for name, value in self.trainer.callback_metrics.items()}]
-
-
 class Draws(Base):
     """Has generators of its own; stages that end early draw less of them."""
 
@@ -574,7 +557,6 @@ CASES = {
     "extremes": Extremes,
     "unfit": Unfit,
     "large": Large,
-    "norms": Norms,
 }
 
 
