@@ -84,10 +84,9 @@ def spread(
     known, distance = mine, 1
     while distance < size:
         heard = torch.empty_like(known)
-        sent = dist.isend(known, group=hosts, tag=_SPREADING, group_dst=(rank + distance) % size)
-        dist.recv(heard, group=hosts, tag=_SPREADING, group_src=(rank - distance) % size)
-        if sent is not None:
-            sent.wait()
+        sent = start_send(known, hosts, (rank + distance) % size, _SPREADING)
+        start_receive(heard, hosts, (rank - distance) % size, _SPREADING).wait()
+        sent.wait()
         known, distance = both(known, heard), 2 * distance
     return known
 
@@ -136,6 +135,26 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
         f"every rank what ends a loop (StopIteration, returning -1), and call what all take part in on all of them, "
         f"not on the main process only."
     )
+
+
+def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:
+    """Send to a rank of a group that this process is in; as `dist.isend`, which asks several things first each time."""
+    return _group(group).send([_real(tensor)], rank, tag)
+
+
+def start_receive(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:
+    """Receive from a rank of a group; see `start_send`."""
+    return _group(group).recv([_real(tensor)], rank, tag)
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @contextmanager

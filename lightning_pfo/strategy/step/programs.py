@@ -26,7 +26,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import Call, redirected
+from lightning_pfo.strategy.step.effects.calls import Call, Outlets, redirected
 from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
@@ -243,7 +243,7 @@ def logs_noted(owner: nn.Module, left: Left | None = None) -> Iterator[None]:
             with following(None):
                 left.calls.append((call[0], *_form_of(call[1:])))
 
-    with redirected(owner, log, note), step_under_way(ends_here=False):
+    with redirected(Outlets(owner), log, note), step_under_way(ends_here=False):
         yield
 
 
@@ -252,7 +252,7 @@ def signature_of(microbatch: Any) -> Any:
     return (
         type(microbatch).__name__,
         *(
-            (path, tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad)
+            (path, leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else (path, leaf if isinstance(leaf, (bool, type(None))) else type(leaf).__name__)
             for path, leaf in leaves_of(microbatch)

@@ -349,7 +349,7 @@ class StepRunner:
 
         def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
-            contexts = []
+            contexts: list[AbstractContextManager[Any]] = []
             if stage is not None and changes:
                 contexts.append(buffers.of(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))

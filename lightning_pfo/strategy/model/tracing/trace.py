@@ -23,6 +23,7 @@ from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, ou
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
 from lightning_pfo.strategy.model.tracing.forms.varying import (
+    ASK_SIZE,
     labels_in,
     numbers_of,
     told,
@@ -193,7 +194,8 @@ class _TraceRun:
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
         """Sizes that depend on values remember what they are sizes of."""
         tensor: Any = args[0] if args else None
-        if not is_value(tensor) or not isinstance(answer, (int, torch.Size)):
+        is_size = isinstance(answer, torch.Size) or getattr(function, "__name__", "") in ASK_SIZE
+        if not is_value(tensor) or not is_size:
             return answer
         self.trace.asked.add(tensor.label)
         if not tensor.varies:

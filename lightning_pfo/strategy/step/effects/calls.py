@@ -25,40 +25,53 @@ Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
 
+class Outlets:
+    """What a step of a module says something through.
+
+    Args:
+        owner: The user's module.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.attributes = owner.__dict__
+        self.trainer: Any = trainer_of(owner)
+        self.loggers = None if self.trainer is None else self.trainer.loggers
+        # a predict step may log nothing, and Lightning says so at the user's line
+        self.may_log = self.trainer is None or not self.trainer.predicting
+        self.may_print = hasattr(type(owner), "print")
+
+
 class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     """Let `self.log` call something else, and have calls of `self.print` and loggers noted instead of made.
 
     Args:
-        owner: The user's module.
+        outlets: Those of the user's module.
         log: What `self.log` calls.
         note: Takes the other calls.
     """
 
-    def __init__(self, owner: nn.Module, log: Callable[..., Any], note: Note) -> None:
-        self._attributes = owner.__dict__
+    def __init__(self, outlets: Outlets, log: Callable[..., Any], note: Note) -> None:
+        self._outlets = outlets
         self._note = note
-        self._trainer: Any = trainer_of(owner)
-        self._loggers = None if self._trainer is None else self._trainer.loggers
-        # a predict step may log nothing, and Lightning says so at the user's line
-        may_log = self._trainer is None or not self._trainer.predicting
-        self._replaced: dict[str, Any] = {"log": log} if may_log else {}
-        if hasattr(type(owner), "print"):
+        self._replaced: dict[str, Any] = {"log": log} if outlets.may_log else {}
+        if outlets.may_print:
             self._replaced["print"] = _Noted((("attribute", "print"),), note)
 
     def __enter__(self) -> None:
-        attributes = self._attributes
+        attributes, loggers = self._outlets.attributes, self._outlets.loggers
         self._before = {name: attributes[name] for name in self._replaced if name in attributes}
         attributes.update(self._replaced)
-        if self._loggers:
-            noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(self._loggers)]
-            self._trainer.loggers = noted
+        if loggers:
+            noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
+            self._outlets.trainer.loggers = noted
 
     def __exit__(self, *_: object) -> None:
-        if self._loggers:
-            self._trainer.loggers = self._loggers
+        attributes, loggers = self._outlets.attributes, self._outlets.loggers
+        if loggers:
+            self._outlets.trainer.loggers = loggers
         for name in self._replaced:
-            self._attributes.pop(name, None)
-        self._attributes.update(self._before)
+            attributes.pop(name, None)
+        attributes.update(self._before)
 
 
 def with_values(call: Call) -> Call:

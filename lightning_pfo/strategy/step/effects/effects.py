@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,7 @@ from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import Call, make_calls, merged_calls, redirected, with_values
+from lightning_pfo.strategy.step.effects.calls import Call, Outlets, make_calls, merged_calls, redirected, with_values
 from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.within import step_under_way
@@ -31,6 +31,7 @@ class Effects:
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
         flags: How the module was switched at the begin of the batch.
+        outlets: What a step says something through.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Effects:
     ) -> None:
         self._owner = owner
         self._attributes = Attributes(owner, modules, large)
+        self.outlets = Outlets(owner)
         self.flags = Flags(owner)
         self._switched: Changed = ({}, {})
         self._switches = False
@@ -46,8 +48,9 @@ class Effects:
         self.dear: Changes = {}
         self._is_alone = False
 
-    @contextmanager
-    def of(self, *, ends_here: bool, log: Callable[..., Any], index: int = 0, size: int = 1) -> Iterator[None]:
+    def of(
+        self, *, ends_here: bool, log: Callable[..., Any], index: int = 0, size: int = 1
+    ) -> AbstractContextManager[None]:
         """Run a step on a stage and a microbatch; afterwards the module is as before.
 
         Args:
@@ -56,37 +59,26 @@ class Effects:
             index: Which microbatch it is.
             size: How many samples that has.
         """
-        calls: list[Call] = []
+        return _Run(self, ends_here, log, index, size)
 
-        def nothing(*args: Any, **kwargs: Any) -> None:
-            """Stand in for calls where the step is not run to its end."""
-
-        def note(call: Call) -> None:
-            calls.append(with_values(call))
-
-        has_ended = False
-        generators = self._attributes.generators
-        generators.enter(index)
+    def begin(self, index: int) -> None:
+        """A run of the step begins."""
+        self._attributes.generators.enter(index)
         self._attributes.enter()
-        try:
-            with (
-                redirected(self._owner, log if ends_here else nothing, note if ends_here else nothing),
-                step_under_way(ends_here=ends_here),
-            ):
-                yield
-            has_ended = True
-        finally:
-            generators.leave(has_ended=ends_here and has_ended)
-            with following(None):
-                if index == 0 or self._switches:  # dear, and a step does so for all microbatches, or for none
-                    switched = self.flags.take_changes()
-                    self._switches = self._switches or any(switched)
-                    self._switched = switched if ends_here and has_ended else self._switched
-                if ends_here and has_ended:
-                    self._changes.append(self._attributes.take_changes(size))
-                    self._calls.append(calls)
-                else:
-                    self._attributes.take_back()
+
+    def end(self, calls: list[Call] | None, index: int, size: int) -> None:
+        """A run is over; if it has run to the step's end, it has made these calls."""
+        self._attributes.generators.leave(has_ended=calls is not None)
+        with following(None):
+            if index == 0 or self._switches:  # dear, and a step does so for all microbatches, or for none
+                switched = self.flags.take_changes()
+                self._switches = self._switches or any(switched)
+                self._switched = self._switched if calls is None else switched
+            if calls is None:
+                self._attributes.take_back()
+            else:
+                self._changes.append(self._attributes.take_changes(size))
+                self._calls.append(calls)
 
     def check_switched(self) -> None:
         """Check that no microbatch but the first has switched modules or parameters; else they are switched back.
@@ -160,3 +152,33 @@ class Effects:
         self.flags.apply(outcome["switched"])
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         make_calls(self._owner, outcome["calls"])
+
+
+class _Run(AbstractContextManager[None]):
+    """A run of the step on a stage and a microbatch; a generator would take several times as long."""
+
+    def __init__(self, effects: Effects, ends_here: bool, log: Callable[..., Any], index: int, size: int) -> None:
+        self._effects = effects
+        self._index, self._size = index, size
+        self._calls: list[Call] | None = [] if ends_here else None
+        say, note = (log, self._note) if ends_here else (_nothing, _nothing)
+        self._redirected = redirected(effects.outlets, say, note)
+        self._under_way = step_under_way(ends_here=ends_here)
+
+    def __enter__(self) -> None:
+        self._effects.begin(self._index)
+        self._redirected.__enter__()
+        self._under_way.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._under_way.__exit__()
+        self._redirected.__exit__()
+        self._effects.end(self._calls if kind is None else None, self._index, self._size)
+
+    def _note(self, call: Call) -> None:
+        assert self._calls is not None
+        self._calls.append(with_values(call))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for calls where the step is not run to its end."""

@@ -12,6 +12,7 @@ from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of
 from lightning_pfo.strategy.model.tracing.noticing import in_transform
 from lightning_pfo.strategy.model.tracing.tracked import natively
 from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_unflatten
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 
 
 class Around(Protocol):
@@ -86,6 +87,8 @@ class Inside:
 def zeros_of(form: torch.Tensor) -> torch.Tensor:
     """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
     with torch.autocast(form.device.type, enabled=False):
-        if form.requires_grad and torch.is_grad_enabled():
-            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(form.shape).clone()
-        return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+        with DisableTorchFunctionSubclass():  # Python's question, not the user's
+            shape, needs_grad = form.shape, form.requires_grad and torch.is_grad_enabled()
+        if needs_grad:
+            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(shape).clone()
+        return torch.zeros(shape, dtype=form.dtype, device=form.device)

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
 
 _KEPT = 64
 """So many forms of calls are remembered of each unit; a form takes a few hundred bytes."""
@@ -170,7 +170,8 @@ def _form_of_object(value: Any) -> bytes | None:
 
 
 def _form(tensor: torch.Tensor) -> Hashable:
-    return tensor.shape, tensor.dtype, tensor.requires_grad
+    with DisableTorchFunctionSubclass():  # nobody else asks
+        return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:

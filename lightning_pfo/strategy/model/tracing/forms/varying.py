@@ -137,6 +137,10 @@ def _without_memory(leaf: Any) -> Any:
     return _with_numbers(leaf, _plain)
 
 
+ASK_SIZE = frozenset({"size", "__len__", "numel", "nelement"})
+"""Functions that tell sizes as numbers."""
+
+
 def told(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any, decides: Callable[[frozenset[int]], None]
 ) -> Any:
