@@ -64,7 +64,7 @@ def test_a_rank_that_hangs_in_a_collective_obeys_sigterm_and_says_where(tmp_path
     (script := tmp_path / "script.py").write_text(HANGING)
     said = run_script(script, tmp_path, timeout_s=90).stdout
     assert "SIGTERM ends this process while it waits for others" in said
-    assert "it is in recv, called in " in said
+    assert "it is in spread, called in " in said
     assert "processes.py" in said
 
 
