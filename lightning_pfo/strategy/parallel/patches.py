@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -58,6 +58,15 @@ def _assign(owner: Any, name: str, value: Any) -> None:
         del vars(owner)[name]
     else:
         vars(owner)[name] = value  # past `__setattr__`, in which modules and metrics do other things
+
+
+@contextmanager
+def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Several contexts as one; the first is the outermost."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager

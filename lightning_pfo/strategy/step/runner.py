@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
@@ -357,7 +357,7 @@ class StepRunner:
                 contexts.append(without_synchronisation(self._metrics))
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
-            return contexts[0] if len(contexts) == 1 else _all_of(contexts)
+            return contexts[0] if len(contexts) == 1 else all_of(contexts)
 
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
@@ -400,11 +400,3 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
-
-
-@contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
