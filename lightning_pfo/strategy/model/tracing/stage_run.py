@@ -312,12 +312,10 @@ class StageRun:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext and not self._recomputes:
             follow_no_more()
-            for tensor in self._received.values():  # its functions would ask what follows them
-                untracked(tensor)
-        else:
-            with following(None), self._around():
+            with ordinary(list(self._received.values())):  # else functions of it would ask what follows them
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
-        return compute(*plain_in_place(args), **plain_in_place(kwargs))
+        with following(None), self._around():
+            return compute(*plain_in_place(args), **plain_in_place(kwargs))
 
     def _check_form(self, label: int, tensor: Tracked) -> None:
         if label in self._program.asked:
