@@ -50,11 +50,6 @@ class GpuPhysics:
                 high = middle
         return low
 
-    @cached_property
-    def _known_w(self) -> dict[float, float]:
-        """Power while computing at the clocks that were asked for: an emulated GPU asks at each event."""
-        return {}
-
     def effective_clock_mhz(self, clock_mhz: float) -> float:
         """The clock at which the GPU computes when locked at `clock_mhz`: lower under the power cap or throttling."""
         throttle = self.config.throttle_clock_mhz or math.inf
@@ -66,10 +61,7 @@ class GpuPhysics:
 
     def computing_power_w(self, clock_mhz: float) -> float:
         """Power while computing."""
-        power_w = self._known_w.get(clock_mhz)
-        if power_w is None:
-            power_w = self._known_w[clock_mhz] = self._uncapped_power_w(self.effective_clock_mhz(clock_mhz))
-        return power_w
+        return self._uncapped_power_w(self.effective_clock_mhz(clock_mhz))
 
     def blocked_power_w(self, clock_mhz: float) -> float:
         """Power while waiting for P2P: communication kernels spin on few SMs, so it follows the clock only weakly."""

@@ -18,6 +18,7 @@ from lightning_pfo.strategy.engine.channels import make_channels
 from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
+from lightning_pfo.strategy.engine.transfers import Transfers
 from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
 from lightning_pfo.strategy.parallel.groups import Groups, tell_each_other
@@ -221,9 +222,8 @@ class PipelineEngine:
             if schedule is None:  # of a batch with few samples, or evaluation
                 schedule = (all_forwards_first if train else forward_only)(self.placement, num_microbatches)
             stages = {stage: self._make_stage(stage, train, tell=is_ordinary) for stage in self.stages}
-            self._executors[train, num_microbatches] = Executor(
-                schedule, stages, self.group, self._channels, self.host_group
-            )
+            transfers = Transfers(schedule, stages, self.group, self._channels, self.host_group())
+            self._executors[train, num_microbatches] = Executor(schedule, self.rank, stages, transfers)
         return self._executors[train, num_microbatches]
 
     def _make_stage(self, stage: int, train: bool, *, tell: bool = False) -> Stage:

@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.p2p import Receive, Send, p2p_program
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine import transfers
-from lightning_pfo.strategy.engine.channels import Channels
 from lightning_pfo.strategy.engine.stage import Stage, Tensors
 from lightning_pfo.strategy.engine.transfers import Transfers
 from lightning_pfo.strategy.parallel import groups
@@ -47,23 +45,16 @@ class Executor:
 
     Args:
         schedule: What every rank executes.
-        stages: The stages of this rank by index.
-        group: Process group of the pipeline; None is the world.
-        channels: Groups for transfers in one direction.
-        hosts: The group of the pipeline's hosts.
+        rank: This rank.
+        stages: Its stages by index.
+        transfers: Its transfers.
     """
 
     def __init__(
-        self,
-        schedule: PipelineSchedule,
-        stages: Mapping[int, Stage],
-        group: dist.ProcessGroup | None,
-        channels: Channels,
-        hosts: Callable[[], dist.ProcessGroup | None],
+        self, schedule: PipelineSchedule, rank: int, stages: Mapping[int, Stage], transfers: Transfers
     ) -> None:
-        rank = dist.get_rank(group)
         self.stages = dict(stages)
-        self._transfers = Transfers(schedule, self.stages, group, channels, hosts)
+        self._transfers = transfers
         self._steps: list[Instruction | list[Send | Receive]] = []
         for step in p2p_program(schedule)[rank]:
             if isinstance(step, Instruction):

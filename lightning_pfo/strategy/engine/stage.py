@@ -176,7 +176,7 @@ class Stage:
                 tensor.requires_grad_(program.forms[label].requires_grad and self._train)
         outputs = None
         offload = self._offload if self._train and microbatch not in self.at_once else None
-        with self._noting_failures(), nullcontext() if offload is None else offload.of_forward():
+        with _NotingFailures(self), nullcontext() if offload is None else offload.of_forward():
             outputs = self._outputs(program, microbatch, received) if self.failure is None else None
         if outputs is None:
             forms = [program.forms[label] for label in program.sent]
@@ -209,12 +209,9 @@ class Stage:
 
     def _backward(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
-        with self._noting_failures():
+        with _NotingFailures(self):
             _backward(outputs, gradients)
         return _gradients_of(inputs)
-
-    def _noting_failures(self) -> _NotingFailures:
-        return _NotingFailures(self)
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
@@ -222,12 +219,12 @@ class Stage:
         # where nobody waits for it, the whole backward is done with the weights
         self._weight_gradients[microbatch] = partial(_backward, outputs, gradients)
         if differentiable and outputs:
-            with self._noting_failures():
+            with _NotingFailures(self):
                 self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
         return _gradients_of(inputs)
 
     def _weight_gradient(self, microbatch: int, received: Tensors) -> Tensors:
-        with self._noting_failures():
+        with _NotingFailures(self):
             self._weight_gradients.pop(microbatch)()
         return ()
 

@@ -13,7 +13,7 @@ is for trying out, as several ranks on one GPU, which nccl refuses.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class Transfers:
         stages: Mapping[int, Stage],
         group: dist.ProcessGroup | None,
         channels: Channels,
-        hosts: Callable[[], dist.ProcessGroup | None],
+        hosts: dist.ProcessGroup | None,
     ) -> None:
         self._stages = stages
         self._group = group
@@ -121,8 +121,8 @@ class Transfers:
             self._received_late.add(peer)
             rows = [[len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))] for shape in shapes]
             told = (torch.tensor(rows),)
-            works.append(start_send(told[0], self._hosts(), peer, _SHAPES))
-        works += self._start(start_send, peer, transfer, sent)
+            works.append(start_send(told[0], self._hosts, peer, _SHAPES))
+        works += self._start(transfer, sent, is_send=True)
         is_late = peer in self._received_late
         self._leaving[peer].append(_Posted(number, transfer, (*sent, *told), works, is_late=is_late))
 
@@ -137,7 +137,7 @@ class Transfers:
         self._arriving[transfer.consumer] = posted
         if count := self._stages[transfer.consumer.stage].varying_received(transfer.consumer):
             told = torch.empty(count, 1 + _MOST_DIMS, dtype=torch.int64)
-            posted.shapes = told, start_receive(told, self._hosts(), transfer.source, _SHAPES)
+            posted.shapes = told, start_receive(told, self._hosts, transfer.source, _SHAPES)
         line = self._in_line[transfer.source]
         if posted.shapes is None and not line:
             self._begin(posted)
@@ -179,24 +179,24 @@ class Transfers:
             shapes = [row[1 : 1 + row[0]] for row in told.tolist()]
         posted.tensors = self._stages[transfer.consumer.stage].make_buffers(transfer.consumer, shapes)
         posted.arrived = self._transferable(posted.tensors, holds_data=False)
-        posted.works = self._start(start_receive, transfer.source, transfer, posted.arrived)
+        posted.works = self._start(transfer, posted.arrived, is_send=False)
         posted.is_posted = True
 
-    def _start(self, call: Any, peer: int, transfer: Transfer, tensors: Tensors) -> list[Any]:
+    def _start(self, transfer: Transfer, tensors: Tensors, *, is_send: bool) -> list[Any]:
+        peer = transfer.destination if is_send else transfer.source
         channel = self._channels.get((transfer.source, transfer.destination))
         tensors = tuple(tensor for tensor in tensors if tensor.numel())  # of nothing both know
         if channel is None:
-            return [call(tensor, self._group, peer) for tensor in tensors]
+            start = start_send if is_send else start_receive
+            return [start(tensor, self._group, peer) for tensor in tensors]
         # all at once: in a queue they would be many kernels
         peer_in_world = global_rank(self._group, peer)
-        how = dist.isend if call is start_send else dist.irecv
+        how = dist.isend if is_send else dist.irecv
         operations = [dist.P2POp(how, tensor, peer_in_world, channel) for tensor in tensors]
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _transferable(self, tensors: Tensors, *, holds_data: bool) -> Tensors:
         """The tensors, or in place of those that go by the host others there, with their data if they hold any."""
-        if not any([goes_by_host(tensor, self._group) for tensor in tensors]):  # as nearly always
-            return tensors
         return tuple(
             _on_host(tensor, holds_data) if goes_by_host(tensor, self._group) else tensor for tensor in tensors
         )

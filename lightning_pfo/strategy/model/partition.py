@@ -71,43 +71,28 @@ def partition_layers(
         )
     check_partition(spec)
     kind, _, argument = spec.partition(":")
-    starts = [layer for layer in range(num_layers) if layer not in undivided]
-    is_known = kind != "custom" and (kind != "profile" or len(times_s) == num_layers)
-    if is_known and num_stages <= len(starts) < num_layers:
-        return _undivided(kind, argument, num_parameters, num_stages, types, times_s, starts)
-    if kind == "uniform":
-        base, extra = divmod(num_layers, num_stages)
-        return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
-    if kind == "parameters":
-        return balance(num_parameters, num_stages)
-    if kind == "profile" and len(times_s) == num_layers:
-        return balance(times_s, num_stages)
-    if kind == "type":
-        return balance(_matches(argument, types, num_stages), num_stages)
     if kind == "custom":
         return _custom(argument, num_layers, num_stages)
-    raise _unknown(spec)
-
-
-def _undivided(
-    kind: str,
-    argument: str,
-    num_parameters: Sequence[float],
-    num_stages: int,
-    types: Sequence[str],
-    times_s: Sequence[float],
-    starts: Sequence[int],
-) -> Boundaries:
-    """Divide groups of layers, which begin at `starts`."""
-    weights: Sequence[float] = [1] * len(num_parameters)
-    if kind == "parameters":
+    starts = [layer for layer in range(num_layers) if layer not in undivided]
+    if len(starts) < num_stages:
+        starts = list(range(num_layers))
+    if kind == "uniform" and len(starts) == num_layers:
+        base, extra = divmod(num_layers, num_stages)
+        return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
+    weights: Sequence[float]
+    if kind == "uniform":
+        weights = [1] * num_layers
+    elif kind == "parameters":
         weights = num_parameters
-    elif kind == "profile":
+    elif kind == "profile" and len(times_s) == num_layers:
         weights = times_s
     elif kind == "type":
         weights = _matches(argument, types, num_stages)
-    edges = [*starts, len(num_parameters)]
-    return tuple(edges[group] for group in balance([sum(weights[a:b]) for a, b in pairwise(edges)], num_stages))
+    else:
+        raise _unknown(spec)
+    edges = [*starts, num_layers]
+    groups = balance([sum(weights[start:stop]) for start, stop in pairwise(edges)], num_stages)
+    return tuple(edges[group] for group in groups)
 
 
 def balance(weights: Sequence[float], num_stages: int) -> Boundaries:

@@ -124,10 +124,8 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     largest, smallest, *answers = spread(said, torch.maximum, group).tolist()
     if largest == -smallest:
         return list(map(bool, answers[: len(votes)]))
-    places: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(places, what, group=group)
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(tell_each_other(what, group)):
         ranks[place].append(rank)
     found = "; ".join(f"rank {', '.join(map(str, some))}: {place}" for place, some in ranks.items())
     raise RanksApartError(
@@ -237,8 +235,7 @@ class Groups:
         Args:
             wanted: Those that this process is in.
         """
-        everyone: list[Sequence[Wanted]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, wanted, group=self.hosts(None))
+        everyone = tell_each_other(wanted, self.hosts(None))
         for each in sorted({each for of_process in everyone for each in of_process}, key=str):
             self._make(each)
         return [self._make(each) for each in wanted]
@@ -262,9 +259,7 @@ class Groups:
         """
         if any(user is not self for made in self._made.values() for user in made.users):
             gc.collect()  # a Trainer goes when Python looks for cycles, which may be long after its end
-        used: list[set[_Key]] = [set()] * dist.get_world_size()
-        of_this = {key for key, made in self._made.items() if made.users}
-        dist.all_gather_object(used, of_this, group=self.hosts(None))
+        used = tell_each_other({key for key, made in self._made.items() if made.users}, self.hosts(None))
         for key in sorted(set(self._made).difference(*used), key=str):
             dist.destroy_process_group(self._made.pop(key).group)
 

@@ -93,7 +93,7 @@ class LogRecorder:
     def _refused(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Exception:
         """What `LightningModule.log` itself raises of a value that cannot be logged."""
         try:
-            if hasattr(self.owner, "log"):
+            if hasattr(type(self.owner), "log"):  # a plain module has the one that is here instead
                 type(self.owner).log(self.owner, name, value, *args, **kwargs)  # type: ignore[attr-defined]
         except Exception as error:
             return error

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import global_rank, spread
+from lightning_pfo.strategy.parallel.groups import global_rank, spread, tell_each_other
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
 _LARGEST_ERROR_BYTES = 2**16
@@ -126,8 +126,7 @@ class ValueExchange:
         text = "" if error is None else "".join(traceback.format_exception_only(error)).strip()
         quoted = "".join(traceback.format_exception(error)) if error is not None else ""
         mine = (text, quoted, parcel.outline, _sendable(error))
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, mine, group=self._hosts)
+        found = tell_each_other(mine, self._hosts)
         first = next((rank for rank, (text, *_) in enumerate(found) if text), None)
         if first is not None:
             if error is not None and text == found[first][0]:

@@ -49,3 +49,11 @@ def test_what_is_logged_twice_is_logged_twice():
     assert (second.name, second.arguments, float(second.value)) == ("loss", {"batch_size": 8}, 3.5)
     with pytest.raises(ConfigurationError, match="this is a Linear"):
         recorder.log("metric", nn.Linear(1, 1))
+
+
+def test_what_a_plain_module_cannot_log_is_said_in_our_words():
+    owner = nn.Module()
+    recorder = LogRecorder(owner)
+    vars(owner)["log"] = recorder.log  # as while its step runs
+    with pytest.raises(ConfigurationError, match="this is a Linear"):
+        owner.log("metric", nn.Linear(1, 1))

@@ -86,7 +86,10 @@ class Attributes:
     def changed_values(self) -> list[Any]:
         """What the step has set and appended, but the dear."""
         found = [
-            value for container, before in self._containers.values() for _, (_, value) in _changes_in(container, before)
+            value
+            for container, before in self._containers.values()
+            if not _is_as_before(container, before)
+            for _, (_, value) in _changes_in(container, before)
         ]
         return [value for value in found if _bytes_of(value) <= _DEAR_BYTES]
 
@@ -274,8 +277,7 @@ def _is_as_before(container: Any, before: Any) -> bool:
 
 
 def _changes_in(container: Any, before: Any) -> Iterator[tuple[Any, Any]]:
-    if _is_as_before(container, before):
-        return
+    """What has changed of a container that is not as before."""
     if isinstance(before, dict):
         is_module = "_modules" in container
         for key, value in container.items():

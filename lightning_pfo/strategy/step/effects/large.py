@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from lightning_pfo.strategy.model.reach.places import Path, named
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -28,7 +26,7 @@ class LargeTensors:
 
     def is_copied(self, path: Path, array: Any) -> bool:
         """Whether a tensor is copied at the begin of a batch, so that what a run writes into it can be taken back."""
-        size = _bytes_of(array)
+        size = array.nbytes
         # buffers are mostly not written into, or given to others by the stage that does so
         may_be = (self.copies_all and path[0] != "_buffers") or path in self._written
         return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and may_be)
@@ -41,7 +39,7 @@ class LargeTensors:
             array: The tensor.
             is_told: Whether a warning says what that costs, as where the step is run to its end.
         """
-        size = _bytes_of(array)
+        size = array.nbytes
         if size <= _SMALL_BYTES or path in self._written:
             return
         self._written.add(path)
@@ -57,7 +55,3 @@ class LargeTensors:
             f"A step writes into {named(path)}. Its {size / 2**20:.1f} MiB are sent to all ranks after every batch in "
             f"which it does so.{how} Keep less, or write in a hook such as on_train_batch_end, on all ranks."
         )
-
-
-def _bytes_of(array: Any) -> int:
-    return int(array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size())
