@@ -6,8 +6,8 @@
     worker thread            lock 1410............|lock 1305 (1200 is skipped), watch   restore
 
 NVML needs milliseconds for a change, so a queue of old requests would leave the clock ever further behind: only the
-latest one counts. After each change the clock is read back (`transition`), until the next change is due. In virtual
-time there is no thread: a request is applied at the moment at which it is made.
+latest one counts. After a change the clock is read back (`transition`), until the next change is due. In virtual time
+there is no thread: a request is applied at the moment at which it is made.
 """
 
 from __future__ import annotations
@@ -183,10 +183,13 @@ class ClockController:
                         self._check_lock()
                     continue
                 self.gpu.lock_graphics_clock(clock_mhz)
+                is_watched = self._transitions.is_due(self.num_changes)
                 self.num_changes += 1
                 self._applied_mhz = clock_mhz
+                before_mhz, self._landed_mhz = self._landed_mhz, None
+                if not is_watched:
+                    continue
                 with contextlib.suppress(NotSupportedError):  # clocks can be set, but not read
-                    before_mhz, self._landed_mhz = self._landed_mhz, None
                     seen = yield from self._transitions.watch(clock_mhz, since_s, self._pause, before_mhz)
                     self._landed_mhz = clock_mhz if seen.latency_s is not None else None
         except Exception as error:  # surfaces as `error`; a dead worker would hide it

@@ -29,6 +29,8 @@ _POLL_SHARE = 0.1  # of the time passed: the latency is known to a tenth, and a 
 _USUAL_SHARE = 0.9  # of the usual latency: before that a poll would see nothing
 _MIN_OBSERVED = 5
 _KEPT = 1000
+_ALL_OF_FIRST = 200
+_OF_MANY, _WATCHED = 128, 16  # in a row, so that the clock before is known
 
 Pause = Callable[[float], Generator[float, None, bool]]
 """A process that sleeps for some seconds; returns whether to stop watching, as another change is to be made."""
@@ -104,7 +106,10 @@ class ClockStatistics:
 
 
 class TransitionLog:
-    """Watches the clock changes of one GPU. One thread watches; any may read."""
+    """Watches the clock changes of one GPU: all at first, later an eighth, as each reading costs the driver and a core.
+
+    One thread watches; any may read.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -114,12 +119,7 @@ class TransitionLog:
         self._pairs: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
         self._not_reached: Counter[int] = Counter()
         self._limits: set[str] = set()
-
-    @property
-    def usual_latency_s(self) -> float:
-        """Median latency; 0 until a few changes were seen to land."""
-        latencies_s = tuple(self._latencies_s)
-        return statistics.median(latencies_s) if len(latencies_s) >= _MIN_OBSERVED else 0.0
+        self.usual_latency_s = 0.0  # the median, once a few changes were seen to land
 
     @property
     def by_pair(self) -> dict[tuple[int, int], list[float]]:
@@ -128,6 +128,10 @@ class TransitionLog:
         for before, after, latency_s in tuple(self._pairs):
             found.setdefault((before, after), []).append(latency_s)
         return found
+
+    def is_due(self, number: int) -> bool:
+        """Whether a change is to be watched; they are numbered from 0."""
+        return number < _ALL_OF_FIRST or number % _OF_MANY < _WATCHED
 
     def watch(
         self, clock_mhz: int, requested_s: float, pause: Pause, before_mhz: int | None = None
@@ -148,6 +152,8 @@ class TransitionLog:
         )
         if transition.latency_s is not None:
             self._latencies_s.append(transition.latency_s)
+            if len(self._latencies_s) >= _MIN_OBSERVED:
+                self.usual_latency_s = statistics.median(self._latencies_s)
             if before_mhz is not None:
                 self._pairs.append((before_mhz, clock_mhz, transition.latency_s))
         elif transition.limits or self._now_s() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows

@@ -134,6 +134,17 @@ def test_the_controller_reports_the_latency_of_a_virtual_gpu() -> None:
         assert clocks.statistics().num_observed == 7
 
 
+def test_of_many_changes_an_eighth_is_watched() -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", clock_latency_s=0.02))
+    with ClockController(gpu) as clocks:
+        for number in range(512):
+            clocks.request((1410, 1200)[number % 2])
+            passes(gpu, 0.05)
+        statistics = clocks.statistics()
+    assert (statistics.num_changes, statistics.num_observed) == (512, 200 + 2 * 16)
+    assert sum(map(len, clocks.latencies_by_pair.values())) == 200 + 2 * 16 - 3  # the first of a row has none before
+
+
 def test_the_controller_reports_the_latency_of_a_live_gpu() -> None:
     gpu = EmulatedGpu(GpuConfig(kind="emulated", time="real", clock_latency_s=0.02))
     with ClockController(gpu) as clocks:
