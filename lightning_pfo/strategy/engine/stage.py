@@ -194,7 +194,7 @@ class Stage:
     def _outputs(self, program: StageProgram, microbatch: int, received: Tensors) -> list[torch.Tensor] | None:
         assert self.step is not None
         # the step's own numbers are the same on all stages, those of what a stage computes are its own
-        random_state.seed(self._device, *self.seed, microbatch, 0)
+        random_state.seed_step(self._device, *self.seed, microbatch, 0)
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
         step = partial(self.step, self.index, microbatch)
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
@@ -283,7 +283,7 @@ class _TwoStreams:
 
     def begin(self) -> None:
         """From now on numbers are the stage's own."""
-        random_state.seed(self._device, *self._seed)
+        random_state.seed_step(self._device, *self._seed)
 
     @contextmanager
     def own(self) -> Iterator[None]:

@@ -193,7 +193,9 @@ def trace_untouched(
             left.calls.clear()
         with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left):
             random_state.seed(device, *seed, 0)
+            seeded = random_state.get_state(device)
             trace = trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device, selected)
+            random_state.notice_draws_on_host(seeded)
         if trace.failure is None or not trace.has_sizes:
             break
     return trace

@@ -24,6 +24,7 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
@@ -365,7 +366,7 @@ class StepRunner:
             with inside(stage, ends_here=whole is None and stage == last), counting:
                 return step(index)
 
-        with random_state.isolated(engine.device):
+        with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
             seed = (engine.seed, *step_seed)
             found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
@@ -374,6 +375,7 @@ class StepRunner:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
             kept.leave_alone(changes)
             if whole is not None:
+                random_state.expect_draws_on_host()
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
@@ -383,6 +385,8 @@ class StepRunner:
                     self._skipped = engine.run(
                         programs, step_seed, run_step, take, train=train, after_backward=after_backward
                     )
+                if random_state.notice_draws_on_host(before):
+                    _tell_of_draws()
                 kept.check_switched()
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
@@ -400,3 +404,10 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+def _tell_of_draws() -> None:
+    warn_once(
+        "A step has drawn from the global generator of Python or NumPy for the first time, and did not do so when it "
+        "was traced: in this batch stages may have drawn different numbers; from the next on they draw the same."
+    )

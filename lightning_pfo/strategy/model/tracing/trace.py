@@ -362,8 +362,9 @@ class _TraceRun:
     @contextmanager
     def _nothing_drawn(self) -> Iterator[None]:
         """Random numbers of what one stage computes are not those of the step."""
-        with random_state.isolated(self._device):
+        with random_state.isolated(self._device) as before:
             yield
+            random_state.notice_draws_on_host(before)
 
 
 def _on(leaf: Any, device: torch.device) -> Any:
