@@ -102,6 +102,7 @@ MAY_KNOW = {
         "strategy.state",
         "strategy.watch",
     },
+    "strategy.trainer.manual": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",
         "strategy.step",

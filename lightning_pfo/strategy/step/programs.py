@@ -64,6 +64,8 @@ class Programs:
 
     Attributes:
         modules: Further modules that a step may leave something in, by name.
+        follows_each_batch: Whether steps are traced for each batch, since they may do other things than in others of
+            the same form.
     """
 
     def __init__(self, owner: nn.Module, split: Split, device: torch.device, patches: Patches) -> None:
@@ -73,6 +75,7 @@ class Programs:
         self._patches = patches
         self._caches = Caches()
         self._known: OrderedDict[Any, StepPrograms] = OrderedDict()
+        self.follows_each_batch = False
         self.modules = split.modules_at_end(owner)
 
     def of(
@@ -102,6 +105,9 @@ class Programs:
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
         training, trained = (flags or Flags(self._owner)).at_first
+        if self.follows_each_batch:
+            for key in [key for key in self._known if key[0][0] == kind]:
+                del self._known[key]
         state: Any = (
             kind,
             train,

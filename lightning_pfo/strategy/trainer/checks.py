@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 
@@ -42,12 +41,6 @@ def check_configuration(
     Raises:
         ConfigurationError: If they cannot work on a pipeline.
     """
-    module = trainer.lightning_module
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        raise ConfigurationError(
-            "pfo_pipeline runs training_step once per microbatch, which would repeat the optimizer steps of manual "
-            f"optimization; {type(module).__name__} sets automatic_optimization=False. Use automatic optimization."
-        )
     if synchronises_batch_norm:
         raise ConfigurationError(
             "pfo_pipeline runs batch norm on microbatches, each replica with its own; got sync_batchnorm=True. Leave "

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
@@ -20,21 +21,25 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import global_norm
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
+    can_be_read_again,
     default_num_microbatches,
     evaluation_microbatches,
     training_batch_sizes,
 )
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward
+from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward, training_data
+from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
@@ -49,14 +54,21 @@ _GATHERED: dict[str, Outputs] = {"all": "all", "rank0": "first", "none": "last"}
 
 
 class StepStrategy(CheckpointStrategy):
-    """Base of strategies that run the user's steps on a pipeline, once it is split."""
+    """Base of strategies that run the user's steps on a pipeline, once it is split.
 
+    Attributes:
+        manual: What runs steps that optimize by themselves; None: they do not.
+    """
+
+    manual: ManualOptimization | None = None
     _pipeline: Pipeline | None = None
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
     _accumulating = False
     _is_averaged = False
     _gather = "all"
+    _partition: str
+    _batching: Batching
     _signals: SignalsAtBatchEnd
     _patches: Patches
     _evaluated = 0
@@ -111,6 +123,35 @@ class StepStrategy(CheckpointStrategy):
             f"{counted(self._num_microbatches, 'microbatch', 'microbatches')}."
         )
 
+    def _first_step(self) -> Callable[[torch.device], Any] | None:
+        """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
+        module = self._module()
+        first = self._loading_rank()
+        with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
+            data = training_data(module.trainer)
+            if self._partition != "profile" and not can_be_read_again(data):
+                return None
+
+            def load() -> Any:
+                return next(iter(CombinedLoader(data, "max_size_cycle")))
+
+            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
+        number = self._num_microbatches
+        size = self._batching.size_of(batch, self.mesh.num_ranks)
+        number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
+        microbatch = self._batching.split(batch, number)[0]
+        training_step = module.training_step
+        if self.manual is not None:
+            with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
+                self.setup_optimizers(module.trainer)
+            training_step = self.manual.of(training_step, [])
+
+        def step(device: torch.device) -> Any:
+            with self.precision_plugin.train_step_context():
+                return training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
+
+        return step
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch_idx = self._module().trainer.fit_loop.batch_idx
@@ -121,9 +162,15 @@ class StepStrategy(CheckpointStrategy):
         assert self._num_microbatches is not None
         self._check_batch(batch, batch_idx)
         # what comes before it must be reduced too, and together with it
+        manual = self.manual
         fresh = gradients_are_stale(self._module())
-        self._is_averaged = fresh and not self._accumulating
-        what = (self._step("training_step"), self._num_microbatches, self._training_seed(), batch, rest)
+        # of steps that optimize by themselves each is reduced by itself: when another one steps, nobody knows
+        self._is_averaged = manual is not None or (fresh and not self._accumulating)
+        step = self._step("training_step")
+        if manual is not None:
+            step = manual.of(step, self._get_pipeline().held)
+            self._get_pipeline().runner.programs.follows_each_batch = manual.several
+        what = (step, self._num_microbatches, self._training_seed(), batch, rest)
         with self.precision_plugin.train_step_context():
             is_wanted = self._are_wanted("on_train_batch_end")
             if self._memory is not None:
@@ -136,6 +183,8 @@ class StepStrategy(CheckpointStrategy):
                 keep_gradients=not fresh,
                 outputs="all" if is_wanted else "nobody",
             )
+            if manual is not None:
+                return manual.finish(result)
         return SKIPPED if result is None else result
 
     @override

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
@@ -39,16 +37,15 @@ from lightning_pfo.strategy.step.batches.loading import check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
-from lightning_pfo.strategy.step.microbatches import can_be_read_again, default_num_microbatches
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
     allow_skipping,
     move_optimizers,
     set_device_mesh,
-    training_data,
 )
 from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
@@ -133,7 +130,7 @@ class PfoPipelineStrategy(StepStrategy):
 
     Raises:
         ConfigurationError: If there is no such schedule or partition. In `setup`, before any training: no or several
-            candidates to split, fewer layers than stages, an impossible partition, manual optimization, a precision
+            candidates to split, fewer layers than stages, an impossible partition, a precision
             that replaces layers, compiled layers without a compiler or in a schedule that cuts backwards in two.
             On the first batch: a loss that is NaN, or does not suit microbatches.
         BatchError: On a batch that cannot be divided into microbatches.
@@ -247,7 +244,14 @@ class PfoPipelineStrategy(StepStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of a Trainer, and other processes: without what belongs to the processes of a run."""
-        state = {**super().__getstate__(), "_pipeline": None, "_mesh": None, "_meeting": None, "rank_watch": None}
+        state = {
+            **super().__getstate__(),
+            "_pipeline": None,
+            "_mesh": None,
+            "_meeting": None,
+            "rank_watch": None,
+            "manual": None,
+        }
         state.pop("_restore", None)
         return {**state, "_signals": SignalsAtBatchEnd(), "_patches": Patches()}
 
@@ -276,6 +280,8 @@ class PfoPipelineStrategy(StepStrategy):
         self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
         self._signals.take_over(trainer, self._patches)
         self.model = self.precision_plugin.convert_module(self.model)
+        is_manual = trainer.state.fn == TrainerFn.FITTING and not self._module().automatic_optimization
+        self.manual = ManualOptimization(trainer, self._patches) if is_manual else None
         pipeline = self._split(self._module())
         split_averages(trainer, self._module(), self._patches)
         set_example_aside(self._module(), self._patches)
@@ -340,30 +346,6 @@ class PfoPipelineStrategy(StepStrategy):
             say = partial(rank_zero_info, "pfo_pipeline: %s")
             self._memory = MemoryWatch(pipeline.forecast, say) if reports else None
         return pipeline
-
-    def _first_step(self) -> Callable[[torch.device], Any] | None:
-        """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
-        module = self._module()
-        first = self._loading_rank()
-        with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
-            data = training_data(module.trainer)
-            if self._partition != "profile" and not can_be_read_again(data):
-                return None
-
-            def load() -> Any:
-                return next(iter(CombinedLoader(data, "max_size_cycle")))
-
-            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
-        number = self._num_microbatches
-        size = self._batching.size_of(batch, self.mesh.num_ranks)
-        number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
-        microbatch = self._batching.split(batch, number)[0]
-
-        def step(device: torch.device) -> Any:
-            with self.precision_plugin.train_step_context():
-                return module.training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
-
-        return step
 
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:

@@ -198,12 +198,6 @@ def compared(name, make, strategy=None):
     results[f"{name}_expected"] = [*expected, float(logged["train_accuracy"])]
 
 
-class Manual(PlainModule):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class CallsTwice(PlainModule):
     """Calls a part three times, on different stages."""
 
@@ -315,7 +309,6 @@ def refusals():
     used = PlainModule()
     fit(used)
     cases = {
-        "manual": lambda: fit(Manual()),
         "never_calls": lambda: fit(NeverCalls()),
         "returns_nothing": lambda: fit(ReturnsNothing()),
         "fails_in_the_loss": lambda: fit(FailsInTheLoss()),

@@ -145,7 +145,6 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
-        ("manual", "ConfigurationError", ["automatic_optimization=False", "Use automatic optimization"]),
         ("never_calls", "ConfigurationError", ["calls none of those of 'model'", "pipeline_module=..."]),
         ("returns_nothing", "ConfigurationError", ["is the loss as a one-element tensor", "got 'nothing'"]),
         ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),

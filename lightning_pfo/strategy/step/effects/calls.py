@@ -24,6 +24,15 @@ Path = tuple[tuple[str, Any], ...]
 Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
+_notes: list[Note] = []
+"""What takes calls of the steps that are under way, the innermost last."""
+
+
+def note_call(call: Call) -> None:
+    """Have a call made on every rank when the batch is done, if it is noted where the step ends; see `redirected`."""
+    if _notes:
+        _notes[-1](call)
+
 
 class Outlets:
     """What a step of a module says something through.
@@ -61,12 +70,14 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         attributes, loggers = self._outlets.attributes, self._outlets.loggers
         self._before = {name: attributes[name] for name in self._replaced if name in attributes}
         attributes.update(self._replaced)
+        _notes.append(self._note)
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
 
     def __exit__(self, *_: object) -> None:
         attributes, loggers = self._outlets.attributes, self._outlets.loggers
+        _notes.pop()
         if loggers:
             self._outlets.trainer.loggers = loggers
         for name in self._replaced:

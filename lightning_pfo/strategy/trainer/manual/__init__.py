@@ -1,0 +1,1 @@
+"""Steps that optimize by themselves: `automatic_optimization = False`."""

@@ -1,0 +1,139 @@
+"""Manual optimization on microbatches.
+
+The user's step runs for each microbatch, as any other, and its loss is what it gives to `manual_backward`. What it does
+to gradients, weights and learning rates is noted where the step ends, and done on every rank once for the batch, in the
+step's own order, when the pipeline has all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.noticing import users_line
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.trainer.manual.run import BACKWARD, SET, Do, ManualRun, Targets, Which
+from lightning_pfo.strategy.trainer.manual.settings import apply
+
+Step = Callable[..., Any]
+
+
+class ManualOptimization:
+    """Runs steps of a module that optimizes by itself.
+
+    Args:
+        trainer: The Trainer, in `fit`.
+        patches: Undoes what it changes in torch.
+    """
+
+    def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
+        self._trainer = trainer
+        self._run: ManualRun | None = None
+        self._due: list[tuple[int, Do, tuple[Any, ...], dict[str, Any]]] = []
+        patches.set(nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad))
+        patches.set(torch.autograd, "backward", self._refusing(torch.autograd.backward))
+        patches.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are several optimizers, so that a step may run other parts of the model for each."""
+        return len(self._trainer.optimizers) > 1
+
+    def of(self, step: Step, held: list[nn.Parameter]) -> Step:
+        """A step that optimizes by itself as one that returns its loss, in a dict.
+
+        Args:
+            step: The user's step.
+            held: Parameters that this rank holds.
+        """
+        targets = Targets(self._trainer)
+
+        def run(*args: Any) -> Any:
+            self._run = ManualRun(targets, held)
+            try:
+                with self._run as of_microbatch:
+                    return of_microbatch.outcome(step(*args))
+            finally:
+                self._run = None
+
+        return run
+
+    def due(self, position: int, do: Do, *args: Any, **kwargs: Any) -> None:
+        """Take a call that a step has noted.
+
+        Args:
+            position: How many come before it.
+            do: What is called.
+            args: What else it is called with.
+            kwargs: The same.
+        """
+        self._due.append((position, do, args, kwargs))
+
+    def finish(self, outcome: dict[str, Any] | None) -> Any:
+        """Do what the step of a batch has noted, on every rank.
+
+        Args:
+            outcome: What came of the step on the pipeline: the loss whose backward hands out the gradients, and what
+                it has returned; None: it has no loss.
+
+        Returns:
+            What the step has returned for the batch.
+
+        Raises:
+            ConfigurationError: If it was not the same for all microbatches.
+        """
+        due, self._due = self._due, []
+        if [position for position, *_ in due] != list(range(len(due))):
+            calls = list(dict.fromkeys(f"{do.name} of {do.on.kind} {do.on.index}".strip() for _, do, *_ in due))
+            raise ConfigurationError(
+                f"A step that optimizes by itself does so alike for all microbatches of a batch, since it is done once "
+                f"for all of them; here some differ, in these or in what they are given: {', '.join(calls)}. Decide by "
+                f"what microbatches have in common, such as batch_idx."
+            )
+        last = max((position for position, do, *_ in due if do.name == BACKWARD), default=-1)
+        targets = Targets(self._trainer)
+        for position, do, args, kwargs in due:
+            target = targets.find(do.on)
+            if do.name == SET:
+                for group, name, value in do.args[0]:
+                    apply(target.param_groups[group], {name: value})
+            elif do.name == BACKWARD:
+                if position == last and outcome is not None:
+                    target.manual_backward(outcome["loss"])
+            else:
+                settings = [targets.find(each) if isinstance(each, Which) else each for each in do.args]
+                getattr(target, do.name)(*settings, *args, **do.kwargs, **kwargs)
+        return None if outcome is None else outcome.get("returned")
+
+    def _zeroing(self, ordinary: Callable[..., None]) -> Callable[..., None]:
+        def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+            if self._run is None or not self._run.zero(module, set_to_none):
+                ordinary(module, set_to_none)
+
+        return zero_grad
+
+    def _refuse_unknown(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._run is not None:  # where steps of known ones are noted, and not made
+            raise ConfigurationError(
+                f"On a pipeline a step optimizes with what configure_optimizers returns; this "
+                f"{type(optimizer).__name__} is none of these: {users_line()} Return it there, and take it "
+                f"from self.optimizers()."
+            )
+
+    def _refusing(self, ordinary: Callable[..., None]) -> Callable[..., None]:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            if self._run is not None:
+                raise ConfigurationError(
+                    f"On a pipeline a loss is given to self.manual_backward, since stages run backward one after the "
+                    f"other; the step runs backward by itself: {users_line()} Call self.manual_backward(loss)."
+                )
+            ordinary(*args, **kwargs)
+
+        return backward

@@ -1,0 +1,265 @@
+"""One run of a step that optimizes by itself, on a microbatch: what it is to do to the model is noted, and not done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.noticing import users_line
+from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
+from lightning_pfo.strategy.step.effects.calls import note_call
+from lightning_pfo.strategy.step.effects.within import step_ends_here
+from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
+from lightning_pfo.strategy.trainer.manual.settings import RunSettings
+
+BACKWARD = "manual_backward"
+SET = "settings"
+_OF_MODULE = (BACKWARD, "clip_gradients")
+_OF_OPTIMIZERS = ("step", "zero_grad")
+
+
+@dataclass(frozen=True)
+class Which:
+    """Stands for an object that every rank has.
+
+    Attributes:
+        kind: `module`, `optimizer` (as `self.optimizers()` gives it), `bare` (that of torch) or `scheduler`.
+        index: Which of them; of modules the name.
+    """
+
+    kind: str
+    index: int | str = 0
+
+
+class Do:
+    """A call that is to be made for the batch; its arguments are settings, the same for all microbatches.
+
+    No dataclass, since these are taken apart and put together by parts.
+    """
+
+    def __init__(self, on: Which, name: str, *args: Any, **kwargs: Any) -> None:
+        self.on = on
+        self.name = name
+        self.args = args
+        self.kwargs = kwargs
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Do) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.on, self.name))
+
+
+class Targets:
+    """What a step may call to optimize.
+
+    Args:
+        trainer: The Trainer; it has made its optimizers.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self.module = trainer.lightning_module
+        optimizers = self.module.optimizers()
+        self.optimizers: list[Any] = optimizers if isinstance(optimizers, list) else [optimizers]
+        self.bare = [optimizer.optimizer for optimizer in self.optimizers]
+        self.schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        self.named: dict[int, Which] = {}
+        for kind, objects in (("optimizer", self.optimizers), ("bare", self.bare), ("scheduler", self.schedulers)):
+            self.named |= {id(each): Which(kind, index) for index, each in enumerate(objects)}
+
+    def find(self, which: Which) -> Any:
+        """The object that something stands for."""
+        if which.kind == "module":
+            return self.module.get_submodule(str(which.index))
+        of_kind = {"optimizer": self.optimizers, "bare": self.bare, "scheduler": self.schedulers}[which.kind]
+        return of_kind[int(which.index)]
+
+
+class ManualRun:
+    """A context in which a step runs on a microbatch.
+
+    Args:
+        targets: What it may call.
+        held: Parameters that this rank holds.
+    """
+
+    def __init__(self, targets: Targets, held: Sequence[nn.Parameter]) -> None:
+        self._targets = targets
+        self._held = held
+        self._losses: list[torch.Tensor] = []
+        self._position = 0
+        self._acted = False
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+        self._open = ExitStack()
+        self._afterwards: Afterwards | None = None
+
+    def __enter__(self) -> ManualRun:
+        targets = self._targets
+        self._settings = RunSettings(targets.bare)
+        self._completed = targets.progress.completed
+        self._gradients = self._gradients_now()
+        for name, stand_in in zip(_OF_MODULE, (self._backward, self._clip), strict=True):
+            self._replace(targets.module, name, stand_in)
+        for optimizer in (*targets.optimizers, *targets.bare):
+            for name, make in zip(_OF_OPTIMIZERS, (self._step_of, self._zero_of), strict=True):
+                self._replace(optimizer, name, make(optimizer))
+        for scheduler in targets.schedulers:
+            self._replace(scheduler, "step", self._scheduler_step_of(scheduler, scheduler.step))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+        for attributes, name, before in reversed(self._replaced):
+            if before is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = before
+        self._settings.put_back()
+        self._targets.progress.completed = self._completed
+
+    def outcome(self, result: Any) -> dict[str, Any] | None:
+        """What the pipeline takes for the result of the step: the loss that was given to `manual_backward`, and it.
+
+        Raises:
+            ConfigurationError: If it has returned something without one, or has changed gradients by itself.
+        """
+        self._note_settings()
+        self._leave()
+        if any(map(is_not, self._gradients_now(), self._gradients)):
+            raise ConfigurationError(
+                "On a pipeline training_step runs for each microbatch, and the gradients of those before are there "
+                "meanwhile; it sets p.grad by itself. Call optimizer.zero_grad() or zero_grad() of a module instead, "
+                "or set them in a hook such as on_before_optimizer_step."
+            )
+        if self._losses:
+            return {"loss": sum(self._losses[1:], self._losses[0]), "returned": result}
+        if result is not None:
+            raise ConfigurationError(
+                f"With automatic_optimization=False a training_step on a pipeline gives its loss to "
+                f"self.manual_backward, and it has returned {type(result).__name__} without. Call "
+                f"self.manual_backward(loss), or return None to leave a batch out."
+            )
+        return None
+
+    def zero(self, part: nn.Module, set_to_none: bool) -> bool:
+        """Note that a module zeroes the gradients of its parameters; tells whether it is part of the user's."""
+        name = next((name for name, module in self._targets.module.named_modules() if module is part), None)
+        if name is None:
+            return False
+        self._note(Do(Which("module", name), "zero_grad", set_to_none=set_to_none))
+        return True
+
+    def _leave(self) -> None:
+        self._open.close()
+        self._afterwards = None
+
+    def _gradients_now(self) -> list[torch.Tensor | None]:
+        with following(None), DisableTorchFunctionSubclass():
+            return [parameter.grad for parameter in self._held]
+
+    def _replace(self, target: Any, name: str, stand_in: Callable[..., Any]) -> None:
+        attributes = vars(target)
+        self._replaced.append((attributes, name, attributes.get(name, _ABSENT)))
+        attributes[name] = stand_in
+
+    def _note(self, do: Do, *args: Any, **kwargs: Any) -> None:
+        self._note_settings()
+        self._note_one(do, *args, **kwargs)
+
+    def _note_settings(self) -> None:
+        for index, changes in self._settings.changes():
+            self._note_one(Do(Which("bare", index), SET, changes))
+
+    def _note_one(self, do: Do, *args: Any, **kwargs: Any) -> None:
+        self._acted = self._acted or (bool(self._losses) and do.name in ("step", "zero_grad", "clip_gradients"))
+        note_call((_DUE, (self._position, do, *args), kwargs))
+        self._position += 1
+
+    def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("retain_graph", None)  # nobody frees it before the step has ended
+        if args or kwargs:
+            raise ConfigurationError(
+                f"On a pipeline self.manual_backward takes a loss, and retain_graph; got {[*args, *kwargs]} at "
+                f"{users_line()} Multiply the loss by what its gradient is to be."
+            )
+        if step_ends_here() and (not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad):
+            raise ConfigurationError(
+                f"On a pipeline self.manual_backward takes a one-element tensor that depends on the model's output; at "
+                f"{users_line()} it got {_described(loss)}. Give it the loss itself."
+            )
+        if self._acted:
+            raise ConfigurationError(
+                f"On a pipeline a step computes gradients once, so that one call of self.manual_backward comes before "
+                f"its optimizers' steps; here another one follows them: {users_line()} Give it the sum of both losses "
+                f"and then step both optimizers, or do one of both in each batch (if batch_idx % 2 == 0: ...)."
+            )
+        self._note(Do(Which("module", ""), BACKWARD))
+        self._losses.append(loss.reshape(()) if loss.dim() else loss)
+        if self._afterwards is None:
+            self._afterwards = self._open.enter_context(Afterwards())
+
+    def _clip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        on = self._targets.named.get(id(optimizer))
+        if on is None:
+            raise ConfigurationError(
+                f"self.clip_gradients takes one of self.optimizers(); got {type(optimizer).__name__} at {users_line()}"
+            )
+        self._note(Do(Which("module", ""), "clip_gradients", on, *args, **kwargs))
+
+    def _step_of(self, optimizer: Any) -> Callable[..., None]:
+        which = self._targets.named[id(optimizer)]
+
+        def step(closure: Any = None, **kwargs: Any) -> None:
+            if closure is not None:
+                raise ConfigurationError(
+                    f"On a pipeline the step of an optimizer takes no closure, since forward and backward of "
+                    f"microbatches come before it: {users_line()} Call what is in the closure first, then "
+                    f"optimizer.step()."
+                )
+            self._note(Do(which, "step", **kwargs))
+            if self._afterwards is not None:
+                self._afterwards.step(p for group in optimizer.param_groups for p in group["params"])
+            if isinstance(optimizer, LightningOptimizer):
+                self._targets.progress.completed += 1  # which is `trainer.global_step`
+
+        return step
+
+    def _zero_of(self, optimizer: Any) -> Callable[..., None]:
+        which = self._targets.named[id(optimizer)]
+
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            self._note(Do(which, "zero_grad", *args, **kwargs))
+
+        return zero_grad
+
+    def _scheduler_step_of(self, scheduler: Any, ordinary: Callable[..., Any]) -> Callable[..., None]:
+        which = self._targets.named[id(scheduler)]
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            self._note(Do(which, "step"), *args, **kwargs)
+            with following(None), torch.no_grad():
+                self._settings.try_scheduler(scheduler, ordinary, *plain((args, kwargs)))
+
+        return step
+
+
+_ABSENT = object()
+_DUE = tuple(("attribute", name) for name in ("trainer", "strategy", "manual", "due"))
+"""Where the user's module finds what takes a call that is to be made."""
+
+
+def _described(loss: Any) -> str:
+    if isinstance(loss, torch.Tensor):
+        return f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+    return f"a {type(loss).__name__}"

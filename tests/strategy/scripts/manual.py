@@ -1,0 +1,399 @@
+"""Steps that optimize by themselves, on a pipeline and on one device; writes OUTPUT/rank_N.json.
+
+Usage: manual.py FOLDER RANKS [CASE...].
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER, RANKS = Path(sys.argv[1]), int(sys.argv[2])
+STEPS = 8
+
+
+class Module(L.LightningModule):
+    """As in Lightning's documentation: one backward, clipping, a step, a scheduler."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)), nn.Linear(8, 4))
+        self.seen = {"loss": [], "lr": [], "logged": [], "step": [], "hooks": [], "outputs": [], "given": []}
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.3, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.lr_schedulers().step()
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("step", float(self.trainer.global_step))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [lr_scheduler.StepLR(optimizer, 2, 0.7)]
+
+    def on_before_zero_grad(self, optimizer):
+        self.seen["hooks"].append("on_before_zero_grad")
+
+    def on_before_backward(self, loss):
+        self.seen["hooks"].append("on_before_backward")
+        self.seen["given"].append(float(loss))
+
+    def on_after_backward(self):
+        self.seen["hooks"].append("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen["hooks"].append(f"on_before_optimizer_step of {len(optimizer.param_groups[0]['params'])}")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.seen["logged"].append(metrics)
+        optimizers = self.optimizers() if isinstance(self.optimizers(), list) else [self.optimizers()]
+        self.seen["lr"].append([group["lr"] for optimizer in optimizers for group in optimizer.param_groups])
+        self.seen["step"].append(self.trainer.global_step)
+        self.seen["outputs"].append({key: float(value) for key, value in (outputs or {}).items()})
+
+
+class Accumulates(Module):
+    """Every third batch makes a step; it returns its loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.manual_backward(loss / 3)
+        if (batch_idx + 1) % 3 == 0:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss, "twice": 2 * loss}
+
+
+class TwoOptimizers(Module):
+    """Each has a part of the parameters, one backward serves both; one of them waits."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        self.log("loss", loss, prog_bar=True)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        return loss
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW(self.net[:2].parameters(), 0.01)
+        second = torch.optim.SGD(self.net[2:].parameters(), 0.1, momentum=0.9)
+        return [first, second], [lr_scheduler.CosineAnnealingLR(first, 8), lr_scheduler.LinearLR(second)]
+
+
+class Toggles(TwoOptimizers):
+    """The optimizers take turns; the other one's parameters need no gradients."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        self.toggle_optimizer(optimizer)
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.untoggle_optimizer(optimizer)
+
+
+class TogglesModel(TwoOptimizers):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()[batch_idx % 2]
+        with optimizer.toggle_model(sync_grad=bool(batch_idx % 3)):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+class SetsRates(Module):
+    """Warms up by hand, and lets a plateau of its loss decide; zeroes gradients as modules do."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        self.net.zero_grad()
+        loss = self.loss(batch)
+        if batch_idx < 3:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (batch_idx + 1)
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.manual_backward(loss)
+        optimizer.step()
+        if batch_idx >= 3:
+            self.lr_schedulers().step(loss.detach())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+
+class TwoLosses(Module):
+    """Two backwards before one step add up."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        logits = self.net(batch[0])
+        self.manual_backward(nn.functional.cross_entropy(logits, batch[1]), retain_graph=True)
+        self.manual_backward(0.1 * logits.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Skips(Module):
+    """Some batches have no backward."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 3 == 1:
+            return
+        super().training_step(batch, batch_idx)
+
+
+class Whole(Module):
+    """A loss that compares samples."""
+
+    def loss(self, batch):
+        logits = nn.functional.normalize(self.net(batch[0]))
+        return nn.functional.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Half(Module):
+    """Gradients too small for 16 bits, but for their scale."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.loss(batch) * 1e-4
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e3)
+
+
+class Generates(Module):
+    """A generator and a discriminator take turns, so that batches call other parts of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.judge = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)), nn.Linear(4, 1))
+
+    def training_step(self, batch, batch_idx):
+        generator, judge = self.optimizers()
+        optimizer = judge if batch_idx % 2 else generator
+        optimizer.zero_grad()
+        if batch_idx % 2:
+            made = self.net(batch[0]).detach()
+            loss = self.judge(torch.cat([made, batch[0][:, :4]])).sigmoid().mean()
+            self.log("judge_loss", loss)
+        else:
+            loss = -self.judge(self.net(batch[0])).sigmoid().mean()
+            self.log("generator_loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), 0.02) for part in (self.net, self.judge)]
+
+
+class Steps(Module):
+    """One step for each batch."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class Automatic(Steps):
+    """The same, by Lightning."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+class Clips(Module):
+    """Looks at gradients."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        self.optimizers().step()
+
+
+class Averages(Module):
+    """Looks at new weights."""
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.average = [p.detach().clone() for p in self.net[5].parameters()]
+
+
+class Closure(Module):
+    def training_step(self, batch, batch_idx):
+        self.optimizers().step(closure=lambda: self.manual_backward(self.loss(batch)))
+
+
+class Backward(Module):
+    def training_step(self, batch, batch_idx):
+        self.loss(batch).backward()
+        self.optimizers().step()
+
+
+class Forgets(Module):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+class Adversarial(TwoOptimizers):
+    """Another backward for weights that the first step does not change."""
+
+    def other(self, batch):
+        return self.net[2:](batch[0]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        self.manual_backward(self.other(batch))
+        second.step()
+
+
+class Decides(Module):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if batch[0][0, 0] > 0:
+            self.optimizers().step()
+
+
+class ByHand(Module):
+    def training_step(self, batch, batch_idx):
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class Hides(Module):
+    def training_step(self, batch, batch_idx):
+        hidden = torch.optim.SGD([p for p in self.net[5].parameters() if not p.is_meta] or [torch.zeros(1)], 0.1)
+        self.manual_backward(self.loss(batch))
+        hidden.step()
+
+
+SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b"}}
+EQUAL = {
+    f"{kind.__name__}, {name}": (kind, options)
+    for kind in (Module, TwoOptimizers)
+    for name, options in SCHEDULES.items()
+} | {
+    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (Accumulates, Toggles, TogglesModel, SetsRates)},
+    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (TwoLosses, Skips)},
+    "Accumulates, gpipe": (Accumulates, {"schedule": "gpipe"}),
+    "Toggles, gpipe": (Toggles, {"schedule": "gpipe"}),
+    "Module, memory": (Module, {"memory_report": True, "partition": "profile"}),
+    "Whole, gpipe": (Whole, {"schedule": "gpipe", "loss_over": "batch"}),
+    "Half, 1f1b": (Half, {}),
+    "Generates, 1f1b": (Generates, {}),
+    "Generates, gpipe": (Generates, {"schedule": "gpipe"}),
+}
+REFUSED = {
+    kind.__name__: kind for kind in (Clips, Averages, Closure, Backward, Forgets, Adversarial, Decides, ByHand, Hides)
+}
+
+
+def fit(module, devices, max_epochs=1, path=None, **options):
+    strategy = PfoPipelineStrategy(num_microbatches=4, **options) if devices else "auto"
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = (
+        torch.randn(12 * STEPS, 8, generator=generator),
+        torch.randint(4, (12 * STEPS,), generator=generator),
+    )
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=12)
+    is_half = isinstance(module, Half)
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices or 1,
+        max_epochs=max_epochs,
+        logger=False,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))] if is_half else None,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    error = ""
+    try:
+        trainer.fit(module, loader, ckpt_path=path)
+        trainer.save_checkpoint(FOLDER / f"{type(module).__name__} {devices} {max_epochs}.ckpt")
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    weights = {n: p.flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
+    return {**module.seen, "weights": weights, "error": error}
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    results, wanted = {}, sys.argv[3:]
+    for name, (kind, options) in EQUAL.items():
+        if name in wanted or not (wanted or (RANKS == 1 and "1f1b" not in name)):
+            results[name] = fit(kind(), RANKS, **options)
+            if f"{kind.__name__}, plain" not in results and rank == 0:
+                results[f"{kind.__name__}, plain"] = fit(kind(), 0)
+    if RANKS == 4:
+        for kind in (Steps, Automatic):
+            results[kind.__name__] = fit(kind(), RANKS, data_parallel_size=2)
+    if not wanted:  # each goes on from where the other has been
+        before = FOLDER / f"TwoOptimizers {0 if RANKS == 1 else RANKS} 1.ckpt"
+        results["Resumed, 1f1b"] = fit(TwoOptimizers(), RANKS, 2, FOLDER / "TwoOptimizers 0 1.ckpt")
+        if rank == 0:
+            results["Resumed, plain"] = fit(TwoOptimizers(), 0, 2, before)
+    for name, kind in REFUSED.items():
+        if name in wanted or not (wanted or RANKS == 4):
+            results[name] = fit(kind(), RANKS)["error"]
+    (FOLDER / f"rank_{rank}.json").write_text(json.dumps(results))
+
+
+run_ranks(main, RANKS)
