@@ -1,6 +1,7 @@
 """Who may know whom (the rooms of the package). Read from the source, so that imports inside functions count too."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -276,7 +277,12 @@ def imports_of(path, modules):
 
 
 FILES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
-IMPORTS = {name: set(imports_of(path, FILES)) for name, path in FILES.items()}
+
+
+@functools.cache
+def imports_in(name):
+    """Not found where tests are collected, which each of several processes does."""
+    return set(imports_of(FILES[name], FILES))
 
 
 ROOMS = {name.partition(".")[2] for name, path in FILES.items() if path.name == "__init__.py"} - {""}
@@ -292,7 +298,7 @@ def modules_in(room):
 
 
 def importers_of(library):
-    return {name for name, imported in IMPORTS.items() if any(i.split(".")[0] == library for i in imported)}
+    return {name for name in FILES if any(i.split(".")[0] == library for i in imports_in(name))}
 
 
 def test_all_rooms_are_found():
@@ -308,7 +314,7 @@ def test_rooms_import_only_rooms_they_may_know(room):
     broken = {
         name: {
             i
-            for i in IMPORTS[name]
+            for i in imports_in(name)
             if i.startswith("lightning_pfo.") and not any(is_in(i, known) for known in MAY_KNOW[room] | {room})
         }
         for name in modules_in(room)
@@ -336,7 +342,7 @@ def test_rooms_do_not_import_foreign_libraries(room):
     forbidden = MUST_NOT_IMPORT[room]
     exempt = PYNVML_ALLOWED_IN
     broken = {
-        name: {i for i in IMPORTS[name] if i.split(".")[0] in forbidden}
+        name: {i for i in imports_in(name) if i.split(".")[0] in forbidden}
         for name in modules_in(room)
         if name not in exempt
     }
@@ -344,7 +350,7 @@ def test_rooms_do_not_import_foreign_libraries(room):
 
 
 def test_core_uses_the_standard_library_only():
-    roots = {i.split(".")[0] for name in modules_in("core") for i in IMPORTS[name]}
+    roots = {i.split(".")[0] for name in modules_in("core") for i in imports_in(name)}
     assert roots - sys.stdlib_module_names == {"lightning_pfo"}
 
 
@@ -367,7 +373,7 @@ def test_callbacks_do_not_name_a_strategy():
 
 
 def test_no_import_cycle():
-    graph = {name: {i for i in imported if i in FILES and i != name} for name, imported in IMPORTS.items()}
+    graph = {name: imports_in(name) & FILES.keys() - {name} for name in FILES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
