@@ -30,7 +30,7 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import learn
-from lightning_pfo.strategy.step.first_batch.comparison import Comparison
+from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
@@ -111,7 +111,7 @@ class StepRunner:
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
         self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
-        self._comparison = Comparison(self, compiled=compiled, divided=divided) if check_loss else None
+        self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
@@ -160,8 +160,7 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         is_first = self._is_first_batch
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
-        if self._comparison is not None:
-            self._comparison.check(of)
+        self._first_looks.look(of)
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -217,8 +216,7 @@ class StepRunner:
         """
         microbatches = self.batching.split(batch, num_microbatches)
         of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
-        if self._comparison is not None:
-            self._comparison.check(of)
+        self._first_looks.look(of)
         outcome, _ = self._run(of, outputs=outputs)
         self._leave_behind(outcome, microbatches.size)
         return outcome["output"]
