@@ -21,6 +21,7 @@ from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
+from tests.strategy.scripts import another_file
 
 FOLDER = Path(sys.argv[1])
 DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
@@ -266,6 +267,24 @@ def make_closed(history):
             return plain(kept)
 
     return Closed()
+
+
+class Elsewhere(Base):
+    """Writes into what is in another file."""
+
+    def __init__(self):
+        super().__init__()
+        self.keeper = another_file.Keeper()
+
+    def note(self, x, output, batch_idx):
+        another_file.TOTAL += 1
+        another_file.ROWS.append(output.mean().item())
+        another_file.remember(output.square().mean().item())
+        another_file.Totals.add(len(x))
+        self.keeper.keep(output)
+
+    def found(self):
+        return plain(another_file.found())
 
 
 class Numbers(Base):
@@ -548,6 +567,7 @@ CASES = {
     "modules": Modules,
     "layers": Layers,
     "closed": lambda: make_closed([]),
+    "elsewhere": Elsewhere,
     "numbers": Numbers,
     "lengths": Lengths,
     "by_class": ByClass,

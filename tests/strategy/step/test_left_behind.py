@@ -13,6 +13,7 @@ CASES = (
     "objects",
     "modules",
     "closed",
+    "elsewhere",
     "numbers",
     "lengths",
     "by_class",

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_to, packages_of
+from lightning_pfo.strategy.model.reach.variables import Known, Variables, is_object_of_user, known_to, packages_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
@@ -61,6 +61,7 @@ class Places:
         self.generators: dict[Path, Any] = {}
         self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
+        self._classes: list[type] = []
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
         kind: Any = type(owner)
@@ -77,8 +78,14 @@ class Places:
             for index, callback in enumerate(getattr(trainer, "callbacks", ())):
                 self._object((f"trainer.callbacks[{index}]",), callback)
         for each in known:
-            for name, variables in each.variables:
-                self._attributes((name,), variables)
+            self._variables(each)
+        for cls in self._classes:  # which may become more
+            self._variables(known_to(cls))
+
+    def _variables(self, known: Known) -> None:
+        for name, variables in known.variables:
+            there = self.containers.get((name,))  # functions of several classes name variables of one file
+            self._attributes((name,), variables if there is None else there.joined(variables))
 
     def _module(self, path: Path, module: nn.Module, left_alone: Collection[str]) -> None:
         attributes = vars(module)
@@ -89,9 +96,14 @@ class Places:
 
     def _object(self, path: Path, value: Any) -> None:
         if id(value) not in self._seen and is_object_of_user(value, self._packages):
-            self._seen.add(id(value))
-            self._attributes(path, _attributes_of(value))
-            self.holders[path] = value
+            self._put(path, value)
+
+    def _put(self, path: Path, value: Any) -> None:
+        self._seen.add(id(value))
+        self._attributes(path, _attributes_of(value))
+        self.holders[path] = value
+        if type(value) not in self._classes:
+            self._classes.append(type(value))
 
     def _attributes(self, path: Path, attributes: Any) -> None:
         if len(self.containers) < _MOST:
@@ -126,9 +138,7 @@ class Places:
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
         elif is_object_of_user(value, self._packages) or _is_simple(value):
-            self._seen.add(id(value))
-            self._attributes(path, _attributes_of(value))
-            self.holders[path] = value
+            self._put(path, value)
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
