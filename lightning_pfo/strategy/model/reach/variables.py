@@ -135,9 +135,8 @@ def known_to(cls: type) -> Known:
 
 def _find_known(cls: type) -> Known:
     finding = _Finding(cls)
-    names = (
-        _BEGINS if issubclass(cls, nn.Module) else dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
-    )
+    all_names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
+    names = _BEGINS if issubclass(cls, nn.Module) else all_names
     for name in names:
         finding.methods(name)
     finding.of_class(cls)
