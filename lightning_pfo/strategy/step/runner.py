@@ -279,7 +279,7 @@ class StepRunner:
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(self._skipped, shared["skipped"])
-        effects.leave(shared)
+        effects.leave(shared, is_first=engine.rank == 0)
         self.layers.end(engine.all_gather)
         return shared, results
 

@@ -7,6 +7,8 @@ objects of the user's own classes it is looked as into containers; those of libr
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 import types
 from collections import deque
@@ -51,6 +53,7 @@ class Places:
         tensors: Tensors and arrays that may be written into.
         objects: Which of the containers are the attributes of an object, and no module.
         generators: Random generators.
+        streams: Iterators, files, and writers of libraries; each at all of its places.
         holders: The containers, and the objects that these are the attributes of.
     """
 
@@ -59,6 +62,7 @@ class Places:
         self.tensors: dict[Path, Any] = {}
         self.objects: set[Path] = set()
         self.generators: dict[Path, Any] = {}
+        self.streams: dict[Path, Any] = {}
         self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
@@ -137,7 +141,11 @@ class Places:
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
-        elif is_object_of_user(value, self._packages) or _is_simple(value):
+        elif is_object_of_user(value, self._packages):
+            self._put(path, value)
+        elif _is_stream(value):
+            self.streams[path] = value
+        elif _is_simple(value):
             self._put(path, value)
 
 
@@ -161,6 +169,28 @@ def trainer_of(owner: nn.Module) -> Any:
         return getattr(owner, "trainer", None)
     except RuntimeError:  # Lightning's modules have none outside of a run
         return None
+
+
+# ---- iterators and files ----
+
+_ROWS = type(csv.writer(io.StringIO()))
+_WRITERS = ("SummaryWriter",)
+"""Names of classes that only take what they are told."""
+
+
+def _is_stream(value: Any) -> bool:
+    kind: Any = type(value)
+    is_file = isinstance(value, io.IOBase)
+    return (is_file and not value.closed) or (not is_file and hasattr(kind, "__next__")) or _is_writer(kind)
+
+
+def takes_only(stream: Any) -> bool:
+    """Whether a stream is written into; else it is an iterator, or a file that is read."""
+    return bool(stream.writable()) if isinstance(stream, io.IOBase) else _is_writer(type(stream))
+
+
+def _is_writer(kind: type) -> bool:
+    return issubclass(kind, (_ROWS, csv.DictWriter)) or kind.__name__ in _WRITERS
 
 
 # ---- random generators ----
