@@ -22,14 +22,15 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import Call, Outlets, redirected
 from lightning_pfo.strategy.step.effects.left import Left
-from lightning_pfo.strategy.step.effects.streams import others_stand_in
+from lightning_pfo.strategy.step.effects.outward.calls import Call, Outlets, redirected
+from lightning_pfo.strategy.step.effects.outward.opening import openings_told
+from lightning_pfo.strategy.step.effects.outward.streams import others_stand_in
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 _KEPT = 256
@@ -253,7 +254,8 @@ def logs_noted(
                 left.logged.append((name, _form_of(value)))
 
     note = partial(_note, left=left)
-    with redirected(Outlets(owner), log, note), others_stand_in(owner, modules, note), step_under_way(ends_here=False):
+    nothing_written = all_of([others_stand_in(owner, modules, note), openings_told(counts=False)])
+    with redirected(Outlets(owner), log, note), nothing_written, step_under_way(ends_here=False):
         yield
 
 

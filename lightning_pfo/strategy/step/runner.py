@@ -27,7 +27,7 @@ from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batch
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.large import LargeTensors
+from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
@@ -107,7 +107,7 @@ class StepRunner:
         self._precise_gradients = precise_gradients
         self._shared = shared
         self._hosts = engine.host_group()
-        self._large = LargeTensors()
+        self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
         self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
@@ -254,8 +254,8 @@ class StepRunner:
             return loss if loss_scale is None else loss * loss_scale
 
         error: Exception | None = None
-        self._large.copies_all = kind not in self._exchanges
-        effects = Effects(self.owner, self.programs.modules, self._large)
+        self._earlier.begin(kind)
+        effects = Effects(self.owner, self.programs.modules, self._earlier)
         outcome: dict[str, Any] = {}
         self.layers.begin(microbatches.sizes)
 

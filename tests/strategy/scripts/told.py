@@ -1,11 +1,23 @@
-"""What users are told of norms in hooks; usage: told.py FOLDER. On one rank and on two; each writes what was said."""
+"""What users are told of norms in hooks, and of what steps write into; usage: told.py FOLDER [CASE ...].
 
+On one rank and on two; each writes what was said.
+"""
+
+import configparser
+import csv
+import decimal
 import json
 import logging
+import os
+import string
 import sys
+import types
+from array import array
+from collections import UserList
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -82,14 +94,65 @@ class ByItself(Plain):
         self.zero_grad()
 
 
-CASES = (OfLightning, OfTorch, ByHand, ByItself)
+class OfLibraries(Plain):
+    """Changes objects of libraries in a step; others, which it only uses or fills once, are not named."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.numbers, self.template = configparser.ConfigParser(), array("d"), string.Template("$x")
+        self.table["all"] = {}
+        self.lazy, self.kept = decimal.Context(), UserList()
+        self.opaque = types.SimpleNamespace(index=ConfigParserWithCache())
+        self.file = (FOLDER / f"early_{os.environ.get('RANK', 0)}.csv").open("w")
+        self.early = csv.writer(self.file).writerow
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.numbers.append(batch_idx)
+        self.table["all"][str(len(self.table["all"]))] = "seen"
+        self.template.substitute(x=self.opaque.index.words())
+        self.kept.append(loss.item())
+        self.early([batch_idx])
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.opaque.index["DEFAULT"][f"batch {batch_idx}"] = "seen"  # in hooks it is done once
+
+    def on_train_end(self):
+        assert len(self.kept) == 4
+
+
+class ConfigParserWithCache(configparser.ConfigParser):
+    cached = None
+
+    def words(self):
+        self.cached = self.cached or list(self["DEFAULT"])
+        return self.cached
+
+
+ConfigParserWithCache.__module__ = "configparser"  # for a library
+
+
+class Opens(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        folder = FOLDER / str(self.trainer.world_size)
+        folder.mkdir(exist_ok=True)
+        with (folder / "added.txt").open("a") as file:
+            file.write(f"{batch_idx}\n")
+        np.save(folder / "array.npy", np.zeros(3))
+        assert Path(__file__).read_text()
+        return loss
+
+
+CASES = (OfLightning, OfTorch, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):
     said = Said()
     logging.getLogger("lightning_pfo").addHandler(said)
     found = {}
-    for case in CASES:
+    for case in [case for case in CASES if not sys.argv[2:] or case.__name__ in sys.argv[2:]]:
         said.texts.clear()
         notices._said.clear()
         trainer = L.Trainer(

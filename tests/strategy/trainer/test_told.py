@@ -1,4 +1,4 @@
-"""What users are told of their hooks: norms that are those of one rank."""
+"""What users are told of their hooks and steps: norms of one rank, objects of libraries that are changed, files."""
 
 import json
 import re
@@ -15,6 +15,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "told.py"
 def said(tmp_path_factory):
     folder = tmp_path_factory.mktemp("told")
     run_script(SCRIPT, folder)
+    for number in (1, 2):  # as many lines as microbatches
+        assert (folder / str(number) / "added.txt").read_text().split() == ["0", "0", "1", "1"] * 2
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
 
 
@@ -32,3 +34,19 @@ def test_a_norm_of_one_ranks_gradients_is_named_once_with_its_line(said, case, n
 
 def test_nothing_is_said_of_optimizers_and_of_norms_over_all_stages(said):
     assert [found["ByItself"] for found in said.values()] == [[], [], []]
+
+
+def test_objects_of_libraries_that_a_step_changes_are_named_once(said):
+    for rank in ("1_0", "2_1"):
+        names = [re.match(r"A step changes self\.(\w+), of ", text)[1] for text in said[rank]["OfLibraries"]]
+        assert sorted(names) == ["file", "numbers", "table"]
+    assert said["2_0"]["OfLibraries"] == []  # which runs the step up to its own layers
+
+
+def test_files_that_a_step_opens_to_write_are_named_once(said):
+    for rank in ("1_0", "2_0", "2_1"):
+        texts = said[rank]["Opens"]
+        assert [re.search(r"(\w+\.\w+)' to write \(.*told\.py, line \d+\)", text)[1] for text in texts] == [
+            "added.txt",
+            "array.npy",
+        ]

@@ -20,10 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Known, Variables, is_object_of_user, known_to, packages_of
+from lightning_pfo.strategy.model.reach.variables import (
+    Known,
+    Variables,
+    changes_by_itself,
+    is_object_of_user,
+    known_to,
+    packages_of,
+)
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
-_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
+PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
 """Types of most attributes; there is nothing in them."""
 Path = tuple[Any, ...]
 """How a place is reached: names of attributes, keys and indices; before those another root than the module."""
@@ -54,6 +61,7 @@ class Places:
         objects: Which of the containers are the attributes of an object, and no module.
         generators: Random generators.
         streams: Iterators, files, and writers of libraries; each at all of its places.
+        opaque: Objects of libraries that nobody can look into, and files.
         holders: The containers, and the objects that these are the attributes of.
     """
 
@@ -63,6 +71,7 @@ class Places:
         self.objects: set[Path] = set()
         self.generators: dict[Path, Any] = {}
         self.streams: dict[Path, Any] = {}
+        self.opaque: dict[Path, Any] = {}
         self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
@@ -117,7 +126,7 @@ class Places:
                 self._note((*path, name), value)
 
     def _note(self, path: Path, value: Any) -> None:
-        if type(value) in _PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
+        if type(value) in PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
             return
         if isinstance(value, torch.Tensor):
             self._seen.add(id(value))
@@ -145,8 +154,13 @@ class Places:
             self._put(path, value)
         elif _is_stream(value):
             self.streams[path] = value
-        elif _is_simple(value):
+            if isinstance(value, io.IOBase):
+                self.opaque[path] = value
+        elif is_simple(value):
             self._put(path, value)
+        elif not changes_by_itself(type(value)):
+            self._seen.add(id(value))
+            self.opaque[path] = value
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -225,14 +239,24 @@ def _attributes_of(value: Any) -> Any:
     return Variables(slots, partial(getattr, value), put, drop)
 
 
-def _is_simple(value: Any) -> bool:
-    """Whether it is an object that holds nothing but plain values and tensors, such as an average meter."""
+def is_simple(value: Any, depth: int = 4) -> bool:
+    """Whether it is an object that holds nothing but data, such as an average meter of a library."""
     attributes = getattr(value, "__dict__", {})
-    return (
-        bool(attributes)
-        and not callable(value)
-        and all(type(item) in _PLAIN or type(item) is torch.Tensor for item in attributes.values())
-    )
+    if not attributes or callable(value) or changes_by_itself(type(value)):
+        return False
+    return all(_is_data(item, depth) for item in attributes.values())
+
+
+def _is_data(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind in PLAIN or kind in (torch.Tensor, np.ndarray):
+        return True
+    if not depth or isinstance(value, type):
+        return False
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MANY and all(_is_data(item, depth - 1) for item in items)
+    return is_simple(value, depth - 1)
 
 
 @cache

@@ -20,6 +20,14 @@ from torch import nn
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _NO_OBJECTS = (type, nn.Module, torch.Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType)
 _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pfo", "builtins")
+_CHANGE_BY_THEMSELVES = frozenset(
+    (
+        *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "logging", "threading"),
+        *("queue", "multiprocessing", "concurrent", "asyncio", "weakref", "subprocess", "socket", "tqdm"),
+        *("builtins", "functools", "enum", "re", "types", "typing", "abc", "pathlib", "datetime", "decimal", "numpy"),
+    )
+)
+"""Packages whose objects threads and trainers change, or nobody does."""
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -41,11 +49,12 @@ def _is_of_user(cls: type, packages: frozenset[str]) -> bool:
 
 def is_of_library(what: Any, packages: Collection[str]) -> bool:
     """Whether a class or function is of a library, other than those that the user's module is of."""
-    return _package_of(what) not in packages and _is_library(what.__module__)
+    return _package_of(what) not in packages and is_library(what.__module__)
 
 
 @cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Whether a module is of a library, by its name."""
     if module.partition(".")[0] in _NOT_THE_USERS:
         return True
     if module == "__main__":
@@ -60,6 +69,11 @@ def _package_of(what: Any) -> str:
 
 def _package_of_name(module: str) -> str:
     return module.partition(".")[0]
+
+
+def changes_by_itself(cls: type) -> bool:
+    """Whether objects of a class change beside what a step does with them, or never; `bytearray` is one that may."""
+    return _package_of(cls) in _CHANGE_BY_THEMSELVES and cls is not bytearray
 
 
 def packages_of(module: nn.Module) -> frozenset[str]:
@@ -216,7 +230,7 @@ class _Finding:
         if _may_change(value):
             self._note(f"the variables of {variables['__name__']}", variables, name)
         elif isinstance(value, types.ModuleType) and vars(value) is not variables:
-            if _package_of_name(value.__name__) in self._packages or not _is_library(value.__name__):
+            if _package_of_name(value.__name__) in self._packages or not is_library(value.__name__):
                 for attribute in names:
                     if attribute != name:
                         self._variable(vars(value), attribute, [each for each in names if each != name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,9 @@ from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import (
+from lightning_pfo.strategy.step.effects.large import Earlier
+from lightning_pfo.strategy.step.effects.merge import Changes
+from lightning_pfo.strategy.step.effects.outward.calls import (
     Call,
     Note,
     Outlets,
@@ -23,8 +25,8 @@ from lightning_pfo.strategy.step.effects.calls import (
     redirected,
     with_values,
 )
-from lightning_pfo.strategy.step.effects.large import LargeTensors
-from lightning_pfo.strategy.step.effects.merge import Changes
+from lightning_pfo.strategy.step.effects.outward.opaque import OpaqueLook
+from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 
@@ -34,7 +36,7 @@ class Effects:
     Args:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
-        large: Which large tensors a step writes into.
+        earlier: What is known from earlier batches; None: it is no batch that counts.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
@@ -43,10 +45,15 @@ class Effects:
     """
 
     def __init__(
-        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, earlier: Earlier | None = None
     ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules, large)
+        self._attributes = Attributes(owner, modules, None if earlier is None else earlier.large)
+        self.looks = earlier is None or earlier.number > 0
+        self._counts = earlier is not None
+        self._opaque: OpaqueLook | None = None
+        if earlier is not None and earlier.number and self._attributes.opaque:
+            self._opaque = OpaqueLook(self._attributes.opaque, is_first=earlier.number == 1)
         self.outlets = Outlets(owner)
         self.flags = Flags(owner)
         self._switched: Changed = ({}, {})
@@ -81,6 +88,12 @@ class Effects:
         if self._attributes.streams:
             with following(None):
                 self._attributes.streams.leave(has_ended=has_ended)
+        if self._opaque is not None:
+            self._opaque.after_run()
+
+    def openings_told(self, *, ends_here: bool) -> AbstractContextManager[None]:
+        """While a run of the first batches goes on: name files that it opens to write."""
+        return openings_told(counts=ends_here and self._counts)
 
     def end(self, calls: list[Call] | None, index: int, size: int) -> None:
         """A run is over; if it has run to the step's end, it has made these calls."""
@@ -165,6 +178,8 @@ class Effects:
 
     def leave(self, outcome: dict[str, Any], *, is_first: bool) -> None:
         """Leave it behind on this rank; the first of a pipeline writes into files."""
+        if self._opaque is not None:
+            self._opaque.end()
         self._attributes.apply({**outcome["changes"], **self.dear})
         self.flags.apply(outcome["switched"])
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
@@ -180,16 +195,19 @@ class _Run(AbstractContextManager[None]):
         self._effects = effects
         self._index, self._size = index, size
         self._calls: list[Call] | None = [] if ends_here else None
-        say, self._note = (log, self._take) if ends_here else (_nothing, _nothing)
-        self._redirected = redirected(effects.outlets, say, self._note)
+        self._note: Note = self._take if ends_here else _nothing
+        self._redirected = redirected(effects.outlets, log if ends_here else _nothing, self._note)
         self._under_way = step_under_way(ends_here=ends_here)
+        self._opening = effects.openings_told(ends_here=ends_here) if effects.looks else nullcontext()
 
     def __enter__(self) -> None:
         self._effects.begin(self._index, self._note)
         self._redirected.__enter__()
         self._under_way.__enter__()
+        self._opening.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._opening.__exit__(None, None, None)
         self._under_way.__exit__()
         self._redirected.__exit__()
         self._effects.over(has_ended=self._calls is not None and kind is None)

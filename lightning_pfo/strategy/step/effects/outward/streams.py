@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.reach.places import Path, Places, takes_only
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.step.effects.calls import Note, Noted, is_kept_everywhere
+from lightning_pfo.strategy.step.effects.outward.calls import Note, Noted, is_kept_everywhere
 
 _AHEAD: dict[int, tuple[Any, list[Any]]] = {}
 """Items that were taken from iterators ahead of their batch, as by a trace; by the id of the iterator, kept alive."""

@@ -96,7 +96,7 @@ def merged_calls(
     for index, alike in enumerate(zip(*calls, strict=True)):
         given = [arguments_of(call) for call in alike]
         if is_text(alike[0]):
-            merged.extend(texts(alike))
+            merged.extend(texts(alike, rules, place_of(index)))
             continue
         try:
             arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place_of(index))
@@ -127,16 +127,23 @@ def is_text(call: Call) -> bool:
     return path[0][0] == "stream" and path[-1] == ("attribute", "write")
 
 
-def texts(calls: Sequence[Call]) -> list[Call]:
-    """What microbatches write into a file: once if it is the same, else all of it, one after the other."""
-    if len({args[0] for _, args, _ in calls}) == 1:
-        return [calls[0]]
-    warn_once(
-        f"A step writes into the file {named(calls[0][0][0][1])}, and each microbatch of a batch something else. All "
-        f"of it is written, by the first rank, which is more than on one device. Keep it in an attribute (numbers, "
-        f"lists and tensors are put together as one batch has them) and write in a hook such as on_train_batch_end."
-    )
-    return list(calls)
+def texts(calls: Sequence[Call], rules: Rules | None, place: str) -> list[Call]:
+    """What microbatches write into a file: once if it is the same, else all of it, one after the other.
+
+    Args:
+        calls: Their calls.
+        rules: What is known of values at the same place.
+        place: Where the arguments are.
+    """
+    are_same = len({args[0] for _, args, _ in calls}) == 1
+    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]") != "apart")):
+        warn_once(
+            f"A step writes into the file {named(calls[0][0][0][1])} what is another text for each microbatch, or for "
+            f"all of them together. What differs is all written, by the first rank, one after the other; on one device "
+            f"there is one text for a batch. Keep it in an attribute (numbers, lists and tensors are put together as "
+            f"one batch has them) and write in a hook such as on_train_batch_end."
+        )
+    return [calls[0]] if are_same else list(calls)
 
 
 def is_kept_everywhere(stream: Any) -> bool:
