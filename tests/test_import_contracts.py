@@ -123,7 +123,10 @@ MAY_KNOW = {
         *("strategy.step.gradients", "strategy.step.metrics", "strategy.step.programs"),
         *("strategy.step.effects", "strategy.step.recording", "strategy.step.whole"),
     },
-    "strategy.step.effects": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
+    "strategy.step.effects.outward": {"core", "strategy.model", "strategy.parallel", "strategy.step.batches"},
+    "strategy.step.effects": {
+        *("core", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects.outward"),
+    },
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),

@@ -1,4 +1,4 @@
-"""Noticing torch's own `clip_grad_norm_`, to which the gradients of one rank are all that there is."""
+"""Noticing norms of gradients that do not know of other ranks, such as torch's own `clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,34 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import before_clipping
+from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.notices import warn_once
 
 
-def refuse_clipping(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` refuse the parameters of a pipeline, until `patches` is closed.
+def refuse_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
+    """Refuse `torch.nn.utils.clip_grad_norm_` of the parameters of a pipeline, and name others that read gradients.
 
     Args:
         parameters: Method of the pipelined model that gives them; the model is not kept alive.
-        patches: Gives torch's function back.
+        patches: When it is closed, all may be read.
     """
     method = weakref.WeakMethod(parameters)
 
-    def look(given: list[torch.Tensor]) -> None:
+    def told(placeholder: torch.Tensor, reader: Reader) -> None:
         own = method()
-        if own is not None and not {id(parameter) for parameter in own()}.isdisjoint(map(id, given)):
+        if own is None or all(parameter is not placeholder for parameter in own()):
+            return
+        if reader.clips:
             raise ConfigurationError(
                 "torch.nn.utils.clip_grad_norm_ sees the gradients of this rank's stages only: each rank would clip by "
                 "a norm of its own. Use accelerator.clip_grad_norm_(model.parameters(), max_norm), or "
                 "model.clip_grad_norm_(max_norm) in a plain loop: the norm over all stages."
             )
+        warn_once(
+            f"{reader.name} ({reader.place}) reads gradients of layers of other ranks, which are None here: what it "
+            f"makes of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
+            f"model.clip_grad_norm_(float('inf')) on every rank."
+        )
 
-    before_clipping(look, patches)
+    tell_of_readers(told, patches)

@@ -20,7 +20,7 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ModelCall
-from lightning_pfo.loops.clipping import refuse_clipping
+from lightning_pfo.loops.clipping import refuse_norms
 from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
@@ -177,7 +177,7 @@ class PipelinedModel(ModelState):
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()
         if self._mesh.num_ranks > 1:
-            refuse_clipping(self.parameters, self.patches)
+            refuse_norms(self.parameters, self.patches)
         if dist.get_rank() == 0:
             for warning in self._pipeline.warnings:
                 _log.warning(warning)

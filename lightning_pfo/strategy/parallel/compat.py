@@ -21,7 +21,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
@@ -121,10 +120,6 @@ PRIVATE = {
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": (
         "A group of layers under `checkpoint` that a stage boundary cuts would run in backward from its begin, with "
         "layers that are elsewhere. From torch 2.15 on what is used has this name with `_impl` at its end."
-    ),
-    "torch.nn.utils.clip_grad._clip_grads_with_norm_": (
-        "`torch.nn.utils.clip_grad_norm_` would clip by the norm of one rank's gradients without a word, as a loop may "
-        "have imported it before."
     ),
     "torch.amp.GradScaler._unscale_grads_": (
         "Ranks would skip fp16 steps each by itself, and their weights drift apart."
@@ -302,19 +297,6 @@ def transform_with(make: Callable[[str, Transform], Transform], patches: Patches
     """
     for name, (module, attribute) in _TRANSFORMS.items():
         patches.set(module, attribute, make(name, getattr(module, attribute)))
-
-
-def before_clipping(look: Callable[[list[torch.Tensor]], object], patches: Patches) -> None:
-    """Let torch's `clip_grad_norm_` first show somebody the parameters whose gradients it is about to scale."""
-    module, name = clip_grad, "_clip_grads_with_norm_"
-    ordinary = getattr(module, name)
-
-    def scale(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        look(parameters)
-        ordinary(parameters, *args, **kwargs)
-
-    patches.set(module, name, scale)
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

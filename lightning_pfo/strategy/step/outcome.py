@@ -12,9 +12,9 @@ import torch
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
-from lightning_pfo.strategy.step.effects.calls import arguments_of, place_of
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of_log
+from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 Numbers = dict[str, torch.Tensor]

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import Call, Outlets, redirected
 from lightning_pfo.strategy.step.effects.left import Left
+from lightning_pfo.strategy.step.effects.outward.calls import Call, Outlets, redirected
+from lightning_pfo.strategy.step.effects.outward.opening import openings_told
+from lightning_pfo.strategy.step.effects.outward.streams import others_stand_in
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 _KEPT = 256
@@ -197,7 +200,7 @@ def trace_untouched(
         if left is not None:
             left.logged.clear()
             left.calls.clear()
-        with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left):
+        with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left, modules):
             random_state.seed(device, *seed, 0)
             seeded = random_state.get_state(device)
             trace = trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device, selected)
@@ -231,9 +234,24 @@ def _form_of(value: Any) -> Any:
     return form_of(value, lambda tensor: not isinstance(tensor, Tracked))
 
 
+def _note(call: Call, left: Left | None) -> None:
+    """A call of others is made: which values it wants is told the run under way."""
+    run = current_run()
+    if run is not None:
+        run.note(call[1:])
+    if left is not None:
+        with following(None):
+            left.calls.append((call[0], *_form_of(call[1:])))
+
+
 @contextmanager
-def logs_noted(owner: nn.Module, left: Left | None = None) -> Iterator[None]:
-    """Let `self.log` only tell the run under way which values are wanted, and other calls too; nobody is told."""
+def logs_noted(
+    owner: nn.Module, left: Left | None = None, modules: Mapping[str, nn.Module] = NO_MODULES
+) -> Iterator[None]:
+    """Let `self.log` only tell the run under way which values are wanted, and other calls too; nobody is told.
+
+    Iterators give what they will give again, and nothing is written into files.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = current_run()
@@ -243,15 +261,9 @@ def logs_noted(owner: nn.Module, left: Left | None = None) -> Iterator[None]:
             with following(None):
                 left.logged.append((name, _form_of(value)))
 
-    def note(call: Call) -> None:
-        run = current_run()
-        if run is not None:
-            run.note(call[1:])
-        if left is not None:
-            with following(None):
-                left.calls.append((call[0], *_form_of(call[1:])))
-
-    with redirected(Outlets(owner), log, note), step_under_way(ends_here=False):
+    note = partial(_note, left=left)
+    nothing_written = all_of([others_stand_in(owner, modules, note), openings_told(counts=False)])
+    with redirected(Outlets(owner), log, note), nothing_written, step_under_way(ends_here=False):
         yield
 
 

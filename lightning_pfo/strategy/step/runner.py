@@ -28,10 +28,10 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.large import LargeTensors
+from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.left import learn
-from lightning_pfo.strategy.step.first_batch.comparison import Comparison
+from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
@@ -108,11 +108,11 @@ class StepRunner:
         self._precise_gradients = precise_gradients
         self._shared = shared
         self._hosts = engine.host_group()
-        self._large = LargeTensors()
+        self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
         self._rules: dict[str, Rules] = {}
         self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
-        self._comparison = Comparison(self, compiled=compiled, divided=divided) if check_loss else None
+        self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
@@ -161,8 +161,7 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         is_first = self._is_first_batch
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
-        if self._comparison is not None:
-            self._comparison.check(of)
+        self._first_looks.look(of)
         is_ordinary = len(microbatches) == num_microbatches
         if is_ordinary:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
@@ -218,8 +217,7 @@ class StepRunner:
         """
         microbatches = self.batching.split(batch, num_microbatches)
         of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
-        if self._comparison is not None:
-            self._comparison.check(of)
+        self._first_looks.look(of)
         outcome, _ = self._run(of, outputs=outputs)
         self._leave_behind(outcome, microbatches.size)
         return outcome["output"]
@@ -257,8 +255,8 @@ class StepRunner:
             return loss if loss_scale is None else loss * loss_scale
 
         error: Exception | None = None
-        self._large.copies_all = kind not in self._exchanges
-        effects = Effects(self.owner, self.programs.modules, self._large)
+        self._earlier.begin(kind)
+        effects = Effects(self.owner, self.programs.modules, self._earlier)
         outcome: dict[str, Any] = {}
         self.layers.begin(microbatches.sizes)
 
@@ -282,7 +280,7 @@ class StepRunner:
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(self._skipped, shared["skipped"])
-        effects.leave(shared)
+        effects.leave(shared, is_first=engine.rank == 0)
         self.layers.end(engine.all_gather)
         return shared, results
 

@@ -11,10 +11,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
 from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.loss_scaling import skip_together
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
@@ -60,6 +62,8 @@ def adapt_to_pipeline(
 ) -> None:
     """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
 
+    Norms that others compute are those of a rank; what does so is named.
+
     Args:
         plugin: The Trainer's plugin.
         shared: Parameters that several ranks of a pipeline hold.
@@ -88,3 +92,13 @@ def adapt_to_pipeline(
     scaler = scaler_of(plugin)
     if scaler is not None:
         skip_together(scaler, patches)
+    tell_of_readers(_told_of_norm, patches)
+
+
+def _told_of_norm(placeholder: torch.Tensor, reader: Reader) -> None:
+    clip = " To clip, use gradient_clip_val of the Trainer." if reader.clips else ""
+    warn_once(
+        f"{reader.name} ({reader.place}) reads gradients of layers of other ranks, which are None here: what it makes "
+        f"of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
+        f"trainer.strategy.grad_norm() on every rank.{clip}"
+    )

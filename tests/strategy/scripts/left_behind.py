@@ -3,8 +3,12 @@
 The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it found afterwards.
 """
 
+import csv
+import io
+import itertools
 import json
 import math
+import pickle
 import random
 import sys
 import types
@@ -21,6 +25,7 @@ from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
+from tests.strategy.scripts import another_file
 
 FOLDER = Path(sys.argv[1])
 DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
@@ -266,6 +271,98 @@ def make_closed(history):
             return plain(kept)
 
     return Closed()
+
+
+class Elsewhere(Base):
+    """Writes into what is in another file."""
+
+    def __init__(self):
+        super().__init__()
+        self.keeper = another_file.Keeper()
+
+    def note(self, x, output, batch_idx):
+        another_file.TOTAL += 1
+        another_file.ROWS.append(output.mean().item())
+        another_file.remember(output.square().mean().item())
+        another_file.Totals.add(len(x))
+        self.keeper.keep(output)
+
+    def found(self):
+        return plain(another_file.found())
+
+
+def endless():
+    number = 0.0
+    while True:
+        number += 1
+        yield torch.full((2,), number)
+
+
+GIVEN = iter("abcdefgh")
+
+
+class Takes(Base):
+    """Takes from iterators of all kinds, in steps and in a hook; one of them ends."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.several, self.endless = itertools.count(3), [iter(range(100)), iter("xyz")], endless()
+        self.pairs, self.loaded = zip(range(9), map(str, range(9)), strict=True), None
+        self.lines = (FOLDER / "lines.txt").open()
+        self.source, self.taken, self.of_hook = types.SimpleNamespace(numbers=self.count), [], []
+
+    def on_train_start(self):
+        self.loaded = iter(DataLoader(TensorDataset(DATA), batch_size=2))
+
+    def note(self, x, output, batch_idx):
+        item = next(self.endless)
+        item_again = next(self.loaded)[0]
+        letters = [next(self.several[1], "none"), next(GIVEN), self.lines.readline(), next(self.lines)]
+        numbers = [next(self.count), next(self.source.numbers), next(self.several[0]), next(self.pairs)]
+        self.taken.append([str([numbers, letters]), item, item_again])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.of_hook.append(next(self.count))
+
+    def validation_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        self.taken.append([str(next(self.count)), next(self.endless), output.mean()])
+
+    def found(self):
+        left = [next(self.count), next(self.several[0]), next(self.endless), next(GIVEN), next(self.pairs)]
+        return plain([self.taken, self.of_hook, left, self.lines.readline(), next(self.loaded, None)])
+
+
+class Writes(Base):
+    """Writes into files and with writers of rows; each rank has opened the same ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.file = (FOLDER / "told.txt").open("w")
+        self.table = (FOLDER / "table.csv").open("w")
+        self.rows = csv.writer(self.table)
+        self.text, self.raw = io.StringIO(), (FOLDER / "raw.bin").open("wb")
+        self.named = {"of sizes": (FOLDER / "sizes.txt").open("w"), "of losses": io.StringIO()}
+
+    def note(self, x, output, batch_idx):
+        print("batch", batch_idx, file=self.file, flush=True)
+        self.rows.writerow([batch_idx, round(output.square().mean().item(), 9), len(x)])
+        self.text.write(f"{batch_idx};")
+        pickle.dump(batch_idx, self.raw)
+        self.named["of sizes"].writelines([f"{len(x)}\n"])
+        print(output.mean().item(), file=self.named["of losses"])
+
+    def on_train_end(self):
+        for file in (self.file, self.table, self.raw, self.named["of sizes"]):
+            file.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def found(self):
+        rows = list(csv.reader((FOLDER / "table.csv").open()))
+        raw = (FOLDER / "raw.bin").read_bytes().hex()
+        numbers = [[float(number) for number in row] for row in rows]
+        return [(FOLDER / "told.txt").read_text(), numbers, self.text.getvalue(), raw]
 
 
 class Numbers(Base):
@@ -548,6 +645,9 @@ CASES = {
     "modules": Modules,
     "layers": Layers,
     "closed": lambda: make_closed([]),
+    "elsewhere": Elsewhere,
+    "takes": Takes,
+    "writes": Writes,
     "numbers": Numbers,
     "lengths": Lengths,
     "by_class": ByClass,
@@ -585,5 +685,6 @@ def one(where, names):
     (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
 
 
+(FOLDER / "lines.txt").write_text("".join(f"line {index}\n" for index in range(20)))
 for where in ("plain", "one", "two"):
     run_ranks(one, 2 if where == "two" else 1, where, sys.argv[2:] or list(CASES))

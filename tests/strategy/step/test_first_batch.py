@@ -23,7 +23,6 @@ def ranks(tmp_path_factory):
     "case",
     [
         "mean",
-        "dropout, batch norm",
         "noise",
         "one sample each",
         "sum, unchecked",
@@ -38,6 +37,14 @@ def test_nothing_is_said_of_what_suits_microbatches(ranks, case):
         assert found[case]["said"] == []
         assert "error" not in found[case]
         assert len(found[case]["losses"]) == 2
+
+
+def test_batch_norms_are_told_of_once_by_the_first_rank(ranks):
+    case = "dropout, batch norm"
+    assert len(ranks[0][case]["losses"]) == len(ranks[1][case]["losses"]) == 2
+    (said,) = ranks[0][case]["said"]
+    assert ranks[1][case]["said"] == []
+    assert re.match(r"A batch norm normalises microbatches of \d samples, not the batch of \d+.*deferred", said)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ CASES = (
     "objects",
     "modules",
     "closed",
+    "elsewhere",
+    "takes",
+    "writes",
     "numbers",
     "lengths",
     "by_class",
@@ -62,3 +65,9 @@ def test_large_tensors_that_are_written_into_are_named(found):
     for name, size in {"bank": "0.1", "array": "0.2", "late": "0.1", "mean": "0.1", "queue": "0.1"}.items():
         assert found["output"].count(f"A step writes into self.{name}. Its {size} MiB are sent") == 2, name
     assert "self.untouched" not in found["output"]
+
+
+def test_texts_of_microbatches_in_files_are_named(found):
+    for name in ("of sizes", "of losses"):
+        assert found["output"].count(f"A step writes into the file self.named['{name}']") == 2
+    assert found["output"].count("A step writes into the file") == 4

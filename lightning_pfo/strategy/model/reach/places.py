@@ -7,6 +7,8 @@ objects of the user's own classes it is looked as into containers; those of libr
 
 from __future__ import annotations
 
+import csv
+import io
 import random
 import types
 from collections import deque
@@ -18,10 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import Variables, is_object_of_user, known_to, packages_of
+from lightning_pfo.strategy.model.reach.variables import (
+    Known,
+    Variables,
+    changes_by_itself,
+    is_object_of_user,
+    known_to,
+    packages_of,
+)
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
-_PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
+PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
 """Types of most attributes; there is nothing in them."""
 Path = tuple[Any, ...]
 """How a place is reached: names of attributes, keys and indices; before those another root than the module."""
@@ -51,6 +60,8 @@ class Places:
         tensors: Tensors and arrays that may be written into.
         objects: Which of the containers are the attributes of an object, and no module.
         generators: Random generators.
+        streams: Iterators, files, and writers of libraries; each at all of its places.
+        opaque: Objects of libraries that nobody can look into, and files.
         holders: The containers, and the objects that these are the attributes of.
     """
 
@@ -59,8 +70,11 @@ class Places:
         self.tensors: dict[Path, Any] = {}
         self.objects: set[Path] = set()
         self.generators: dict[Path, Any] = {}
+        self.streams: dict[Path, Any] = {}
+        self.opaque: dict[Path, Any] = {}
         self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
+        self._classes: list[type] = []
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
         kind: Any = type(owner)
@@ -77,8 +91,14 @@ class Places:
             for index, callback in enumerate(getattr(trainer, "callbacks", ())):
                 self._object((f"trainer.callbacks[{index}]",), callback)
         for each in known:
-            for name, variables in each.variables:
-                self._attributes((name,), variables)
+            self._variables(each)
+        for cls in self._classes:  # which may become more
+            self._variables(known_to(cls))
+
+    def _variables(self, known: Known) -> None:
+        for name, variables in known.variables:
+            there = self.containers.get((name,))  # functions of several classes name variables of one file
+            self._attributes((name,), variables if there is None else there.joined(variables))
 
     def _module(self, path: Path, module: nn.Module, left_alone: Collection[str]) -> None:
         attributes = vars(module)
@@ -89,9 +109,14 @@ class Places:
 
     def _object(self, path: Path, value: Any) -> None:
         if id(value) not in self._seen and is_object_of_user(value, self._packages):
-            self._seen.add(id(value))
-            self._attributes(path, _attributes_of(value))
-            self.holders[path] = value
+            self._put(path, value)
+
+    def _put(self, path: Path, value: Any) -> None:
+        self._seen.add(id(value))
+        self._attributes(path, _attributes_of(value))
+        self.holders[path] = value
+        if type(value) not in self._classes:
+            self._classes.append(type(value))
 
     def _attributes(self, path: Path, attributes: Any) -> None:
         if len(self.containers) < _MOST:
@@ -101,7 +126,7 @@ class Places:
                 self._note((*path, name), value)
 
     def _note(self, path: Path, value: Any) -> None:
-        if type(value) in _PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
+        if type(value) in PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
             return
         if isinstance(value, torch.Tensor):
             self._seen.add(id(value))
@@ -125,10 +150,17 @@ class Places:
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
-        elif is_object_of_user(value, self._packages) or _is_simple(value):
+        elif is_object_of_user(value, self._packages):
+            self._put(path, value)
+        elif _is_stream(value):
+            self.streams[path] = value
+            if isinstance(value, io.IOBase):
+                self.opaque[path] = value
+        elif is_simple(value):
+            self._put(path, value)
+        elif not changes_by_itself(type(value)):
             self._seen.add(id(value))
-            self._attributes(path, _attributes_of(value))
-            self.holders[path] = value
+            self.opaque[path] = value
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -151,6 +183,28 @@ def trainer_of(owner: nn.Module) -> Any:
         return getattr(owner, "trainer", None)
     except RuntimeError:  # Lightning's modules have none outside of a run
         return None
+
+
+# ---- iterators and files ----
+
+_ROWS = type(csv.writer(io.StringIO()))
+_WRITERS = ("SummaryWriter",)
+"""Names of classes that only take what they are told."""
+
+
+def _is_stream(value: Any) -> bool:
+    kind: Any = type(value)
+    is_file = isinstance(value, io.IOBase)
+    return (is_file and not value.closed) or (not is_file and hasattr(kind, "__next__")) or _is_writer(kind)
+
+
+def takes_only(stream: Any) -> bool:
+    """Whether a stream is written into; else it is an iterator, or a file that is read."""
+    return bool(stream.writable()) if isinstance(stream, io.IOBase) else _is_writer(type(stream))
+
+
+def _is_writer(kind: type) -> bool:
+    return issubclass(kind, (_ROWS, csv.DictWriter)) or kind.__name__ in _WRITERS
 
 
 # ---- random generators ----
@@ -185,14 +239,24 @@ def _attributes_of(value: Any) -> Any:
     return Variables(slots, partial(getattr, value), put, drop)
 
 
-def _is_simple(value: Any) -> bool:
-    """Whether it is an object that holds nothing but plain values and tensors, such as an average meter."""
+def is_simple(value: Any, depth: int = 4) -> bool:
+    """Whether it is an object that holds nothing but data, such as an average meter of a library."""
     attributes = getattr(value, "__dict__", {})
-    return (
-        bool(attributes)
-        and not callable(value)
-        and all(type(item) in _PLAIN or type(item) is torch.Tensor for item in attributes.values())
-    )
+    if not attributes or callable(value) or changes_by_itself(type(value)):
+        return False
+    return all(_is_data(item, depth) for item in attributes.values())
+
+
+def _is_data(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind in PLAIN or kind in (torch.Tensor, np.ndarray):
+        return True
+    if not depth or isinstance(value, type):
+        return False
+    if isinstance(value, (dict, list, tuple, set, deque)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MANY and all(_is_data(item, depth - 1) for item in items)
+    return is_simple(value, depth - 1)
 
 
 @cache

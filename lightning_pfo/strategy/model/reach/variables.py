@@ -6,8 +6,10 @@ import argparse
 import sys
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +20,14 @@ from torch import nn
 _HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _NO_OBJECTS = (type, nn.Module, torch.Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType)
 _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pfo", "builtins")
+_CHANGE_BY_THEMSELVES = frozenset(
+    (
+        *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "logging", "threading"),
+        *("queue", "multiprocessing", "concurrent", "asyncio", "weakref", "subprocess", "socket", "tqdm"),
+        *("builtins", "functools", "enum", "re", "types", "typing", "abc", "pathlib", "datetime", "decimal", "numpy"),
+    )
+)
+"""Packages whose objects threads and trainers change, or nobody does."""
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -39,11 +49,12 @@ def _is_of_user(cls: type, packages: frozenset[str]) -> bool:
 
 def is_of_library(what: Any, packages: Collection[str]) -> bool:
     """Whether a class or function is of a library, other than those that the user's module is of."""
-    return _package_of(what) not in packages and _is_library(what.__module__)
+    return _package_of(what) not in packages and is_library(what.__module__)
 
 
 @cache
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Whether a module is of a library, by its name."""
     if module.partition(".")[0] in _NOT_THE_USERS:
         return True
     if module == "__main__":
@@ -53,7 +64,16 @@ def _is_library(module: str) -> bool:
 
 
 def _package_of(what: Any) -> str:
-    return str(what.__module__).partition(".")[0]
+    return _package_of_name(str(what.__module__))
+
+
+def _package_of_name(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def changes_by_itself(cls: type) -> bool:
+    """Whether objects of a class change beside what a step does with them, or never; `bytearray` is one that may."""
+    return _package_of(cls) in _CHANGE_BY_THEMSELVES and cls is not bytearray
 
 
 def packages_of(module: nn.Module) -> frozenset[str]:
@@ -79,6 +99,10 @@ class Variables(MutableMapping[str, Any]):
     ) -> None:
         self._names, self._get, self._put, self._drop = names, get, put, drop
 
+    def joined(self, others: Variables) -> Variables:
+        """With others of the same module, class or function."""
+        return Variables(list(dict.fromkeys([*self._names, *others._names])), self._get, self._put, self._drop)
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self._get(name)
@@ -103,7 +127,8 @@ class Known:
     """What the functions of a user's class know that a step may call, and the user's functions that these call.
 
     Attributes:
-        variables: Global variables that they name, and those of functions around them.
+        variables: Global variables that they name, and those of functions around them, of modules and classes of the
+            user's that they name, attributes of functions, and defaults that may be changed.
         names: All names in them, also of attributes.
     """
 
@@ -123,50 +148,119 @@ def known_to(cls: type) -> Known:
 
 
 def _find_known(cls: type) -> Known:
-    packages = _packages_of(cls)
-    found: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    cells: dict[str, Any] = {}
-    all_names: set[str] = set()
+    finding = _Finding(cls)
+    all_names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
+    names = _BEGINS if issubclass(cls, nn.Module) else all_names
+    for name in names:
+        finding.methods(name)
+    finding.of_class(cls)
+    finding.go_on()
+    found = [(title, Variables(list(names), *_accessors(holder))) for title, holder, names in finding.found.values()]
+    if finding.cells:
+        cells = finding.cells
+        get, put, drop = (partial(how, cells) for how in (_get_cell, _put_cell, _drop_cell))
+        found.append(
+            (f"the variables around {cls.__module__}.{cls.__qualname__}", Variables(list(cells), get, put, drop))
+        )
+    return Known([(title, variables) for title, variables in found if variables], frozenset(finding.names))
 
-    def methods(name: str) -> Iterator[Any]:
-        return (_function_of(vars(base)[name]) for base in cls.__mro__ if name in vars(base))
 
-    waiting = [method for name in _BEGINS for method in methods(name)]
-    seen: set[types.FunctionType] = set()
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen or function.__module__ is None:
-            continue
-        seen.add(function)
-        if is_of_library(function, packages):
-            continue
-        variables = function.__globals__
-        _, names = found.setdefault(id(variables), (variables, {}))
-        for name in _names_in(function.__code__):
-            if name not in all_names:
-                all_names.add(name)
-                waiting.extend(methods(name))
-            value = variables.get(name)
-            if name in variables and _may_change(value):
-                names[name] = None
-            waiting.append(_function_of(value))
+class _Finding:
+    """Goes through the user's functions that a step may call.
+
+    Args:
+        cls: The class with the first of them.
+
+    Attributes:
+        found: What holds variables, by its id: how that is told, a module's or function's dict or a class, and names.
+        cells: Variables of functions around the class.
+        names: All names in functions.
+    """
+
+    def __init__(self, cls: type) -> None:
+        self.found: dict[int, tuple[str, Any, dict[str, None]]] = {}
+        self.cells: dict[str, Any] = {}
+        self.names: set[str] = set()
+        self._cls = cls
+        self._packages = _packages_of(cls)
+        self._waiting: list[Any] = []
+        self._seen: set[types.FunctionType] = set()
+
+    def methods(self, name: str) -> None:
+        """The methods of that name are to be gone through."""
+        found = [vars(base)[name] for base in self._cls.__mro__ if name in vars(base)]
+        self._waiting.extend(map(_function_of, found))
+
+    def go_on(self) -> None:
+        """Go through all that is waiting, and what it calls."""
+        while self._waiting:
+            function = self._waiting.pop()
+            if function is None or function in self._seen or function.__module__ is None:
+                continue
+            self._seen.add(function)
+            if not is_of_library(function, self._packages):
+                self._function(function)
+
+    def _function(self, function: types.FunctionType) -> None:
+        names = list(_names_in(function.__code__))
+        for name in names:
+            if name not in self.names:
+                self.names.add(name)
+                self.methods(name)
+            self._variable(function.__globals__, name, names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__" and (value := _content(cell)) is not cell and _may_change(value):
-                cells.setdefault(name, cell)
-            waiting.append(_function_of(_content(cell)))
-    known = [
-        (f"the variables of {variables['__name__']}", Variables(list(names), *_accessors(variables)))
-        for variables, names in found.values()
-        if names
-    ]
-    if cells:
-        get, put, drop = (partial(how, cells) for how in (_get_cell, _put_cell, _drop_cell))
-        known.append((f"the variables around {cls.__name__}", Variables(list(cells), get, put, drop)))
-    return Known(known, frozenset(all_names))
+                self.cells.setdefault(name, cell)
+            self._waiting.append(_function_of(_content(cell)))
+        told = f"{function.__module__}.{function.__qualname__}"
+        for name in vars(function):
+            if name != "__wrapped__":
+                self._note(f"the attributes of {told}", vars(function), name)
+        defaults = {f"default {index}": value for index, value in enumerate(function.__defaults__ or ())}
+        kept = {name: value for name, value in (defaults | (function.__kwdefaults__ or {})).items() if _holds(value)}
+        for name in kept:
+            self._note(f"the defaults of {told}", kept, name)
+
+    def _variable(self, variables: dict[str, Any], name: str, names: Collection[str]) -> None:
+        """A function names a variable of a module, and with it perhaps what that holds."""
+        if name not in variables:
+            return
+        value = variables[name]
+        self._waiting.append(_function_of(value))
+        if _may_change(value):
+            self._note(f"the variables of {variables['__name__']}", variables, name)
+        elif isinstance(value, types.ModuleType) and vars(value) is not variables:
+            if _package_of_name(value.__name__) in self._packages or not is_library(value.__name__):
+                for attribute in names:
+                    if attribute != name:
+                        self._variable(vars(value), attribute, [each for each in names if each != name])
+        elif isinstance(value, type) and not (issubclass(value, Enum) or is_of_library(value, self._packages)):
+            self.of_class(value, names)
+
+    def of_class(self, cls: type, names: Collection[str] = ()) -> None:
+        """What a class of the user's holds for all of its objects, and those of its functions that are named."""
+        for base in cls.__mro__:
+            if is_of_library(base, self._packages):
+                continue
+            for name, value in vars(base).items():
+                if name in names:
+                    self._waiting.append(_function_of(value))
+                if not (name.startswith("__") or hasattr(value, "__get__")) and _may_change(value):
+                    self._note(f"the class {base.__module__}.{base.__qualname__}", base, name)
+
+    def _note(self, told: str, holder: Any, name: str) -> None:
+        self.found.setdefault(id(holder), (told, holder, {}))[2][name] = None
 
 
-def _accessors(variables: dict[str, Any]) -> tuple[Any, Any, Any]:
-    return variables.__getitem__, variables.__setitem__, variables.__delitem__
+def _holds(value: Any) -> bool:
+    """Whether a default of an argument may be changed in place."""
+    return hasattr(value, "__dict__") or isinstance(value, (list, dict, set, deque))
+
+
+def _accessors(holder: Any) -> tuple[Any, Any, Any]:
+    if isinstance(holder, type):
+        return partial(getattr, holder), partial(setattr, holder), partial(delattr, holder)
+    return holder.__getitem__, holder.__setitem__, holder.__delitem__
 
 
 def _get_cell(cells: dict[str, Any], name: str) -> Any:

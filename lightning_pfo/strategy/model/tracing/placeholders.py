@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
+from lightning_pfo.strategy.model.tracing.gradient_readers import caller, note_reader
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import tensors_of
@@ -50,6 +51,19 @@ def _warn_of_file(protocol: Any) -> None:
 
 
 class _PlaceholderParameter(nn.Parameter):
+    @property
+    def grad(self) -> torch.Tensor | None:
+        note_reader(self, caller())
+        return super().grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)  # type: ignore[union-attr]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         _warn_of_file(protocol)
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

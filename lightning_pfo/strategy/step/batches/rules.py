@@ -23,7 +23,8 @@ from lightning_pfo.strategy.step.batches.structures import holds_tensors, parts_
 Rule = str | int
 """Numbers: `sum`, `first` (they are equal), `largest`, `least`, `begin` (that of the first), `end` (the last). Lists:
 `items` are joined, `parts` are merged. Tensors: the dimension along which they are joined, `fixed` (floating-point
-numbers of which nothing is known), `counts` (such integers), or one for numbers."""
+numbers of which nothing is known), `counts` (such integers), or one for numbers. Texts: `first`, or `apart`: that of
+both as one batch is another."""
 CHOSEN = ("largest", "least", "begin", "end")
 """Those that take one of the numbers."""
 _log = logging.getLogger(__name__)
@@ -104,6 +105,8 @@ class Rules:
             rule = _rule_of_tensors(*map(torch.as_tensor, found))
         elif isinstance(first, (int, float, np.number)):
             rule = None if isinstance(first, bool) else _rule_of_numbers(first, second, small, large)
+        elif isinstance(first, (str, bytes)):
+            rule = _rule_of_texts(first, second, small, large)
         elif isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
             rule = _rule_of_lists(*map(len, found))
         else:
@@ -139,6 +142,12 @@ def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any) -> Rule | 
     if first and first != second:
         return "largest" if large == max(first, second) else "least" if large == min(first, second) else None
     return None
+
+
+def _rule_of_texts(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
+    if small != first:  # a trace does not know it
+        return None
+    return "first" if first == second == large else "apart" if large != small else None
 
 
 def _rule_of_lists(first: int, second: int, small: int, large: int) -> Rule | None:

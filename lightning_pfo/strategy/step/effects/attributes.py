@@ -47,6 +47,7 @@ from lightning_pfo.strategy.step.effects.generators import Generators
 from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
+from lightning_pfo.strategy.step.effects.outward.streams import Streams
 
 _ABSENT = object()
 _DEAR_BYTES = 4 * 2**20
@@ -63,6 +64,8 @@ class Attributes:
 
     Attributes:
         generators: Its random generators.
+        streams: Its iterators and files.
+        opaque: Its objects of libraries.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Attributes:
         self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._meters = Meters(places.objects)
         self.generators = Generators(places.generators)
+        self.streams = Streams(places.streams, places.containers)
+        self.opaque = places.opaque
         self._left_alone: frozenset[Path] = frozenset()
 
     def changed_values(self) -> list[Any]:

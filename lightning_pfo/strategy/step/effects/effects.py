@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,9 +14,19 @@ from lightning_pfo.strategy.model.reach.untouched import Changed, Flags
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.calls import Call, Outlets, make_calls, merged_calls, redirected, with_values
-from lightning_pfo.strategy.step.effects.large import LargeTensors
+from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.merge import Changes
+from lightning_pfo.strategy.step.effects.outward.calls import (
+    Call,
+    Note,
+    Outlets,
+    make_calls,
+    merged_calls,
+    redirected,
+    with_values,
+)
+from lightning_pfo.strategy.step.effects.outward.opaque import OpaqueLook
+from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 
@@ -26,7 +36,7 @@ class Effects:
     Args:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
-        large: Which large tensors a step writes into.
+        earlier: What is known from earlier batches; None: it is no batch that counts.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
@@ -35,10 +45,15 @@ class Effects:
     """
 
     def __init__(
-        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, earlier: Earlier | None = None
     ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules, large)
+        self._attributes = Attributes(owner, modules, None if earlier is None else earlier.large)
+        self.looks = earlier is None or earlier.number > 0
+        self._counts = earlier is not None
+        self._opaque: OpaqueLook | None = None
+        if earlier is not None and earlier.number and self._attributes.opaque:
+            self._opaque = OpaqueLook(self._attributes.opaque, is_first=earlier.number == 1)
         self.outlets = Outlets(owner)
         self.flags = Flags(owner)
         self._switched: Changed = ({}, {})
@@ -61,10 +76,24 @@ class Effects:
         """
         return _Run(self, ends_here, log, index, size)
 
-    def begin(self, index: int) -> None:
-        """A run of the step begins."""
+    def begin(self, index: int, note: Note) -> None:
+        """A run of the step begins; `note` takes its calls."""
         self._attributes.generators.enter(index)
         self._attributes.enter()
+        if self._attributes.streams:
+            self._attributes.streams.enter(note)
+
+    def over(self, *, has_ended: bool) -> None:
+        """A run is over: what has stood in for something does so no longer."""
+        if self._attributes.streams:
+            with following(None):
+                self._attributes.streams.leave(has_ended=has_ended)
+        if self._opaque is not None:
+            self._opaque.after_run()
+
+    def openings_told(self, *, ends_here: bool) -> AbstractContextManager[None]:
+        """While a run of the first batches goes on: name files that it opens to write."""
+        return openings_told(counts=ends_here and self._counts)
 
     def end(self, calls: list[Call] | None, index: int, size: int) -> None:
         """A run is over; if it has run to the step's end, it has made these calls."""
@@ -135,6 +164,7 @@ class Effects:
             "changes": {path: change for path, change in changes.items() if path not in self.dear},
             "switched": self._switched,
             "drawn": self._attributes.generators.drawn(),
+            "taken": self._attributes.streams.taken(),
             "calls": merged_calls(self._calls, sizes, weights, rules),
         }
 
@@ -146,12 +176,16 @@ class Effects:
         """Make changes on this rank, and nothing else of an outcome."""
         self._attributes.apply(changes)
 
-    def leave(self, outcome: dict[str, Any]) -> None:
-        """Leave it behind on this rank."""
+    def leave(self, outcome: dict[str, Any], *, is_first: bool) -> None:
+        """Leave it behind on this rank; the first of a pipeline writes into files."""
+        if self._opaque is not None:
+            self._opaque.end()
         self._attributes.apply({**outcome["changes"], **self.dear})
         self.flags.apply(outcome["switched"])
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
-        make_calls(self._owner, outcome["calls"])
+        self._attributes.streams.go_on(outcome["taken"])
+        outlets = self._attributes.streams.outlets(is_first=is_first) if outcome["calls"] else {}
+        make_calls(self._owner, outcome["calls"], outlets, is_first=is_first)
 
 
 class _Run(AbstractContextManager[None]):
@@ -161,21 +195,25 @@ class _Run(AbstractContextManager[None]):
         self._effects = effects
         self._index, self._size = index, size
         self._calls: list[Call] | None = [] if ends_here else None
-        say, note = (log, self._note) if ends_here else (_nothing, _nothing)
-        self._redirected = redirected(effects.outlets, say, note)
+        self._note: Note = self._take if ends_here else _nothing
+        self._redirected = redirected(effects.outlets, log if ends_here else _nothing, self._note)
         self._under_way = step_under_way(ends_here=ends_here)
+        self._opening = effects.openings_told(ends_here=ends_here) if effects.looks else nullcontext()
 
     def __enter__(self) -> None:
-        self._effects.begin(self._index)
+        self._effects.begin(self._index, self._note)
         self._redirected.__enter__()
         self._under_way.__enter__()
+        self._opening.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._opening.__exit__(None, None, None)
         self._under_way.__exit__()
         self._redirected.__exit__()
+        self._effects.over(has_ended=self._calls is not None and kind is None)
         self._effects.end(self._calls if kind is None else None, self._index, self._size)
 
-    def _note(self, call: Call) -> None:
+    def _take(self, call: Call) -> None:
         assert self._calls is not None
         self._calls.append(with_values(call))
 

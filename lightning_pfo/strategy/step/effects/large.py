@@ -1,7 +1,11 @@
-"""Large tensors that a step writes into: copied at the begin of a batch, and sent at its end, once that is known."""
+"""What is known from earlier batches, such as large tensors that a step writes into.
+
+These are copied at the begin of a batch, and sent at its end, once that is known.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from lightning_pfo.strategy.model.reach.places import Path, named
@@ -9,6 +13,8 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _SMALL_BYTES = 2**16
 """Smaller ones are copied at the begin of each batch, whether somebody writes into them or not."""
+_LOOKED_AT = 3
+"""So many batches of each kind of step are looked at more closely."""
 _LARGEST_BYTES = 16 * 2**20
 """Larger ones are never copied, and arrays not looked at: microbatches write into them one after the other."""
 
@@ -55,3 +61,23 @@ class LargeTensors:
             f"A step writes into {named(path)}. Its {size / 2**20:.1f} MiB are sent to all ranks after every batch in "
             f"which it does so.{how} Keep less, or write in a hook such as on_train_batch_end, on all ranks."
         )
+
+
+class Earlier:
+    """What is known from earlier batches.
+
+    Attributes:
+        large: Which large tensors are written into.
+        number: The number of the batch among those of its kind that are looked at; 0: it is not.
+    """
+
+    def __init__(self) -> None:
+        self.large = LargeTensors()
+        self.number = 0
+        self._batches: Counter[str] = Counter()
+
+    def begin(self, kind: str) -> None:
+        """A batch of a kind of step begins."""
+        self.large.copies_all = kind not in self._batches
+        self._batches[kind] = min(self._batches[kind] + 1, _LOOKED_AT + 1)
+        self.number = self._batches[kind] if self._batches[kind] <= _LOOKED_AT else 0

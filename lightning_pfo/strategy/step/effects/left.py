@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_pfo.strategy.step.batches.rules import Rules
-from lightning_pfo.strategy.step.effects.calls import Call, arguments_of, place_of
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
+from lightning_pfo.strategy.step.effects.outward.calls import Call, arguments_of, place_of
 
 
 @dataclass

@@ -17,7 +17,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.noticing import users_line
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
-from lightning_pfo.strategy.step.effects.calls import note_call
+from lightning_pfo.strategy.step.effects.outward.calls import note_call
 from lightning_pfo.strategy.step.effects.within import step_ends_here
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
 from lightning_pfo.strategy.trainer.manual.settings import RunSettings

@@ -1,9 +1,9 @@
 import pytest
 
-from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches import notices
 
 
 @pytest.fixture(autouse=True)
-def said_anew():
+def said_anew(monkeypatch):
     """What is said once for each process is said once for each test."""
-    warn_once.cache_clear()
+    monkeypatch.setattr(notices, "_said", set())

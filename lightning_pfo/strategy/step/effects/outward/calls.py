@@ -7,16 +7,18 @@ what a step does, nothing is said.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import trainer_of
+from lightning_pfo.strategy.model.reach.places import named, trainer_of
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 
 Path = tuple[tuple[str, Any], ...]
@@ -64,7 +66,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._note = note
         self._replaced: dict[str, Any] = {"log": log} if outlets.may_log else {}
         if outlets.may_print:
-            self._replaced["print"] = _Noted((("attribute", "print"),), note)
+            self._replaced["print"] = Noted((("attribute", "print"),), note)
 
     def __enter__(self) -> None:
         attributes, loggers = self._outlets.attributes, self._outlets.loggers
@@ -104,6 +106,9 @@ def merged_calls(
     merged: list[Call] = []
     for index, alike in enumerate(zip(*calls, strict=True)):
         given = [arguments_of(call) for call in alike]
+        if is_text(alike[0]):
+            merged.extend(texts(alike, rules, place_of(index)))
+            continue
         try:
             arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place_of(index))
         except UnmergeableError:  # such as texts that differ
@@ -127,19 +132,65 @@ def place_of(index: int) -> str:
     return f"the arguments of call {index}"
 
 
-def make_calls(owner: nn.Module, calls: Sequence[Call]) -> None:
-    """Make calls that were noted, in order."""
+def is_text(call: Call) -> bool:
+    """Whether text is written into a file."""
+    path, _, _ = call
+    return path[0][0] == "stream" and path[-1] == ("attribute", "write")
+
+
+def texts(calls: Sequence[Call], rules: Rules | None, place: str) -> list[Call]:
+    """What microbatches write into a file: once if it is the same, else all of it, one after the other.
+
+    Args:
+        calls: Their calls.
+        rules: What is known of values at the same place.
+        place: Where the arguments are.
+    """
+    are_same = len({args[0] for _, args, _ in calls}) == 1
+    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]") != "apart")):
+        warn_once(
+            f"A step writes into the file {named(calls[0][0][0][1])} what is another text for each microbatch, or for "
+            f"all of them together. What differs is all written, by the first rank, one after the other; on one device "
+            f"there is one text for a batch. Keep it in an attribute (numbers, lists and tensors are put together as "
+            f"one batch has them) and write in a hook such as on_train_batch_end."
+        )
+    return [calls[0]] if are_same else list(calls)
+
+
+def is_kept_everywhere(stream: Any) -> bool:
+    """Whether it is in memory, so that each rank has its own."""
+    return isinstance(stream, (io.StringIO, io.BytesIO))
+
+
+def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, Any], *, is_first: bool) -> None:
+    """Make calls that were noted, in order.
+
+    Args:
+        owner: The user's module.
+        calls: The calls.
+        outlets: Files and the like that this rank writes into, by their places.
+        is_first: Whether this rank is the first of the pipeline, so that it should have all of them.
+    """
     for path, args, kwargs in calls:
         target: Any = owner
+        if path[0][0] == "stream" and path[0][1] not in outlets:
+            if is_first:
+                warn_once(
+                    f"A step writes into {named(path[0][1])}, which the first rank of the pipeline does not have: what "
+                    f"it writes is lost. Open it on every rank; the first one writes."
+                )
+            continue
         for kind, name in path:
             if kind == "logger":
                 target = trainer_of(owner).loggers[name]
+            elif kind == "stream":
+                target = outlets[name]
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
         target(*args, **kwargs)
 
 
-class _Noted:
+class Noted:
     """Stands for something of which only the calls count."""
 
     def __init__(self, path: Path, note: Note) -> None:
@@ -147,19 +198,20 @@ class _Noted:
         self._note = note
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the call."""
         self._note((self._path, args, kwargs))
-        return _Noted((), lambda call: None)
+        return Noted((), lambda call: None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Noted((*self._path, ("attribute", name)), self._note)
+        return Noted((*self._path, ("attribute", name)), self._note)
 
     def __getitem__(self, key: Any) -> Any:
-        return _Noted((*self._path, ("item", key)), self._note)
+        return Noted((*self._path, ("item", key)), self._note)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _Noted((*self._path, ("attribute", "__setitem__")), self._note)(key, value)
+        Noted((*self._path, ("attribute", "__setitem__")), self._note)(key, value)
 
 
 class _NotedLogger:
@@ -176,6 +228,6 @@ class _NotedLogger:
 
     def __getattr__(self, name: str) -> Any:
         if name == "experiment":
-            return _Noted((*self._path, ("attribute", name)), self._note)
+            return Noted((*self._path, ("attribute", name)), self._note)
         value = getattr(self._logger, name)
-        return _Noted((*self._path, ("attribute", name)), self._note) if callable(value) else value
+        return Noted((*self._path, ("attribute", name)), self._note) if callable(value) else value

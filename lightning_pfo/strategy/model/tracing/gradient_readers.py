@@ -1,0 +1,112 @@
+"""Who looks at the gradients of layers of other ranks: a norm of what it finds is that of one rank.
+
+Gradients of a rank's own layers are there, those of placeholders are None, and all that goes over the parameters of a
+module skips these without a word. Hence placeholders tell who has asked. Optimizers and libraries that go over all
+parameters know what they do; functions for norms and code of the user's do not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_pfo.strategy.parallel.patches import Patches
+
+_NORMS = ("clip_grad_norm_", "grad_norm")
+"""Of torch and of Lightning; others of theirs treat each gradient on its own, or are given a norm."""
+_KNOW_BETTER = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pfo.", "accelerate.")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Code that has asked for the gradient of a placeholder.
+
+    Attributes:
+        name: Its function.
+        place: File and line.
+        clips: Whether it is torch's own `clip_grad_norm_`.
+    """
+
+    name: str
+    place: str
+    clips: bool
+
+
+Told = Callable[[torch.Tensor, Reader], object]
+_told: list[Told] = []
+_known: set[types.CodeType] = set()
+"""Code that need not be looked at again."""
+
+
+def tell_of_readers(told: Told, patches: Patches) -> None:
+    """Let somebody know who asks for the gradients of placeholders.
+
+    Args:
+        told: Called with a placeholder and the reader; once for each function, and for torch's each time.
+        patches: Nobody is told when it is closed.
+    """
+    _told.append(told)
+    _known.clear()
+
+    def forget() -> None:
+        _told.remove(told)
+
+    patches.callback(forget)
+
+
+def note_reader(placeholder: torch.Tensor, frame: types.FrameType | None) -> None:
+    """A frame asks for the gradient of a placeholder."""
+    if not _told or frame is None or frame.f_code in _known:
+        return
+    code = _function_in(frame).f_code
+    is_of_library = _module_of(frame).startswith(_KNOW_BETTER)
+    clips = is_of_library and code.co_name == "clip_grad_norm_"
+    if not clips:
+        _known.add(frame.f_code)
+    if (is_of_library and code.co_name not in _NORMS) or _is_of_optimizer(frame):
+        return
+    asking = _asking(frame)
+    reader = Reader(code.co_name, f"{asking.f_code.co_filename}, line {asking.f_lineno}", clips)
+    for told in list(_told):
+        told(placeholder, reader)
+
+
+def _function_in(frame: types.FrameType) -> types.FrameType:
+    """The frame of the function; before Python 3.12, comprehensions have frames of their own."""
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_of_optimizer(frame: types.FrameType) -> bool:
+    """Whether an optimizer of anybody's makes its step; Lightning runs a user's hooks within one."""
+    asking: types.FrameType | None = frame
+    while asking is not None and not _module_of(asking).startswith(_KNOW_BETTER):
+        if isinstance(asking.f_locals.get("self"), Optimizer):
+            return True
+        asking = asking.f_back
+    return False
+
+
+def _asking(frame: types.FrameType) -> types.FrameType:
+    """The nearest code that is of no library that is known here."""
+    asking: types.FrameType | None = frame
+    while asking is not None and _module_of(asking).startswith(_KNOW_BETTER):
+        asking = asking.f_back
+    return frame if asking is None else asking
+
+
+def _module_of(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def caller() -> Any:
+    """The frame of who has called the caller of this."""
+    frame = inspect.currentframe()
+    return frame.f_back.f_back if frame is not None and frame.f_back is not None else None

@@ -1,0 +1,45 @@
+"""What is done before the first batches of each kind of step: they are compared, and users are told of batch norms."""
+
+from __future__ import annotations
+
+from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.first_batch.comparison import Comparison, RunsSteps
+from lightning_pfo.strategy.step.outcome import StepOnBatch
+
+
+class FirstLooks:
+    """Looks at the first batches.
+
+    Args:
+        runner: Runs the user's steps.
+        check_loss: Whether batches are compared with their microbatches.
+        compiled: Whether layers are compiled.
+        divided: Whether layers are divided over replicas.
+        deferred: Batch norms whose running statistics are those of batches.
+    """
+
+    def __init__(
+        self,
+        runner: RunsSteps,
+        check_loss: bool,
+        *,
+        compiled: bool,
+        divided: bool,
+        deferred: DeferredBatchNorms | None,
+    ) -> None:
+        self._engine, self._owner = runner.engine, runner.owner
+        self._comparison = Comparison(runner, compiled=compiled, divided=divided) if check_loss else None
+        self._are_deferred = deferred is not None
+        self._has_trained = False
+
+    def look(self, of: StepOnBatch) -> None:
+        """Look at a batch before it is run; a collective call, see `Comparison.check`."""
+        if of.kind == "train" and not self._has_trained:
+            self._has_trained = True
+            if self._engine.rank == 0 and self._engine.place == (0, 0):
+                said = what_they_normalise(self._owner, of.parts.sizes, are_deferred=self._are_deferred)
+                if said:
+                    warn_once(said)
+        if self._comparison is not None:
+            self._comparison.check(of)

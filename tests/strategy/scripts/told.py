@@ -1,0 +1,175 @@
+"""What users are told of norms in hooks, and of what steps write into; usage: told.py FOLDER [CASE ...].
+
+On one rank and on two; each writes what was said.
+"""
+
+import configparser
+import csv
+import decimal
+import json
+import logging
+import os
+import string
+import sys
+import types
+from array import array
+from collections import UserList
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.step.batches import notices
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+DATA = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Said(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+class Plain(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class OfLightning(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        grad_norm(self, norm_type=2)
+
+
+class OfTorch(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
+
+
+class ByHand(Plain):
+    def on_after_backward(self):
+        sum(float(p.grad.square().sum()) for p in self.parameters() if p.grad is not None)
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for parameter in [p for p in group["params"] if p.grad is not None]:
+                parameter.sub_(0.1 * parameter.grad)
+        return loss
+
+
+class ByItself(Plain):
+    """With an optimizer of the user's, clipping by the Trainer and the norm over all stages."""
+
+    def configure_optimizers(self):
+        return OwnOptimizer(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.trainer.strategy.grad_norm()
+        torch.nn.utils.clip_grad_value_(self.parameters(), 100.0)
+        for parameter in self.parameters():
+            del parameter.grad  # as for others
+        self.zero_grad()
+
+
+class OfLibraries(Plain):
+    """Changes objects of libraries in a step; others, which it only uses or fills once, are not named."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.numbers, self.template = configparser.ConfigParser(), array("d"), string.Template("$x")
+        self.table["all"] = {}
+        self.lazy, self.kept = decimal.Context(), UserList()
+        self.opaque = types.SimpleNamespace(index=ConfigParserWithCache())
+        self.file = (FOLDER / f"early_{os.environ.get('RANK', 0)}.csv").open("w")
+        self.early = csv.writer(self.file).writerow
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.numbers.append(batch_idx)
+        self.table["all"][str(len(self.table["all"]))] = "seen"
+        self.template.substitute(x=self.opaque.index.words())
+        self.kept.append(loss.item())
+        self.early([batch_idx])
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.opaque.index["DEFAULT"][f"batch {batch_idx}"] = "seen"  # in hooks it is done once
+
+    def on_train_end(self):
+        assert len(self.kept) == 4
+
+
+class ConfigParserWithCache(configparser.ConfigParser):
+    cached = None
+
+    def words(self):
+        self.cached = self.cached or list(self["DEFAULT"])
+        return self.cached
+
+
+ConfigParserWithCache.__module__ = "configparser"  # for a library
+
+
+class Opens(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        folder = FOLDER / str(self.trainer.world_size)
+        folder.mkdir(exist_ok=True)
+        with (folder / "added.txt").open("a") as file:
+            file.write(f"{batch_idx}\n")
+        np.save(folder / "array.npy", np.zeros(3))
+        assert Path(__file__).read_text()
+        return loss
+
+
+CASES = (OfLightning, OfTorch, ByHand, ByItself, OfLibraries, Opens)
+
+
+def run(number):
+    said = Said()
+    logging.getLogger("lightning_pfo").addHandler(said)
+    found = {}
+    for case in [case for case in CASES if not sys.argv[2:] or case.__name__ in sys.argv[2:]]:
+        said.texts.clear()
+        notices._said.clear()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=number,
+            strategy=PfoPipelineStrategy(num_microbatches=2),
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=2,
+        )
+        trainer.fit(case(), DataLoader(TensorDataset(DATA), batch_size=6))
+        found[case.__name__] = list(said.texts)
+    (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+for number in (1, 2):
+    run_ranks(run, number, number)

@@ -1,0 +1,52 @@
+"""What users are told of their hooks and steps: norms of one rank, objects of libraries that are changed, files."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "told.py"
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("told")
+    run_script(SCRIPT, folder)
+    for number in (1, 2):  # as many lines as microbatches
+        assert (folder / str(number) / "added.txt").read_text().split() == ["0", "0", "1", "1"] * 2
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("OfLightning", "grad_norm"), ("OfTorch", "clip_grad_norm_"), ("ByHand", "on_after_backward")],
+)
+def test_a_norm_of_one_ranks_gradients_is_named_once_with_its_line(said, case, name):
+    for rank in ("2_0", "2_1"):
+        (text,) = said[rank][case]
+        assert re.match(rf"{name} \(.*told\.py, line \d+\).*trainer\.strategy\.grad_norm\(\)", text)
+        assert ("gradient_clip_val" in text) == (case == "OfTorch")
+    assert said["1_0"][case] == []
+
+
+def test_nothing_is_said_of_optimizers_and_of_norms_over_all_stages(said):
+    assert [found["ByItself"] for found in said.values()] == [[], [], []]
+
+
+def test_objects_of_libraries_that_a_step_changes_are_named_once(said):
+    for rank in ("1_0", "2_1"):
+        names = [re.match(r"A step changes self\.(\w+), of ", text)[1] for text in said[rank]["OfLibraries"]]
+        assert sorted(names) == ["file", "numbers", "table"]
+    assert said["2_0"]["OfLibraries"] == []  # which runs the step up to its own layers
+
+
+def test_files_that_a_step_opens_to_write_are_named_once(said):
+    for rank in ("1_0", "2_0", "2_1"):
+        texts = said[rank]["Opens"]
+        assert [re.search(r"(\w+\.\w+)' to write \(.*told\.py, line \d+\)", text)[1] for text in texts] == [
+            "added.txt",
+            "array.npy",
+        ]
