@@ -640,7 +640,29 @@ class Draws(Base):
         return [*self.states, self.drawn]
 
 
+class DrawsLate(L.LightningModule):
+    """Draws from the global generators of the host from its third batch on, when nobody expects it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+        self.means = []
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def training_step(self, batch, batch_idx):
+        factor = 1 + random.random() + np.random.rand() if batch_idx > 1 else 1.0
+        output = self.layers(batch[0] * factor)
+        self.means.append((output.detach() / factor).square().mean().item())  # the last stage knows its own only
+        return output.square().mean()
+
+    def found(self):
+        return self.means
+
+
 CASES = {
+    "draws_late": DrawsLate,  # first: who has drawn once is expected to again
     "objects": Objects,
     "modules": Modules,
     "layers": Layers,

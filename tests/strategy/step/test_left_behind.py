@@ -10,6 +10,7 @@ from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "left_behind.py"
 CASES = (
+    "draws_late",
     "objects",
     "modules",
     "closed",
@@ -46,6 +47,12 @@ def test_generators_of_the_users_go_on_alike_on_all_ranks_and_do_not_repeat_them
     *states, _ = found["two_0"]["draws"]
     assert found["two_0"]["draws"] == found["two_1"]["draws"]
     assert len({state for each in states for state in each}) == 12
+
+
+def test_draws_that_nobody_expected_are_told_of(found):
+    assert (
+        found["output"].count("A step has drawn from the global generator of Python or NumPy for the first time") == 3
+    )
 
 
 def test_layers_that_keep_more_than_numbers_are_named(found):

@@ -7,11 +7,9 @@ parameters know what they do; functions for norms and code of the user's do not.
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -60,9 +58,9 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
     patches.callback(forget)
 
 
-def note_reader(placeholder: torch.Tensor, frame: types.FrameType | None) -> None:
+def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
     """A frame asks for the gradient of a placeholder."""
-    if not _told or frame is None or frame.f_code in _known:
+    if not _told or frame.f_code in _known:
         return
     code = _function_in(frame).f_code
     is_of_library = _module_of(frame).startswith(_KNOW_BETTER)
@@ -104,9 +102,3 @@ def _asking(frame: types.FrameType) -> types.FrameType:
 
 def _module_of(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__"))
-
-
-def caller() -> Any:
-    """The frame of who has called the caller of this."""
-    frame = inspect.currentframe()
-    return frame.f_back.f_back if frame is not None and frame.f_back is not None else None

@@ -9,6 +9,7 @@ of torch are followed only if they are given one of them, so all others take as 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
-from lightning_pfo.strategy.model.tracing.gradient_readers import caller, note_reader
+from lightning_pfo.strategy.model.tracing.gradient_readers import note_reader
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import tensors_of
@@ -50,19 +51,23 @@ def _warn_of_file(protocol: Any) -> None:
         _log.warning("A file is written that has no values for layers of other ranks. %s", _WHOLE)
 
 
+_GRADIENT: Any = torch.Tensor.grad
+
+
 class _PlaceholderParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
-        note_reader(self, caller())
-        return super().grad
+        note_reader(self, sys._getframe(1))
+        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
+        return gradient
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
+        _GRADIENT.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[union-attr]
+        _GRADIENT.__delete__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _warn_of_file(protocol)
