@@ -59,7 +59,7 @@ def test_a_job_is_scanned_planned_verified_and_held_while_it_trains(fake_driver,
     settings = ("online=true", "num_microbatches=3", "clock_step_mhz=500", "effort=fast", "num_plans=4")
     with running_server(*settings, "verify_pairs=1", "port=0", f"state={tmp_path}/state.sqlite") as server:
         output = run_script(
-            SCRIPT, server.url, "ours", 400, tmp_path / "ours", timeout_s=90, **environment_of(fake_driver)
+            SCRIPT, server.url, "ours", 4000, tmp_path / "ours", timeout_s=120, **environment_of(fake_driver)
         ).stdout
         _, (job,) = server.ask("GET", "/jobs")
     assert "Traceback" not in output

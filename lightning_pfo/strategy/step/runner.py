@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -25,12 +25,10 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
-from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
@@ -42,6 +40,7 @@ from lightning_pfo.strategy.step.gradients import (
     put_gradients,
     take_gradients,
 )
+from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
@@ -110,7 +109,7 @@ class StepRunner:
         self._hosts = engine.host_group()
         self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
-        self._rules: dict[str, Rules] = {}
+        self.rules = KnownRules(self.programs, batching)
         self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
         self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._is_first_batch = True
@@ -267,7 +266,7 @@ class StepRunner:
             self.run(kind, step_of, microbatches, of.seed, recorder, take, whole, effects, after_backward)
             if engine.is_last:
                 run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
-                with self.looking(of, run) as rules:
+                with self.rules.looking(of, run, engine.seed) as rules:
                     outcome = run.merged(rules, is_sent=engine.num_ranks > 1)
                 outcome["skipped"] = sorted(self._skipped[-1])
         except Exception as exception:
@@ -283,29 +282,6 @@ class StepRunner:
         effects.leave(shared, is_first=engine.rank == 0)
         self.layers.end(engine.all_gather)
         return shared, results
-
-    def rules_of(self, kind: str) -> Rules:
-        """What is known of what a kind of step leaves."""
-        return self._rules.setdefault(kind, Rules())
-
-    @contextmanager
-    def looking(self, of: StepOnBatch, run: StepRun) -> Iterator[Rules]:
-        """Compare what a step has left with traces of it, where rules are asked while the context is open."""
-        rules, seed = self.rules_of(of.kind), (self.engine.seed, *of.seed, 0)
-        batching, parts = self.batching, of.parts
-
-        def look() -> None:
-            small, large = (
-                self.programs.left_by(partial(of.step, part, *of.rest), seed, train=run.train)
-                for part in (parts[0], batching.first_parts(of.batch, parts, 2))
-            )
-            if small is not None and large is not None:
-                learn(rules, run.left(0), run.left(1), small, large)
-
-        # the user's own way of splitting does not tell which samples the first microbatches have
-        is_told = not batching.joins_microbatches and len(parts) > 1 and batching.split_batch is None
-        with rules.comparing(look if is_told else None):
-            yield rules
 
     def run(
         self,

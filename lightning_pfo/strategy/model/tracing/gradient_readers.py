@@ -58,9 +58,9 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
     patches.callback(forget)
 
 
-def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
+def note_reader(placeholder: torch.Tensor, frame: types.FrameType | None) -> None:
     """A frame asks for the gradient of a placeholder."""
-    if not _told or frame.f_code in _known:
+    if not _told or frame is None or frame.f_code in _known:
         return
     code = _function_in(frame).f_code
     is_of_library = _module_of(frame).startswith(_KNOW_BETTER)

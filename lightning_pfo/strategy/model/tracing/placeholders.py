@@ -8,8 +8,8 @@ of torch are followed only if they are given one of them, so all others take as 
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +57,8 @@ _GRADIENT: Any = torch.Tensor.grad
 class _PlaceholderParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
-        note_reader(self, sys._getframe(1))
+        frame = inspect.currentframe()
+        note_reader(self, None if frame is None else frame.f_back)
         gradient: torch.Tensor | None = _GRADIENT.__get__(self)
         return gradient
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
-from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch, Numbers
@@ -33,6 +32,7 @@ from lightning_pfo.strategy.step.first_batch.losses import (
 )
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
+from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -52,6 +52,7 @@ class RunsSteps(Protocol):
     batching: Batching
     programs: Programs
     layers: LayerWatch
+    rules: KnownRules
 
     def run(
         self,
@@ -65,12 +66,6 @@ class RunsSteps(Protocol):
         effects: Effects | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches."""
-
-    def rules_of(self, kind: str) -> Rules:
-        """What is known of what a kind of step leaves."""
-
-    def looking(self, of: StepOnBatch, run: StepRun) -> AbstractContextManager[Rules]:
-        """Compare what a step has left with traces of it, where rules are asked."""
 
 
 class Comparison:
@@ -172,7 +167,7 @@ class Comparison:
         is_other = bool(losses) and differ(losses, tolerance)
         check = None
         if whole is None:
-            check = self._numbers.setdefault(first.kind, NumberCheck(self._runner.rules_of(first.kind)))
+            check = self._numbers.setdefault(first.kind, NumberCheck(self._runner.rules.of(first.kind)))
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._tell(is_other)):
             self._draw_again(first, parts, pairs, whole)
@@ -243,7 +238,7 @@ class Comparison:
         """Whether there are numbers that may be others than on one device: not only rows of samples."""
 
         def find() -> bool:
-            with self._runner.looking(first, run) as rules:
+            with self._runner.rules.looking(first, run, self._engine.seed) as rules:
                 numbers = run.numbers(rules)
             return any(not number.dim() or isinstance(rules.of(p), str) for p, number in numbers.items())
 
