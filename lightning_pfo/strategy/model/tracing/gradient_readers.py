@@ -38,7 +38,7 @@ class Reader:
 
 Told = Callable[[torch.Tensor, Reader], object]
 _told: list[Told] = []
-_known: set[types.CodeType] = set()
+KNOWN: set[types.CodeType] = set()
 """Code that need not be looked at again."""
 
 
@@ -50,7 +50,7 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
         patches: Nobody is told when it is closed.
     """
     _told.append(told)
-    _known.clear()
+    KNOWN.clear()
 
     def forget() -> None:
         _told.remove(told)
@@ -58,15 +58,15 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
     patches.callback(forget)
 
 
-def note_reader(placeholder: torch.Tensor, frame: types.FrameType | None) -> None:
+def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
     """A frame asks for the gradient of a placeholder."""
-    if not _told or frame is None or frame.f_code in _known:
+    if not _told or frame.f_code in KNOWN:
         return
     code = _function_in(frame).f_code
     is_of_library = _module_of(frame).startswith(_KNOW_BETTER)
     clips = is_of_library and code.co_name == "clip_grad_norm_"
     if not clips:
-        _known.add(frame.f_code)
+        KNOWN.add(frame.f_code)
     if (is_of_library and code.co_name not in _NORMS) or _is_of_optimizer(frame):
         return
     asking = _asking(frame)

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
-from lightning_pfo.strategy.model.tracing.gradient_readers import note_reader
+from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import tensors_of
@@ -57,8 +57,9 @@ _GRADIENT: Any = torch.Tensor.grad
 class _PlaceholderParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
-        frame = inspect.currentframe()
-        note_reader(self, None if frame is None else frame.f_back)
+        frame: Any = inspect.currentframe()
+        if frame.f_back.f_code not in KNOWN:  # optimizers ask for all of them in each step
+            note_reader(self, frame.f_back)
         gradient: torch.Tensor | None = _GRADIENT.__get__(self)
         return gradient
 
