@@ -57,10 +57,11 @@ _GRADIENT: Any = torch.Tensor.grad
 class _PlaceholderParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
-        frame: Any = inspect.currentframe()
-        if frame.f_back.f_code not in KNOWN:  # optimizers ask for all of them in each step
-            note_reader(self, frame.f_back)
         gradient: torch.Tensor | None = _GRADIENT.__get__(self)
+        # a variable with the frame of this function would keep those that have called it, and what they hold
+        asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+        if asking.f_code not in KNOWN:  # optimizers ask for all of them in each step
+            note_reader(self, asking)
         return gradient
 
     @grad.setter
