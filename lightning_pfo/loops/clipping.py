@@ -33,10 +33,6 @@ def refuse_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patc
                 "a norm of its own. Use accelerator.clip_grad_norm_(model.parameters(), max_norm), or "
                 "model.clip_grad_norm_(max_norm) in a plain loop: the norm over all stages."
             )
-        warn_once(
-            f"{reader.name} ({reader.place}) reads gradients of layers of other ranks, which are None here: what it "
-            f"makes of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
-            f"model.clip_grad_norm_(float('inf')) on every rank."
-        )
+        warn_once(reader.told("model.clip_grad_norm_(float('inf'))"))
 
     tell_of_readers(told, patches)

@@ -4,8 +4,9 @@ Stages draw different amounts (dropout), so the ranks' global generators would d
 ranks would silently train on different batches. Hence every step runs on generators seeded by (run, epoch, batch,
 microbatch, stage), and the global generators are put back as they were.
 
-To seed those of the host, Python's and NumPy's, costs as much as the rest of a small microbatch's bookkeeping, and few
-steps draw from them. So it is done from the first trace or step on that has been seen to (`notice_draws_on_host`).
+To seed those of the host, Python's and NumPy's, in each microbatch is a part of what a short step costs that can be
+measured, and few steps draw from them. So it is done from the first trace or step on that has been seen to
+(`notice_draws_on_host`).
 """
 
 from __future__ import annotations

@@ -269,11 +269,8 @@ def logs_noted(
 
 def signature_of(microbatch: Any) -> Any:
     """The form of a microbatch: shapes, types, whether gradients are wanted, and values that may decide what runs."""
-    kind = type(microbatch)
-    if kind in (list, tuple) and all(type(part) is torch.Tensor for part in microbatch):  # most are
-        return (kind.__name__, *((part.shape, part.dtype, part.requires_grad) for part in microbatch))
     return (
-        kind.__name__,
+        type(microbatch).__name__,
         *(
             (path, leaf.shape, leaf.dtype, leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)

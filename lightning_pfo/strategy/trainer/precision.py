@@ -96,11 +96,7 @@ def adapt_to_pipeline(
 
 
 def _told_of_norm(placeholder: torch.Tensor, reader: Reader) -> None:
-    found = (
-        f"{reader.name} ({reader.place}) reads gradients of layers of other ranks, which are None here: what it makes "
-        f"of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
-        f"trainer.strategy.grad_norm() on every rank."
-    )
+    found = reader.told("trainer.strategy.grad_norm()")
     if reader.clips:
         raise ConfigurationError(
             f"{found} To clip, so that ranks do not do so by different norms, use "

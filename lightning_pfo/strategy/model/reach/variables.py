@@ -55,7 +55,7 @@ def is_of_library(what: Any, packages: Collection[str]) -> bool:
 @cache
 def is_library(module: str) -> bool:
     """Whether a module is of a library, by its name."""
-    if module.partition(".")[0] in _NOT_THE_USERS:
+    if _package_of_name(module) in _NOT_THE_USERS:
         return True
     if module == "__main__":
         return False

@@ -35,6 +35,14 @@ class Reader:
     place: str
     clips: bool
 
+    def told(self, norm: str) -> str:
+        """What is said of it; `norm` is the call that gives the norm over all stages."""
+        return (
+            f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: what it makes "
+            f"of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
+            f"{norm} on every rank."
+        )
+
 
 Told = Callable[[torch.Tensor, Reader], object]
 _told: list[Told] = []
@@ -59,8 +67,8 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
 
 
 def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
-    """A frame asks for the gradient of a placeholder."""
-    if not _told or frame.f_code in KNOWN:
+    """A frame asks for the gradient of a placeholder; not to be called for code in `KNOWN`."""
+    if not _told:
         return
     code = _function_in(frame).f_code
     is_of_library = _module_of(frame).startswith(_KNOW_BETTER)

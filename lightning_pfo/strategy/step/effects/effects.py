@@ -80,16 +80,7 @@ class Effects:
         """A run of the step begins; `note` takes its calls."""
         self._attributes.generators.enter(index)
         self._attributes.enter()
-        if self._attributes.streams:
-            self._attributes.streams.enter(note)
-
-    def over(self, *, has_ended: bool) -> None:
-        """A run is over: what has stood in for something does so no longer."""
-        if self._attributes.streams:
-            with following(None):
-                self._attributes.streams.leave(has_ended=has_ended)
-        if self._opaque is not None:
-            self._opaque.after_run()
+        self._attributes.streams.enter(note)
 
     def openings_told(self, *, ends_here: bool) -> AbstractContextManager[None]:
         """While a run of the first batches goes on: name files that it opens to write."""
@@ -97,6 +88,10 @@ class Effects:
 
     def end(self, calls: list[Call] | None, index: int, size: int) -> None:
         """A run is over; if it has run to the step's end, it has made these calls."""
+        with following(None):
+            self._attributes.streams.leave(has_ended=calls is not None)  # what was written becomes one of the calls
+        if self._opaque is not None:
+            self._opaque.after_run()
         self._attributes.generators.leave(has_ended=calls is not None)
         with following(None):
             if index == 0 or self._switches:  # dear, and a step does so for all microbatches, or for none
@@ -210,7 +205,6 @@ class _Run(AbstractContextManager[None]):
         self._opening.__exit__(None, None, None)
         self._under_way.__exit__()
         self._redirected.__exit__()
-        self._effects.over(has_ended=self._calls is not None and kind is None)
         self._effects.end(self._calls if kind is None else None, self._index, self._size)
 
     def _take(self, call: Call) -> None:

@@ -40,9 +40,6 @@ class Streams:
         self._files: dict[int, _Written] = {}
         self._taken: dict[Path, int] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._places)
-
     def enter(self, note: Note) -> None:
         """A run of the step begins; `note` takes what it writes."""
         by_stream: dict[int, Any] = {}
