@@ -82,7 +82,7 @@ class ReplicaMeans:
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters by their means; a collective call."""
-        gradients = {p: gradient for p in parameters if (gradient := placed_like(p.grad, p)) is not None}
+        gradients = {p: placed_like(p.grad, p) for p in parameters if p.grad is not None}
         for parameter in parameters:
             parameter.grad = None
         self.start(parameters, gradients)

@@ -6,7 +6,7 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -180,6 +180,15 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """The modules that a module itself holds, by name; one may have several. Changing it changes the module."""
     return module._modules
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """What modules themselves hold, each once; much faster than `parameters()`."""
+    found: dict[int, nn.Parameter | None] = {}  # tensors themselves take long to hash
+    for module in modules:
+        if held := module._parameters:
+            found.update((id(parameter), parameter) for parameter in held.values())
+    return [parameter for parameter in found.values() if parameter is not None]
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

@@ -33,10 +33,11 @@ def is_divided_over(tensor: torch.Tensor, dimension: str) -> bool:
     return isinstance(tensor, DTensor) and dimension in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def placed_like(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+def placed_like(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Bring a gradient into the form of its parameter: autograd may leave a sum over processes pending."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        return gradient.redistribute(placements=parameter.placements)
+        whole: torch.Tensor = gradient.redistribute(placements=parameter.placements)
+        return whole
     return gradient
 
 

@@ -26,6 +26,11 @@ def gradient_type(parameter: nn.Parameter, *, precise: bool) -> torch.dtype:
     return torch.float32 if precise and parameter.dtype.itemsize < torch.float32.itemsize else parameter.dtype
 
 
+def in_type(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient in a type; `to` would take long to find that it has it."""
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)
+
+
 def hand_out(gradients: Gradients) -> None:
     """Add gradients to those that parameters have, in the type of the parameters; none are left.
 
@@ -34,7 +39,7 @@ def hand_out(gradients: Gradients) -> None:
     while gradients:
         parameter, gradient = gradients.popitem()
         if parameter.grad is None:
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = in_type(gradient, parameter.dtype)
         else:
             local(parameter.grad).add_(local(gradient))
 

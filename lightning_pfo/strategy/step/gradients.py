@@ -7,7 +7,8 @@ loss division and the hooks around backward work as they are, in loops of users'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_pfo.strategy.parallel.reductions import (
     Gradients,
     gradient_type,
     hand_out,
+    in_type,
     sum_shared_gradients,
 )
 
@@ -32,19 +34,23 @@ def do_nothing() -> None:
 
 def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Detach the gradients from the parameters and return them."""
-    gradients = {}
-    for parameter in parameters:
-        gradient = placed_like(parameter.grad, parameter)
-        if gradient is not None:
-            gradients[parameter] = gradient
-            parameter.grad = None
-    return gradients
+    return dict(_taken(parameters))
 
 
 def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> None:
     """Attach gradients that `take_gradients` returned, and no others."""
     for parameter in parameters:
-        parameter.grad = gradients.get(parameter)
+        parameter.grad = None
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
+
+
+def _taken(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            parameter.grad = None
+            yield parameter, placed_like(gradient, parameter)
 
 
 class StepGradients:
@@ -67,27 +73,26 @@ class StepGradients:
     def after_backward(self, stage: int, ended: Sequence[int]) -> None:
         """Take what a backward of a stage has left; see `engine.executor.AfterBackward`."""
         if self._precise:
-            for of_stage in self._parameters.values():
-                self._take(of_stage)
+            self._take(chain.from_iterable(self._parameters.values()))
         if self._means is not None:
             for each in ended:
                 self._take(self._parameters[each])
                 self._means.start(self._parameters[each], self._gradients)
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter, gradient in take_gradients(parameters).items():
-            earlier = self._gradients.get(parameter)
+        is_first = not self._gradients  # tensors take long to be looked up
+        for parameter, gradient in _taken(parameters):
+            earlier = None if is_first else self._gradients.get(parameter)
             if earlier is not None:
                 local(earlier).add_(local(gradient))
             elif is_divided_over(parameter, "data_parallel"):
                 self._gradients[parameter] = gradient
             else:
-                self._gradients[parameter] = gradient.to(gradient_type(parameter, precise=self._precise))
+                self._gradients[parameter] = in_type(gradient, gradient_type(parameter, precise=self._precise))
 
     def finish(self, shared: Sequence[Shared]) -> Gradients:
         """All gradients, averaged over replicas, with those of other stages where parameters are shared."""
-        for of_stage in self._parameters.values():
-            self._take(of_stage)
+        self._take(chain.from_iterable(self._parameters.values()))
         if self._means is not None:
             self._means.finish(self._gradients)
         sum_shared_gradients(shared, self._gradients, precise=self._precise)
@@ -95,10 +100,8 @@ class StepGradients:
 
 
 def _add_gradients(gradients: Gradients, factor: torch.Tensor) -> None:
-    present = list(map(local, gradients.values()))
-    if present and (factor.is_cuda or factor != 1):  # looking at it would wait for the GPU, where a pass costs little
-        scale_in_place(present, factor)
-    del present
+    if factor.is_cuda or factor != 1:  # looking at it would wait for the GPU, where a pass costs little
+        scale_in_place(list(map(local, gradients.values())), factor)
     hand_out(gradients)
 
 

@@ -16,7 +16,13 @@ from torch import nn
 
 from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_state, state_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, children_of, modules_of, tensors_of
+from lightning_pfo.strategy.parallel.compat import (
+    DisableTorchFunctionSubclass,
+    children_of,
+    modules_of,
+    parameters_of,
+    tensors_of,
+)
 
 _LONGEST = 10_000
 """Containers of more items are data: their items are kept, but not looked into."""
@@ -144,8 +150,7 @@ class Flags:
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = modules_of(root)
-        found = [p for module in self._modules for p in tensors_of(module).parameters.values() if p is not None]
-        self._parameters = list({id(p): p for p in found}.values())  # tensors themselves take long to hash
+        self._parameters = parameters_of(self._modules)
         self._training, self._trained = self._now()
 
     @property
