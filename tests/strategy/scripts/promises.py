@@ -766,6 +766,36 @@ def whole(where):
     return [[tensor.double().sum().item(), int((tensor == 0).sum())] for tensor in tensors]
 
 
+class WithoutLayers(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.outs = []
+
+    def training_step(self, batch, batch_idx):
+        return (batch[0] @ self.weight - 1).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.outs.append(plain(batch[0].sum()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithoutParameters(L.LightningModule):
+    def predict_step(self, batch, batch_idx):
+        return batch[0].sum(1)
+
+
+def without_layers(where):
+    """One rank runs a baseline too: a parameter alone, or nothing to learn at all."""
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    learns = WithoutLayers()
+    trainer_of(where, max_epochs=1)[0].fit(learns, loader, loader)
+    predictions = trainer_of(where)[0].predict(WithoutParameters(), loader)
+    return [plain(learns.weight.detach()), learns.outs, plain(torch.cat(predictions))]
+
+
 def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **strategy_options):
     L.seed_everything(3, verbose=False)
     module = make()
@@ -781,7 +811,7 @@ def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
-    parts = (*parts, *([] if where == "two" else [whole]))
+    parts = (*parts, *([] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

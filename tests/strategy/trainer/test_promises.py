@@ -72,6 +72,10 @@ def test_one_rank_has_the_whole_module_for_pruning_and_batch_norms_averages(seen
     check(seen["one_0"]["whole"], seen["plain_0"]["whole"], "whole")
 
 
+def test_one_rank_runs_a_module_without_layers(seen):
+    check(seen["one_0"]["without_layers"], seen["plain_0"]["without_layers"], "without_layers")
+
+
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("part", ["in_steps", "skips", "fetches", "stops", "restores", "scales"])
 def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
