@@ -28,6 +28,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
@@ -39,6 +40,7 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward, training_data
+from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
@@ -102,6 +104,11 @@ class StepStrategy(CheckpointStrategy):
     def _last_rank(self) -> int:
         return self._get_pipeline().engine.last_rank
 
+    @property
+    @override
+    def _is_split(self) -> bool:
+        return self._pipeline is not None
+
     @override
     def _reseed(self, seed: int) -> None:
         self._seed = self._get_pipeline().engine.seed = seed
@@ -147,7 +154,7 @@ class StepStrategy(CheckpointStrategy):
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
-            with self.precision_plugin.train_step_context():
+            with self.precision_plugin.train_step_context(), step_under_way(ends_here=False):
                 return training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
@@ -226,7 +233,7 @@ class StepStrategy(CheckpointStrategy):
         )
 
     def _step(self, name: str) -> Callable[..., Any]:
-        return fetching(getattr(self._module(), name))
+        return for_first_rank(fetching(getattr(self._module(), name)), lambda: self.global_rank)
 
     def _are_wanted(self, hook: str) -> bool:
         """Whether somebody may look at what a step returns: it is not sent to all ranks for nothing."""

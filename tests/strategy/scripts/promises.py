@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -97,7 +98,7 @@ class Module(L.LightningModule):
         self.register_buffer("running", torch.zeros(3))
         self.hooks, self.outs, self.losses, self.steps, self.total, self.correct = [], [], [], 0, 0.0, torch.tensor(0)
         self.before, self.samples, self.last, self.texts, self.meter = 0, 0, None, [], Meter()
-        self.zeros = 0
+        self.zeros = self.firsts = 0
         self.stats, self.everything, self.lines = {"max": -1.0}, [], []
 
     def forward(self, x):
@@ -119,6 +120,9 @@ class Module(L.LightningModule):
         self.losses.append(loss)
         self.last = output
         self.zeros += self.trainer.is_global_zero
+        self.firsts += (self.global_rank == 0) + (self.local_rank == 0) + (self.trainer.global_rank == 0)
+        self.firsts += not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.only_on_first()
         self.texts.append(f"batch {batch_idx}")
         self.meter.sum += float(loss) * len(x)
         self.meter.count += len(x)
@@ -134,6 +138,10 @@ class Module(L.LightningModule):
         self.logger.log_metrics({"direct": loss.detach()}, step=self.global_step)
         self.print(f"training {batch_idx}")
         return {"loss": loss, "output": output.detach(), "name": f"batch {batch_idx}", "n": len(x)}
+
+    @rank_zero_only
+    def only_on_first(self):
+        self.firsts += 1
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.hooks.append(["train", plain(outputs), batch_idx])
@@ -156,7 +164,7 @@ class Module(L.LightningModule):
     def everything_left(self):
         return plain(
             {
-                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros],
+                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros, self.firsts],
                 "total": self.total,
                 "last": self.last,
                 "running": self.running,
@@ -412,10 +420,18 @@ class Leaves(Skips):
         return -1 if batch_idx == 1 and self.global_rank == 0 else None
 
 
+class OneLayer(Skips):
+    """Too few for two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(4, 3)), nn.Identity()
+
+
 def errors(where):
     found = {}
     kinds = (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, FailsAtTheEnd)
-    for cls in (*kinds, *([Leaves] if where == "two" else [])):
+    for cls in (*kinds, *([Leaves, OneLayer] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])

@@ -143,6 +143,14 @@ def test_torch_save_is_called_for_checkpoints_alone(seen, rank):
     assert seen[rank]["saves_watched"] == ([] if rank == "two_1" else expected)
 
 
+def test_a_checkpoint_on_exception_does_not_hide_why_the_begin_has_failed(seen):
+    for rank in ("two_0", "two_1"):
+        kind, text, is_saved = seen[rank]["errors"]["OneLayer"]
+        assert kind == "PartitionError"
+        assert "1 layer for 2 stages" in text
+        assert is_saved
+
+
 def test_ranks_at_different_places_end_with_their_names(seen):
     for rank in (0, 1):
         kind, text, _ = seen[f"two_{rank}"]["errors"]["Leaves"]
