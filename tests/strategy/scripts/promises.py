@@ -11,7 +11,7 @@ import threading
 import traceback
 import warnings
 from collections import UserDict
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import lightning as L
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     Checkpoint,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -632,6 +633,26 @@ def hooks(where):
     return called
 
 
+class Unhooked(Module):
+    """Nobody looks at what its steps return, but those to whom hooks are given."""
+
+    on_train_batch_end = L.LightningModule.on_train_batch_end
+    on_validation_batch_end = L.LightningModule.on_validation_batch_end
+
+
+def given_hooks(where):
+    seen = []
+    L.seed_everything(3, verbose=False)
+    given = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: seen.append(plain(outputs)))
+    callback = L.Callback()
+    ordinary = callback.on_validation_batch_end
+    callback.on_validation_batch_end = wraps(ordinary)(lambda *args: (seen.append(plain(args[2])), ordinary(*args)))
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    trainer, _ = trainer_of(where, [given, callback], max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(Unhooked(), loader, loader)
+    return seen
+
+
 def evaluates_checkpoints(where):
     """Of weights that were trained, in a module that has others; what was trained on one device too."""
     path = FOLDER / where / "trained.ckpt"
@@ -825,7 +846,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
     parts = (*parts, *([] if where == "two" else [whole, without_layers]))
     results = {}

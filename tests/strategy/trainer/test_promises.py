@@ -29,6 +29,13 @@ def test_hooks_see_outputs_attributes_and_gradients_of_one_device(seen, rank):
     check(seen[rank]["train"]["metrics"], expected["metrics"], "metrics")
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_hooks_that_are_given_to_callbacks_see_outputs(seen, rank):
+    expected = seen["plain_0"]["given_hooks"]
+    assert len(expected) == 8
+    check(seen[rank]["given_hooks"], expected, "given_hooks")
+
+
 def test_loggers_are_told_once_and_in_order_by_the_first_rank(seen):
     expected = seen["plain_0"]["train"]["calls"]
     assert {call[0] for call in expected} == {"add_scalar", "add_histogram", "log_metrics"}
