@@ -134,9 +134,13 @@ class StepStrategy(CheckpointStrategy):
                 return None
 
             def load() -> Any:
-                return next(iter(CombinedLoader(data, "max_size_cycle")))
+                found = iter(CombinedLoader(data, "max_size_cycle"))
+                return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
 
-            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
+            item = load() if first is None else first.do("the first batch", load)
+            if item is None:
+                return None
+            batch, _, dataloader_idx = item
         number = self._num_microbatches
         size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
