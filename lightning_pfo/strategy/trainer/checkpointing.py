@@ -25,9 +25,9 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
-from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
 _log = logging.getLogger(__name__)
 _OWN_STATE = "pfo_pipeline"

@@ -6,7 +6,7 @@ DDP that is the first process; on a pipeline the rank that runs the step to its 
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +44,8 @@ def for_first_rank(step: Callable[..., Any], rank: Callable[[], int]) -> Callabl
         in_step = rank()
 
         def get_rank(group: dist.ProcessGroup | None = None) -> int:
-            asks_for_itself = str(sys._getframe(1).f_globals.get("__name__")).startswith(_ASK_FOR_THEMSELVES)
+            asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            asks_for_itself = str(asking.f_globals.get("__name__")).startswith(_ASK_FOR_THEMSELVES)
             return ordinary(group) if asks_for_itself or group not in (None, dist.group.WORLD) else in_step
 
         rank_zero_only.rank, dist.get_rank = in_step, get_rank  # type: ignore[attr-defined]

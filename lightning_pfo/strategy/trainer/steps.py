@@ -35,10 +35,10 @@ from lightning_pfo.strategy.step.microbatches import (
     training_batch_sizes,
 )
 from lightning_pfo.strategy.step.runner import Outputs
+from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.compat import SKIPPED, training_data
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
-from lightning_pfo.strategy.trainer.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
