@@ -38,6 +38,7 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.trainer.callbacks.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.callbacks.throughput import count_pipelines
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import split_averages
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
@@ -284,6 +285,7 @@ class PfoPipelineStrategy(StepStrategy):
         self.manual = ManualOptimization(trainer, self._patches) if is_manual else None
         pipeline = self._split(self._module())
         split_averages(trainer, self._module(), self._patches)
+        count_pipelines(trainer, self.mesh.num_replicas)
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)

@@ -13,6 +13,7 @@ import warnings
 from collections import UserDict
 from functools import partial, wraps
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -26,6 +27,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
@@ -653,6 +655,27 @@ def given_hooks(where):
     return seen
 
 
+class Flops(ThroughputMonitor):
+    """Knows what devices can do; on one device all that is said is of the device."""
+
+    def setup(self, trainer, module, stage):
+        with mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=100):
+            super().setup(trainer, module, stage)
+
+
+def throughput(where):
+    """A pipeline says of itself what one device says, and its devices can do as much together."""
+    L.seed_everything(3, verbose=False)
+    monitor = Flops(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    module = Skips()
+    module.flops_per_batch = 10
+    trainer, logger = trainer_of(where, [monitor], max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=6))
+    said = [call[1] for call in logger.calls if call[0] == "log_metrics" and "train/device/mfu" in call[1]]
+    ratios = [each["train/device/flops_per_sec"] / each["train/device/mfu"] for each in said]
+    return [[sorted(each) for each in said], [round(ratio, 3) for ratio in ratios]]
+
+
 def evaluates_checkpoints(where):
     """Of weights that were trained, in a module that has others; what was trained on one device too."""
     path = FOLDER / where / "trained.ckpt"
@@ -846,7 +869,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
     parts = (*parts, *([] if where == "two" else [whole, without_layers]))
     results = {}

@@ -36,6 +36,13 @@ def test_hooks_that_are_given_to_callbacks_see_outputs(seen, rank):
     check(seen[rank]["given_hooks"], expected, "given_hooks")
 
 
+def test_throughput_is_that_of_a_pipeline_and_not_of_each_of_its_devices(seen):
+    said, available = seen["plain_0"]["throughput"]
+    assert set(available) == {100.0}
+    assert seen["one_0"]["throughput"] == [said, available]
+    assert seen["two_0"]["throughput"] == [said, [2 * flops for flops in available]]
+
+
 def test_loggers_are_told_once_and_in_order_by_the_first_rank(seen):
     expected = seen["plain_0"]["train"]["calls"]
     assert {call[0] for call in expected} == {"add_scalar", "add_histogram", "log_metrics"}
