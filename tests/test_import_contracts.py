@@ -103,6 +103,7 @@ MAY_KNOW = {
         "strategy.state",
         "strategy.watch",
     },
+    "strategy.trainer.callbacks": {"core", "strategy.model", "strategy.parallel", "strategy.trainer.compat"},
     "strategy.trainer.manual": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",

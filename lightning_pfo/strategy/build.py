@@ -161,7 +161,7 @@ def build_pipeline(
     explain_missing_values(enabled=False)
     mark_placeholders(model)  # where it was made on meta
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
-    remember_split(split, stages)
+    remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)
     release_others(model, split.held, stages)
     move_local_tensors(model, device)
@@ -250,7 +250,7 @@ def _split(
 ) -> tuple[Split, list[float]]:
     """Divide the model; returns the times (s) of the layers too, where they were measured for it."""
     units = find_units(model, pipeline_module, num_stages)
-    before = earlier_split(units)  # layers can be measured, and their order found, only while all are there
+    before = earlier_split(model, units)  # layers can be measured, and their order found, only while all are there
     if before is not None and partition == "profile":
         return before, []
     is_wanted = before is None and (num_stages > 1 or partition == "profile")

@@ -64,6 +64,8 @@ def partition_layers(
         PartitionError: If there are fewer layers than stages, or the spec is malformed or does not fit.
     """
     num_layers = len(num_parameters)
+    if num_stages == 1 and not num_layers:  # a step without layers, as that of a baseline that learns nothing
+        return (0, 0)
     if num_layers < num_stages:
         raise PartitionError(
             f"Each stage needs at least one layer; the pipelined module has {counted(num_layers, 'layer')} for "
@@ -188,7 +190,8 @@ def describe_partition(
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
         time = f", {times[stage] * 1e3:,.1f} ms" if times else ""
         saved = f", keeps {in_bytes(saved_bytes[stage])} of a microbatch" if any(saved_bytes) else ""
-        lines.append(f"  stage {stage}{where}: layers {start}-{stop - 1}, {parameters[stage]}{time}{saved}")
+        layers = f"layers {start}-{stop - 1}" if stop > start else "no layers"
+        lines.append(f"  stage {stage}{where}: {layers}, {parameters[stage]}{time}{saved}")
     imbalances = [f"{_imbalance([amount.number for amount in parameters])} by parameters"]
     imbalances += [f"{_imbalance(times)} by measured time"] if times else []
     lines.append(f"  imbalance (heaviest / lightest stage): {', '.join(imbalances)}")

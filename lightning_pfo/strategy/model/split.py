@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
@@ -80,7 +81,7 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
             others[-1].append(unit)
     return LayerCalls(
         tuple(layers),
-        tuple(map(tuple, others)),
+        tuple(map(tuple, others[: len(layers)])),
         frozenset() if trace is None or trace.failure is not None else undivided(trace),
     )
 
@@ -288,13 +289,13 @@ def _stages(stages: Collection[int]) -> str:
     return f"stage{'' if len(stages) == 1 else 's'} {', '.join(map(str, sorted(stages)))}"
 
 
-def remember_split(split: Split, stages: Sequence[int]) -> None:
+def remember_split(root: nn.Module, split: Split, stages: Sequence[int]) -> None:
     """Note how a module is split.
 
     Raises:
         ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
     """
-    attributes = split.units.layers[0].module.__dict__
+    attributes = _noted_in(root, split.units)
     if _SPLIT not in attributes:
         # without what units run, so that the module can be pickled
         bare = {unit: Unit(unit.name, unit.module, unit.is_layer) for unit in split.units.all}
@@ -309,15 +310,20 @@ def remember_split(split: Split, stages: Sequence[int]) -> None:
         )
 
 
-def earlier_split(units: Units) -> Split | None:
+def earlier_split(root: nn.Module, units: Units) -> Split | None:
     """How a module was split before; None if it was not."""
-    before = units.layers[0].module.__dict__.get(_SPLIT)
+    before = _noted_in(root, units).get(_SPLIT)
     if before is None:
         return None
     split: Split = before[0]
     of_module = {unit.module: unit for unit in units.all}  # the same modules, in units of now
     renewed = {unit: of_module[unit.module] for unit in split.units.all if unit.module in of_module}
     return _with_units(split, units, renewed)
+
+
+def _noted_in(root: nn.Module, units: Units) -> dict[str, Any]:
+    """The attributes in which it is noted: those of the first layer, which other modules may hold later, if any."""
+    return (units.layers[0].module if units.layers else root).__dict__
 
 
 def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:

@@ -103,14 +103,14 @@ def find_units(
         whole: Names of modules that are a layer in place of those within them.
 
     Raises:
-        ConfigurationError: If there is no module of that name with layers, or none with parameters at all.
+        ConfigurationError: If there is no module of that name with layers, or none with parameters for several stages.
     """
     layers = _named_layers(root, name) if name is not None else _find_layers(root, called)
     layers = _divide_heavy(layers, at_least)
     layers = [part for item in layers for part in (_children_with_parameters(*item) if item[0] in opened else [item])]
     for path in whole:
         layers = _as_one(root, path, layers)
-    if not layers:
+    if not layers and at_least > 1:
         raise ConfigurationError(
             f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "
             f"in an nn.Sequential or in an nn.ModuleList."
@@ -295,7 +295,7 @@ def _candidates(root: nn.Module) -> list[str]:
 
 
 def _common_path(names: Sequence[str]) -> str:
-    parts = [name.split(".")[:-1] for name in names]
+    parts = [name.split(".")[:-1] for name in names] or [[]]
     common = parts[0]
     for other in parts[1:]:
         common = [a for a, b in zip(common, other, strict=False) if a == b][: len(other)]

@@ -34,6 +34,7 @@ class ProcessMesh:
         device_mesh: torch's mesh with dimensions `data_parallel`, `pipeline_parallel` and `tensor_parallel`.
         num_replicas: Number of data-parallel replicas.
         replica: Which of them this process belongs to.
+        first_of_replica: The first process of that, by its number among all.
         num_ranks: Number of ranks of a pipeline.
         rank: This process's rank in its pipeline.
         tensor_rank: Which part of its layers this process has under tensor parallelism.
@@ -46,6 +47,7 @@ class ProcessMesh:
     device_mesh: DeviceMesh
     num_replicas: int
     replica: int
+    first_of_replica: int
     num_ranks: int
     rank: int
     tensor_rank: int
@@ -123,10 +125,12 @@ def make_mesh(
     groups = Groups(device_type, timeout)
     # not by `init_device_mesh`: that makes its groups anew, with torch's own timeout
     mesh = DeviceMesh.from_group(_along_dimensions(places, groups), device_type, places, mesh_dim_names=names)
+    replica = mesh.get_local_rank("data_parallel")
     return ProcessMesh(
         device_mesh=mesh,
         num_replicas=data_parallel_size,
-        replica=mesh.get_local_rank("data_parallel"),
+        replica=replica,
+        first_of_replica=int(places.select(names.index("data_parallel"), replica).min()),
         num_ranks=num_ranks,
         rank=mesh.get_local_rank("pipeline_parallel"),
         tensor_rank=mesh.get_local_rank("tensor_parallel"),

@@ -25,9 +25,9 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
-from lightning_pfo.strategy.trainer.weight_averaging import gather_averages
 
 _log = logging.getLogger(__name__)
 _OWN_STATE = "pfo_pipeline"
@@ -76,6 +76,11 @@ class CheckpointStrategy(MeshStrategy):
     def _last_rank(self) -> int:
         """The pipeline rank of the last stage, whose copy of what all ranks hold is saved."""
 
+    @property
+    @abstractmethod
+    def _is_split(self) -> bool:
+        """Whether the module is divided into stages."""
+
     @abstractmethod
     def _reseed(self, seed: int) -> None:
         """Derive the random numbers inside microbatches from `seed` from now on."""
@@ -106,7 +111,7 @@ class CheckpointStrategy(MeshStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._mesh is None:  # before any run the module is whole
+        if not self._is_split:  # before any run, or where its begin has failed, the module is whole
             return super().lightning_module_state_dict()
         self.meet("collecting the state of the module")
         if not self._save_distributed_checkpoint:
@@ -125,7 +130,7 @@ class CheckpointStrategy(MeshStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self._mesh is None:
+        if not self._is_split:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.meet("saving a checkpoint")

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.trainer.callbacks.weight_averaging import check_averages
 from lightning_pfo.strategy.trainer.precision import check_precision
-from lightning_pfo.strategy.trainer.weight_averaging import check_averages
 
 
 def check_configuration(

@@ -98,6 +98,9 @@ PRIVATE = {
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
         "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
     ),
+    "lightning.pytorch.callbacks.ThroughputMonitor._throughputs": (
+        "A pipeline of four devices would be said to have four times its samples and flops per second."
+    ),
     "lightning.pytorch.callbacks.StochasticWeightAveraging._average_model": (
         "Averages of weights would keep the layers of all stages on every rank."
     ),
@@ -185,6 +188,11 @@ def training_data(trainer: pl.Trainer) -> Any:
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether batches are run for the statistics of batch norms alone, as `StochasticWeightAveraging` does."""
     return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
+
+
+def throughputs_of(callback: Any) -> list[Any]:
+    """What a `ThroughputMonitor` counts with, from its `setup` on."""
+    return list(callback._throughputs.values())
 
 
 def average_of(callback: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_pfo.strategy.trainer.compat import (
     default_backend,
     seed_workers,
 )
+from lightning_pfo.strategy.trainer.first_rank import rank_in_step
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
@@ -92,15 +93,27 @@ class MeshStrategy(StrategyBase):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[super().local_rank]
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        """The rank of this process; within a step, where it decides who writes, see `rank_in_step`."""
+        rank = super().global_rank
+        return rank_in_step(rank, self.mesh.first_of_replica) if within_step() else rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        """The same on its node."""
+        rank = super().local_rank
+        return rank_in_step(rank, self.mesh.first_of_replica % self.num_processes) if within_step() else rank
 
     @property
     @override
     def is_global_zero(self) -> bool:
         """Whether this is the first process; within a step, whether it runs that to its end, for the first replica."""
-        if within_step():
-            return step_ends_here() and self.mesh.replica == 0
-        return super().is_global_zero
+        return self.global_rank == 0
 
     @property
     def num_nodes(self) -> int:

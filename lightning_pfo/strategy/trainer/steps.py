@@ -7,11 +7,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -28,6 +25,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
@@ -37,18 +35,16 @@ from lightning_pfo.strategy.step.microbatches import (
     training_batch_sizes,
 )
 from lightning_pfo.strategy.step.runner import Outputs
+from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED, skips_backward, training_data
+from lightning_pfo.strategy.trainer.compat import SKIPPED, training_data
+from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
-_LOOK_AT_NOTHING = (
-    "lightning.",
-    "lightning_pfo.",
-)  # callbacks of these packages do not look at outputs, but at the loss
 _SEED_OF = {"validation": 1, "test": 1, "predict": 2}
 _GATHERED: dict[str, Outputs] = {"all": "all", "rank0": "first", "none": "last"}
 
@@ -102,6 +98,11 @@ class StepStrategy(CheckpointStrategy):
     def _last_rank(self) -> int:
         return self._get_pipeline().engine.last_rank
 
+    @property
+    @override
+    def _is_split(self) -> bool:
+        return self._pipeline is not None
+
     @override
     def _reseed(self, seed: int) -> None:
         self._seed = self._get_pipeline().engine.seed = seed
@@ -133,9 +134,13 @@ class StepStrategy(CheckpointStrategy):
                 return None
 
             def load() -> Any:
-                return next(iter(CombinedLoader(data, "max_size_cycle")))
+                found = iter(CombinedLoader(data, "max_size_cycle"))
+                return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
 
-            batch, _, dataloader_idx = load() if first is None else first.do("the first batch", load)
+            item = load() if first is None else first.do("the first batch", load)
+            if item is None:
+                return None
+            batch, _, dataloader_idx = item
         number = self._num_microbatches
         size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
@@ -147,7 +152,7 @@ class StepStrategy(CheckpointStrategy):
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
-            with self.precision_plugin.train_step_context():
+            with self.precision_plugin.train_step_context(), step_under_way(ends_here=False):
                 return training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
 
         return step
@@ -172,7 +177,7 @@ class StepStrategy(CheckpointStrategy):
             self._get_pipeline().runner.programs.follows_each_batch = manual.several
         what = (step, self._num_microbatches, self._training_seed(), batch, rest)
         with self.precision_plugin.train_step_context():
-            is_wanted = self._are_wanted("on_train_batch_end")
+            is_wanted = outputs_are_wanted(self._module(), "on_train_batch_end")
             if self._memory is not None:
                 keeps = not fresh or self._module().trainer.accumulate_grad_batches > 1
                 self._memory.before_step(*what, self.optimizers, keeps_gradients=keeps, wants_outputs=is_wanted)
@@ -212,7 +217,7 @@ class StepStrategy(CheckpointStrategy):
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1
         runner = self._get_pipeline().runner
-        if kind != "predict" and not self._are_wanted(f"on_{kind}_batch_end"):
+        if kind != "predict" and not outputs_are_wanted(self._module(), f"on_{kind}_batch_end"):
             outputs = "nobody"
         size = runner.batching.evaluation_size_of(batch)
         return runner.evaluate(
@@ -226,14 +231,7 @@ class StepStrategy(CheckpointStrategy):
         )
 
     def _step(self, name: str) -> Callable[..., Any]:
-        return fetching(getattr(self._module(), name))
-
-    def _are_wanted(self, hook: str) -> bool:
-        """Whether somebody may look at what a step returns: it is not sent to all ranks for nothing."""
-        trainer = self._module().trainer
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        users = [callback for callback in callbacks if not type(callback).__module__.startswith(_LOOK_AT_NOTHING)]
-        return is_overridden(hook, self._module()) or any(is_overridden(hook, c, pl.Callback) for c in users)
+        return for_first_rank(fetching(getattr(self._module(), name)), lambda: self.global_rank)
 
     def _training_seed(self) -> tuple[int, ...]:
         trainer = self._module().trainer
@@ -314,18 +312,6 @@ class StepStrategy(CheckpointStrategy):
         )
 
 
-def silence_writers(trainer: pl.Trainer, patches: Patches) -> None:
-    """Let prediction writers write nothing: another rank of the pipeline has the same predictions."""
-
-    def write_nothing(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, BasePredictionWriter):
-            patches.set(callback, "write_on_batch_end", write_nothing)
-            patches.set(callback, "write_on_epoch_end", write_nothing)
-
-
 def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """The batch of a step, and its other arguments.
 
@@ -359,25 +345,4 @@ def _once(batch: tuple[Any, ...]) -> Iterator[Any]:
     raise ConfigurationError(
         "A step on a pipeline runs once for each microbatch, so it fetches one batch from its dataloader_iter; it "
         "asks for more. Let the loader yield what belongs together as one batch."
-    )
-
-
-def gradients_are_stale(module: pl.LightningModule) -> bool:
-    """Return whether Lightning will zero the gradients after this `training_step`, and in its usual way.
-
-    It does so between `training_step` and `backward`. The pipeline computes gradients inside `training_step`, so it
-    would hold two of each at that time, unless it is known that nobody looks at the old ones before they are zeroed.
-
-    Args:
-        module: The user's module, in training.
-    """
-    trainer = module.trainer
-    if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches or skips_backward(trainer):
-        return False
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return (
-        module.automatic_optimization
-        and not is_overridden("optimizer_zero_grad", module)
-        and not is_overridden("on_before_zero_grad", module)
-        and not any(is_overridden("on_before_zero_grad", callback, pl.Callback) for callback in callbacks)
     )

@@ -37,6 +37,9 @@ from lightning_pfo.strategy.step.batches.loading import check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
+from lightning_pfo.strategy.trainer.callbacks.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.callbacks.throughput import count_pipelines
+from lightning_pfo.strategy.trainer.callbacks.weight_averaging import split_averages
 from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
@@ -44,12 +47,10 @@ from lightning_pfo.strategy.trainer.compat import (
     move_optimizers,
     set_device_mesh,
 )
-from lightning_pfo.strategy.trainer.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 from lightning_pfo.strategy.trainer.steps import StepStrategy
-from lightning_pfo.strategy.trainer.weight_averaging import split_averages
 
 _RECOMPUTED: dict[bool | str, str | None] = {False: None, True: "full", "full": "full", "selective": "selective"}
 _ZERO_STAGES: dict[bool | str, int] = {False: 0, True: 1, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -284,6 +285,7 @@ class PfoPipelineStrategy(StepStrategy):
         self.manual = ManualOptimization(trainer, self._patches) if is_manual else None
         pipeline = self._split(self._module())
         split_averages(trainer, self._module(), self._patches)
+        count_pipelines(trainer, self.mesh.num_replicas)
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)

@@ -16,6 +16,7 @@ from lightning_pfo.strategy.model.partition import Amount, describe_partition, p
         ("uniform", [1] * 10, 4, (0, 3, 6, 8, 10)),
         ("uniform", [1] * 4, 4, (0, 1, 2, 3, 4)),
         ("uniform", [5, 1], 1, (0, 2)),
+        ("parameters", [], 1, (0, 0)),
         ("parameters", [9, 1, 1, 1], 2, (0, 1, 4)),
         ("parameters", [1, 1, 1, 9], 3, (0, 1, 3, 4)),
         ("custom:0,8,14,21,27", [1] * 27, 4, (0, 8, 14, 21, 27)),

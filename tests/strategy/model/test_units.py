@@ -113,7 +113,11 @@ def test_a_named_module_or_list_is_taken():
 )
 def test_what_cannot_be_found_is_refused_with_the_candidates(root, name, message):
     with pytest.raises(ConfigurationError, match=message):
-        find_units(root, name)
+        find_units(root, name, at_least=2)
+
+
+def test_one_stage_needs_no_layers():
+    assert layers_of(Holder(a=nn.ReLU())) == []
 
 
 def test_parts_of_a_unit_that_somebody_hooks_into_are_units():
@@ -136,18 +140,18 @@ def test_what_a_stage_does_not_use_becomes_placeholders():
     assert split.held["scale"] == {0, 1, 2}  # there is no trace, so it may be used anywhere
     assert split.held["model.0.weight"] == {0, 2}
     named = [name for name, _ in root.named_parameters()]
-    remember_split(split, [0])
+    remember_split(root, split, [0])
     release_others(root, split.held, [0])
     assert [name for name, _ in root.named_parameters()] == named
     elsewhere = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     assert {name for name, value in root.state_dict().items() if value.is_meta} == {f"model.1.{n}" for n in elsewhere}
     assert root.model[2].weight is root.model[0].weight
     placeholder = root.model[1].weight
-    remember_split(split_at(root, (0, 1, 2, 3)), [0])
+    remember_split(root, split_at(root, (0, 1, 2, 3)), [0])
     release_others(root, split.held, [0])
     assert root.model[1].weight is placeholder
     with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 2, 3\].*now \[0, 2, 3\]"):
-        remember_split(split_at(root, (0, 2, 3)), [0])
+        remember_split(root, split_at(root, (0, 2, 3)), [0])
 
 
 def test_what_is_tied_within_another_stage_stays_tied():

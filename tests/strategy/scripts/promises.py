@@ -11,8 +11,9 @@ import threading
 import traceback
 import warnings
 from collections import UserDict
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -21,13 +22,16 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     Checkpoint,
+    LambdaCallback,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
+    ThroughputMonitor,
 )
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -97,7 +101,7 @@ class Module(L.LightningModule):
         self.register_buffer("running", torch.zeros(3))
         self.hooks, self.outs, self.losses, self.steps, self.total, self.correct = [], [], [], 0, 0.0, torch.tensor(0)
         self.before, self.samples, self.last, self.texts, self.meter = 0, 0, None, [], Meter()
-        self.zeros = 0
+        self.zeros = self.firsts = 0
         self.stats, self.everything, self.lines = {"max": -1.0}, [], []
 
     def forward(self, x):
@@ -119,6 +123,9 @@ class Module(L.LightningModule):
         self.losses.append(loss)
         self.last = output
         self.zeros += self.trainer.is_global_zero
+        self.firsts += (self.global_rank == 0) + (self.local_rank == 0) + (self.trainer.global_rank == 0)
+        self.firsts += not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.only_on_first()
         self.texts.append(f"batch {batch_idx}")
         self.meter.sum += float(loss) * len(x)
         self.meter.count += len(x)
@@ -134,6 +141,10 @@ class Module(L.LightningModule):
         self.logger.log_metrics({"direct": loss.detach()}, step=self.global_step)
         self.print(f"training {batch_idx}")
         return {"loss": loss, "output": output.detach(), "name": f"batch {batch_idx}", "n": len(x)}
+
+    @rank_zero_only
+    def only_on_first(self):
+        self.firsts += 1
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.hooks.append(["train", plain(outputs), batch_idx])
@@ -156,7 +167,7 @@ class Module(L.LightningModule):
     def everything_left(self):
         return plain(
             {
-                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros],
+                "counts": [self.steps, self.before, self.samples, self.seen, self.correct, self.zeros, self.firsts],
                 "total": self.total,
                 "last": self.last,
                 "running": self.running,
@@ -412,10 +423,18 @@ class Leaves(Skips):
         return -1 if batch_idx == 1 and self.global_rank == 0 else None
 
 
+class OneLayer(Skips):
+    """Too few for two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(4, 3)), nn.Identity()
+
+
 def errors(where):
     found = {}
     kinds = (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, FailsAtTheEnd)
-    for cls in (*kinds, *([Leaves] if where == "two" else [])):
+    for cls in (*kinds, *([Leaves, OneLayer] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])
@@ -616,6 +635,47 @@ def hooks(where):
     return called
 
 
+class Unhooked(Module):
+    """Nobody looks at what its steps return, but those to whom hooks are given."""
+
+    on_train_batch_end = L.LightningModule.on_train_batch_end
+    on_validation_batch_end = L.LightningModule.on_validation_batch_end
+
+
+def given_hooks(where):
+    seen = []
+    L.seed_everything(3, verbose=False)
+    given = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: seen.append(plain(outputs)))
+    callback = L.Callback()
+    ordinary = callback.on_validation_batch_end
+    callback.on_validation_batch_end = wraps(ordinary)(lambda *args: (seen.append(plain(args[2])), ordinary(*args)))
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    trainer, _ = trainer_of(where, [given, callback], max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(Unhooked(), loader, loader)
+    return seen
+
+
+class Flops(ThroughputMonitor):
+    """Knows what devices can do; on one device all that is said is of the device."""
+
+    def setup(self, trainer, module, stage):
+        with mock.patch("lightning.pytorch.callbacks.throughput_monitor.get_available_flops", return_value=100):
+            super().setup(trainer, module, stage)
+
+
+def throughput(where):
+    """A pipeline says of itself what one device says, and its devices can do as much together."""
+    L.seed_everything(3, verbose=False)
+    monitor = Flops(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    module = Skips()
+    module.flops_per_batch = 10
+    trainer, logger = trainer_of(where, [monitor], max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=6))
+    said = [call[1] for call in logger.calls if call[0] == "log_metrics" and "train/device/mfu" in call[1]]
+    ratios = [each["train/device/flops_per_sec"] / each["train/device/mfu"] for each in said]
+    return [[sorted(each) for each in said], [round(ratio, 3) for ratio in ratios]]
+
+
 def evaluates_checkpoints(where):
     """Of weights that were trained, in a module that has others; what was trained on one device too."""
     path = FOLDER / where / "trained.ckpt"
@@ -766,6 +826,36 @@ def whole(where):
     return [[tensor.double().sum().item(), int((tensor == 0).sum())] for tensor in tensors]
 
 
+class WithoutLayers(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.outs = []
+
+    def training_step(self, batch, batch_idx):
+        return (batch[0] @ self.weight - 1).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.outs.append(plain(batch[0].sum()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithoutParameters(L.LightningModule):
+    def predict_step(self, batch, batch_idx):
+        return batch[0].sum(1)
+
+
+def without_layers(where):
+    """One rank runs a baseline too: a parameter alone, or nothing to learn at all."""
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    learns = WithoutLayers()
+    trainer_of(where, max_epochs=1)[0].fit(learns, loader, loader)
+    predictions = trainer_of(where)[0].predict(WithoutParameters(), loader)
+    return [plain(learns.weight.detach()), learns.outs, plain(torch.cat(predictions))]
+
+
 def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **strategy_options):
     L.seed_everything(3, verbose=False)
     module = make()
@@ -779,9 +869,9 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
-    parts = (*parts, *([] if where == "two" else [whole]))
+    parts = (*parts, *([] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

@@ -10,7 +10,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -19,6 +19,8 @@ FOLDER = Path(sys.argv[1])
 
 
 class Module(L.LightningModule):
+    num_samples, collate = 48, None
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -44,7 +46,7 @@ class Module(L.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]) if outputs else None)
-        self.logged.append(float(self.trainer.callback_metrics["number"]))
+        self.logged.append(float(self.trainer.callback_metrics.get("number", -1)))
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), 0.01)
@@ -65,6 +67,18 @@ class All(Module):
         return True
 
 
+class NoneBatches(Module):
+    """The loader leaves out batches, the first too."""
+
+    @staticmethod
+    def collate(items):
+        return default_collate(items) if int(items[0][2]) % 24 else None
+
+
+class NoBatches(Module):
+    num_samples = 0
+
+
 class SomeMicrobatches(Module):
     def skips(self, batch, batch_idx):
         return bool(batch[0].sum() > 0)
@@ -72,7 +86,7 @@ class SomeMicrobatches(Module):
 
 class OfOneRank(Module):
     def skips(self, batch, batch_idx):
-        return dist.is_initialized() and dist.get_rank() == 0 and batch_idx == 1
+        return OfOneRank.rank == 0 and batch_idx == 1
 
 
 OPTIONS = {
@@ -85,7 +99,8 @@ OPTIONS = {
 def fit(module, strategy, devices):
     generator = torch.Generator().manual_seed(1)
     inputs, labels = torch.randn(48, 8, generator=generator), torch.randint(4, (48,), generator=generator)
-    loader = DataLoader(TensorDataset(inputs, labels), batch_size=12)
+    samples = TensorDataset(*(each[: module.num_samples] for each in (inputs, labels, torch.arange(48))))
+    loader = DataLoader(samples, batch_size=12, collate_fn=module.collate)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -114,8 +129,11 @@ def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results = {}
-    for kind in (EverySecond, First, All):
+    OfOneRank.rank = dist.get_rank()  # in a step it is told by what the rank does there
+    for kind in (EverySecond, First, All, NoneBatches, NoBatches):
         for name, options in OPTIONS.items():
+            if name != "1f1b" and kind in (NoneBatches, NoBatches):
+                continue
             strategy = PfoPipelineStrategy(num_microbatches=4, **options)
             results[f"{kind.__name__}, {name}"] = fit(kind(), strategy, 2)
         results[f"{kind.__name__}, plain"] = fit(kind(), "auto", 1) if dist.get_rank() == 0 else None

@@ -14,6 +14,7 @@ CASES = (
     "objects",
     "modules",
     "closed",
+    "calls",
     "elsewhere",
     "takes",
     "writes",

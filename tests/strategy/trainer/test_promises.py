@@ -29,6 +29,20 @@ def test_hooks_see_outputs_attributes_and_gradients_of_one_device(seen, rank):
     check(seen[rank]["train"]["metrics"], expected["metrics"], "metrics")
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_hooks_that_are_given_to_callbacks_see_outputs(seen, rank):
+    expected = seen["plain_0"]["given_hooks"]
+    assert len(expected) == 8
+    check(seen[rank]["given_hooks"], expected, "given_hooks")
+
+
+def test_throughput_is_that_of_a_pipeline_and_not_of_each_of_its_devices(seen):
+    said, available = seen["plain_0"]["throughput"]
+    assert set(available) == {100.0}
+    assert seen["one_0"]["throughput"] == [said, available]
+    assert seen["two_0"]["throughput"] == [said, [2 * flops for flops in available]]
+
+
 def test_loggers_are_told_once_and_in_order_by_the_first_rank(seen):
     expected = seen["plain_0"]["train"]["calls"]
     assert {call[0] for call in expected} == {"add_scalar", "add_histogram", "log_metrics"}
@@ -70,6 +84,10 @@ def test_what_is_left_after_a_step_or_a_fit_is_that_of_one_device(seen, part, ra
 
 def test_one_rank_has_the_whole_module_for_pruning_and_batch_norms_averages(seen):
     check(seen["one_0"]["whole"], seen["plain_0"]["whole"], "whole")
+
+
+def test_one_rank_runs_a_module_without_layers(seen):
+    check(seen["one_0"]["without_layers"], seen["plain_0"]["without_layers"], "without_layers")
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -137,6 +155,14 @@ def test_torch_save_is_called_for_checkpoints_alone(seen, rank):
     expected = seen["plain_0"]["saves_watched"]
     assert len(expected) == 2
     assert seen[rank]["saves_watched"] == ([] if rank == "two_1" else expected)
+
+
+def test_a_checkpoint_on_exception_does_not_hide_why_the_begin_has_failed(seen):
+    for rank in ("two_0", "two_1"):
+        kind, text, is_saved = seen[rank]["errors"]["OneLayer"]
+        assert kind == "PartitionError"
+        assert "1 layer for 2 stages" in text
+        assert is_saved
 
 
 def test_ranks_at_different_places_end_with_their_names(seen):

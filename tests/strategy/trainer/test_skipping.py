@@ -15,8 +15,10 @@ def ranks(tmp_path_factory):
     return of_ranks(folder, 2)
 
 
-@pytest.mark.parametrize("options", ["1f1b", "interleaved", "whole"])
-@pytest.mark.parametrize("kind", ["EverySecond", "First", "All"])
+STEPS = [(kind, options) for kind in ("EverySecond", "First", "All") for options in ("1f1b", "interleaved", "whole")]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*STEPS, ("NoneBatches", "1f1b")])
 def test_batches_are_skipped_as_on_one_device(ranks, kind, options):
     expected = ranks[0][f"{kind}, plain"]
     assert None in expected["losses"]
@@ -28,6 +30,11 @@ def test_batches_are_skipped_as_on_one_device(ranks, kind, options):
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
         for same in ("logged", "count", "error"):
             assert found[same] == expected[same]
+
+
+def test_a_loader_without_batches_trains_nothing_as_on_one_device(ranks):
+    for seen in ranks:
+        assert seen["NoBatches, 1f1b"] == ranks[0]["NoBatches, plain"]
 
 
 def test_a_step_that_skips_some_microbatches_is_refused_on_all_ranks(ranks):

@@ -26,12 +26,15 @@ from lightning_pfo.strategy.model.reach.variables import (
     changes_by_itself,
     is_object_of_user,
     known_to,
+    known_to_function,
     packages_of,
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
+_CALLED = frozenset((types.FunctionType, types.MethodType, types.BuiltinMethodType, partial))
+"""Types of what a step may call that holds something."""
 PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), types.FunctionType, types.MethodType))
-"""Types of most attributes; there is nothing in them."""
+"""Types of most attributes; there are no attributes or items in them."""
 Path = tuple[Any, ...]
 """How a place is reached: names of attributes, keys and indices; before those another root than the module."""
 
@@ -75,6 +78,7 @@ class Places:
         self.holders: dict[Path, Any] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
+        self._owner = owner
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
         kind: Any = type(owner)
@@ -90,10 +94,16 @@ class Places:
         if any("callbacks" in each.names for each in known):
             for index, callback in enumerate(getattr(trainer, "callbacks", ())):
                 self._object((f"trainer.callbacks[{index}]",), callback)
-        for each in known:
-            self._variables(each)
+        for cls in dict.fromkeys(map(type, (owner, *modules.values()))):
+            self._known_to(cls)
         for cls in self._classes:  # which may become more
-            self._variables(known_to(cls))
+            self._known_to(cls)
+
+    def _known_to(self, cls: type) -> None:
+        known = known_to(cls)
+        self._variables(known)
+        if known.around:
+            self._attributes((f"the variables around {cls.__module__}.{cls.__qualname__}",), known.around)
 
     def _variables(self, known: Known) -> None:
         for name, variables in known.variables:
@@ -125,7 +135,28 @@ class Places:
             for name, value in list(attributes.items()):
                 self._note((*path, name), value)
 
+    def _called(self, path: Path, value: Any) -> None:
+        """Note what is known to a function, method or partial call that somebody has put into an attribute."""
+        self._seen.add(id(value))
+        if isinstance(value, partial):
+            parts: dict[str, Any] = {_CALLS: value.func, _GIVEN: value.args, _NAMED: value.keywords}
+        elif isinstance(value, types.FunctionType):
+            parts = {}
+            known = known_to_function(value, self._owner)
+            self._variables(known)
+            if known.around:
+                self._attributes((*path, _AROUND), known.around)
+        else:
+            parts = {_CALLS: value.__self__}
+        for name, part in parts.items():
+            if _is_stream(part):  # nothing can stand in for it
+                self.opaque[(*path, name)] = part
+            else:
+                self._note((*path, name), part)
+
     def _note(self, path: Path, value: Any) -> None:
+        if type(value) in _CALLED and id(value) not in self._seen:
+            self._called(path, value)
         if type(value) in PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
             return
         if isinstance(value, torch.Tensor):
@@ -166,13 +197,15 @@ class Places:
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Those of which the state is known."""
 _BESIDE = "its attributes"
+_AROUND, _CALLS, _GIVEN, _NAMED = "its variables", "what it calls", "its arguments", "its keywords"
 ITEMS = "all items"
 """Stands at the end of a path for what a list, deque or set has."""
+_UNNAMED = (ITEMS, _BESIDE, "_buffers", _AROUND, _CALLS, _GIVEN, _NAMED)
 
 
 def named(path: Path) -> str:
     """How a place is told to users."""
-    root, *keys = [key for key in path if key not in (ITEMS, _BESIDE, "_buffers")]
+    root, *keys = [key for key in path if key not in _UNNAMED]
     text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
 

@@ -124,19 +124,21 @@ class Variables(MutableMapping[str, Any]):
 
 @dataclass(frozen=True)
 class Known:
-    """What the functions of a user's class know that a step may call, and the user's functions that these call.
+    """What functions of the user's know that a step may call, of a class or in an attribute, and those that these call.
 
     Attributes:
-        variables: Global variables that they name, and those of functions around them, of modules and classes of the
-            user's that they name, attributes of functions, and defaults that may be changed.
+        variables: Global variables that they name, and those of modules and classes of the user's that they name,
+            attributes of functions, and defaults that may be changed.
+        around: Variables of functions around them.
         names: All names in them, also of attributes.
     """
 
     variables: list[tuple[str, Variables]]
+    around: Variables
     names: frozenset[str]
 
 
-_KNOWN: WeakKeyDictionary[type, Known] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()
 _BEGINS = ("training_step", "validation_step", "test_step", "predict_step", "forward")
 
 
@@ -147,6 +149,22 @@ def known_to(cls: type) -> Known:
     return _KNOWN[cls]
 
 
+def known_to_function(function: types.FunctionType, owner: nn.Module) -> Known:
+    """What a function knows that somebody has put into an attribute; nothing, if it is of a library.
+
+    Args:
+        function: The function.
+        owner: The user's module.
+    """
+    if function not in _KNOWN:
+        kind: Any = type(owner)
+        finding = _Finding(kind)
+        finding.functions(function)
+        finding.go_on()
+        _KNOWN[function] = finding.known()
+    return _KNOWN[function]
+
+
 def _find_known(cls: type) -> Known:
     finding = _Finding(cls)
     all_names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base))
@@ -155,25 +173,18 @@ def _find_known(cls: type) -> Known:
         finding.methods(name)
     finding.of_class(cls)
     finding.go_on()
-    found = [(title, Variables(list(names), *_accessors(holder))) for title, holder, names in finding.found.values()]
-    if finding.cells:
-        cells = finding.cells
-        get, put, drop = (partial(how, cells) for how in (_get_cell, _put_cell, _drop_cell))
-        found.append(
-            (f"the variables around {cls.__module__}.{cls.__qualname__}", Variables(list(cells), get, put, drop))
-        )
-    return Known([(title, variables) for title, variables in found if variables], frozenset(finding.names))
+    return finding.known()
 
 
 class _Finding:
     """Goes through the user's functions that a step may call.
 
     Args:
-        cls: The class with the first of them.
+        cls: The class whose methods they may call.
 
     Attributes:
         found: What holds variables, by its id: how that is told, a module's or function's dict or a class, and names.
-        cells: Variables of functions around the class.
+        cells: Variables of functions around them.
         names: All names in functions.
     """
 
@@ -190,6 +201,20 @@ class _Finding:
         """The methods of that name are to be gone through."""
         found = [vars(base)[name] for base in self._cls.__mro__ if name in vars(base)]
         self._waiting.extend(map(_function_of, found))
+
+    def functions(self, function: types.FunctionType) -> None:
+        """A function is to be gone through, and what it decorates."""
+        self._waiting += [function, _function_of(function)]
+
+    def known(self) -> Known:
+        """What has been found."""
+        found = [(title, Variables(list(names), *_accessors(holder))) for title, holder, names in self.found.values()]
+        get, put, drop = (partial(how, self.cells) for how in (_get_cell, _put_cell, _drop_cell))
+        return Known(
+            [(title, variables) for title, variables in found if variables],
+            Variables(list(self.cells), get, put, drop),
+            frozenset(self.names),
+        )
 
     def go_on(self) -> None:
         """Go through all that is waiting, and what it calls."""
@@ -210,7 +235,8 @@ class _Finding:
             self._variable(function.__globals__, name, names)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name != "__class__" and (value := _content(cell)) is not cell and _may_change(value):
-                self.cells.setdefault(name, cell)
+                is_other = self.cells.get(name, cell) is not cell
+                self.cells[f"{name} of {function.__qualname__}" if is_other else name] = cell
             self._waiting.append(_function_of(_content(cell)))
         told = f"{function.__module__}.{function.__qualname__}"
         for name in vars(function):

@@ -1,0 +1,57 @@
+"""Who is the first rank within a step.
+
+Users write `if self.global_rank == 0` around what is to happen once, with what the step has computed by then. Under
+DDP that is the first process; on a pipeline the rank that runs the step to its end has these values, and it alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_pfo.strategy.step.effects.within import step_ends_here
+
+_ASK_FOR_THEMSELVES = ("torch.", "lightning_pfo.")
+"""Packages whose code asks for the rank of the process, to talk to others."""
+
+
+def rank_in_step(rank: int, first: int) -> int:
+    """The number of a rank within a step: who runs it to its end is the first of its replica, and nobody else.
+
+    Args:
+        rank: The number otherwise.
+        first: That of the first of the replica.
+    """
+    if step_ends_here():
+        return first
+    return first + 1 if rank == first else rank
+
+
+def for_first_rank(step: Callable[..., Any], rank: Callable[[], int]) -> Callable[..., Any]:
+    """A step in which `rank_zero_only` and the user's `torch.distributed.get_rank()` go by that number too.
+
+    Args:
+        step: The step.
+        rank: Tells it, within the step.
+    """
+
+    def run(*args: Any) -> Any:
+        of_process, ordinary = rank_zero_only.rank, dist.get_rank  # type: ignore[attr-defined]
+        in_step = rank()
+
+        def get_rank(group: dist.ProcessGroup | None = None) -> int:
+            asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            asks_for_itself = str(asking.f_globals.get("__name__")).startswith(_ASK_FOR_THEMSELVES)
+            return ordinary(group) if asks_for_itself or group not in (None, dist.group.WORLD) else in_step
+
+        rank_zero_only.rank, dist.get_rank = in_step, get_rank  # type: ignore[attr-defined]
+        try:
+            return step(*args)
+        finally:
+            rank_zero_only.rank, dist.get_rank = of_process, ordinary  # type: ignore[attr-defined]
+
+    return run
