@@ -18,6 +18,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.batch_norm import defer_batch_norms
+from lightning_pfo.strategy.model.calls import check_measurable, layer_calls
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_recomputable,
@@ -34,7 +35,7 @@ from lightning_pfo.strategy.model.ownership import (
 )
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
-from lightning_pfo.strategy.model.split import Split, earlier_split, layer_calls, remember_split, split_units
+from lightning_pfo.strategy.model.split import Split, earlier_split, remember_split, split_units
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
@@ -268,6 +269,7 @@ def _split(
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
+        check_measurable(trace)
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
     boundaries = partition_layers(

@@ -167,6 +167,7 @@ class PipelineEngine:
         *,
         train: bool,
         after_backward: AfterBackward | None = None,
+        memory: Sequence[dict[int, torch.Tensor]] = (),
     ) -> list[set[int]]:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
@@ -178,6 +179,7 @@ class PipelineEngine:
                 differentiated.
             train: Whether to run backward.
             after_backward: Called after each backward, and each weight gradient.
+            memory: Of each microbatch the values that phases of the step compute for later ones.
 
         Returns:
             For each stage of this rank the microbatches of which the step has called nothing, but returned None.
@@ -196,6 +198,7 @@ class PipelineEngine:
                 stage.iteration = self.iteration
                 stage.counted_work = self._counted_work
                 stage.failure = None
+                stage.memory = memory
                 stage.skipped = set()
             if train and self._sharded is not None:
                 self._sharded.begin()
@@ -210,7 +213,7 @@ class PipelineEngine:
         finally:
             self._loss_function = None
             for stage in executor.stages.values():
-                stage.programs, stage.step, stage.failure = (), None, None
+                stage.programs, stage.step, stage.failure, stage.memory = (), None, None, ()
             if not train and self._sharded is not None:
                 self._sharded.release()
 

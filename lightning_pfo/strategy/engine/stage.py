@@ -20,9 +20,10 @@ from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.batch_norm import in_our_words
+from lightning_pfo.strategy.model.tracing.ends import SKIPPED
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.stage_run import SKIPPED, run_stage
+from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
@@ -52,6 +53,7 @@ class Stage:
         programs: What the stage does of each microbatch.
         step: Runs the user's step on a stage and a microbatch.
         seed: What the random numbers of a microbatch derive from.
+        memory: Of each microbatch the values that phases of the step compute for later ones; empty: it has no phases.
         failure: The first error of the present iteration. Others that depend on this stage get zeros, so that all
             finish the iteration, and then learn of it.
     """
@@ -74,6 +76,7 @@ class Stage:
         self.programs: Sequence[StageProgram] = ()
         self.step: Callable[[int, int], Any] | None = None
         self.seed: tuple[int, ...] = ()
+        self.memory: Sequence[dict[int, torch.Tensor]] = ()
         self._device = device
         self._emitter = emitter
         self._compute_loss = compute_loss
@@ -198,6 +201,8 @@ class Stage:
         numbers = _TwoStreams(self._device, (*self.seed, microbatch, 1 + self.index))
         step = partial(self.step, self.index, microbatch)
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
+        if program.is_phase:
+            around = {"around": numbers.of_event, "memory": self.memory[microbatch]}
         with placeholders_on(self._device):
             output = run_stage(program, step, received, **around)
             if output is SKIPPED:
@@ -286,7 +291,7 @@ class _TwoStreams:
         random_state.seed_step(self._device, *self._seed)
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def own(self, event: int) -> Iterator[None]:
         """Draw the stage's own numbers while the context is open, and the step's outside."""
         of_step = random_state.get_state(self._device)
         if self._state is None:
@@ -297,4 +302,14 @@ class _TwoStreams:
             yield
         finally:
             self._state = random_state.get_state(self._device)
+            random_state.set_state(of_step, self._device)
+
+    @contextmanager
+    def of_event(self, event: int) -> Iterator[None]:
+        """The same, with numbers of an event, which are the same ones where it is computed again."""
+        of_step = random_state.get_state(self._device)
+        random_state.seed_step(self._device, *self._seed, event)
+        try:
+            yield
+        finally:
             random_state.set_state(of_step, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -10,80 +11,26 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.calls import LayerCalls, layer_calls
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.reach.variables import is_of_library, packages_of
-from lightning_pfo.strategy.model.tracing.cutting import Bound, cuts_before, cuts_by_owner, undivided
+from lightning_pfo.strategy.model.tracing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
-from lightning_pfo.strategy.model.tracing.program import StageProgram, end_of_samples, programs_of
+from lightning_pfo.strategy.model.tracing.flow import Flow, stages_by_owner
+from lightning_pfo.strategy.model.tracing.phases import has_phases, phases_of
+from lightning_pfo.strategy.model.tracing.program import (
+    StageProgram,
+    check_cuts,
+    end_of_samples,
+    programs_by_stage,
+    programs_of,
+)
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
-
-
-@dataclass(frozen=True)
-class LayerCalls:
-    """The calls of layers in a step, in order; what else is called goes along with the layer before it.
-
-    Attributes:
-        layers: The layer of each call.
-        others: Further units that each call takes along.
-        undivided: Calls that are of one stage with the one before.
-    """
-
-    layers: tuple[Unit, ...]
-    others: tuple[tuple[Unit, ...], ...]
-    undivided: frozenset[int] = frozenset()
-
-    @property
-    def types(self) -> list[str]:
-        """The class name of each."""
-        return [type(unit.module).__name__ for unit in self.layers]
-
-    @property
-    def num_parameters(self) -> list[int]:
-        """Number of parameters of each, with what it takes along."""
-        return [
-            sum(unit.num_parameters for unit in dict.fromkeys((layer, *others)))
-            for layer, others in zip(self.layers, self.others, strict=True)
-        ]
-
-
-def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
-    """Find the order in which layers are called.
-
-    Args:
-        units: The units of the module.
-        trace: A step that calls them; None: they are called in the order in which the module holds them.
-    """
-    sequence: list[tuple[Unit, bool]] = []  # units, and whether the call of a layer begins with it
-    if trace is None or not trace.marks:
-        sequence = [(unit, unit.is_layer) for unit in units.all]
-    else:
-        begins = {position: unit for unit, position in trace.marks}
-        for position, event in enumerate(trace.events):
-            if position in begins:
-                sequence.append((begins[position], True))
-            sequence += [(unit, False) for unit in event.units if unit is not begins.get(position)]
-        called = {unit for unit, _ in sequence}
-        # nobody knows what follows where a trace ended early
-        sequence += [(unit, unit.is_layer) for unit in units.all if trace.failure is not None and unit not in called]
-    layers: list[Unit] = []
-    others: list[list[Unit]] = [[]]
-    for unit, begins_layer in sequence:
-        if begins_layer:
-            layers.append(unit)
-            if len(layers) > 1:
-                others.append([])
-        else:
-            others[-1].append(unit)
-    return LayerCalls(
-        tuple(layers),
-        tuple(map(tuple, others[: len(layers)])),
-        frozenset() if trace is None or trace.failure is not None else undivided(trace),
-    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +119,24 @@ class Split:
         Raises:
             ConfigurationError: If stages cannot run it one after the other.
         """
-        return programs_of(trace, self.cuts(trace))
+        return programs_by_stage(trace, self.stages(trace), self.num_stages)
+
+    def programs_of_phases(self, trace: Trace) -> list[list[StageProgram]]:
+        """What each stage does in each phase of a step, which may have one only.
+
+        Raises:
+            ConfigurationError: If stages cannot run it one after the other, or in phases.
+        """
+        if not has_phases(trace):
+            return [self.programs(trace)]
+        self._check_everywhere(trace)
+        bound, flow = self._bound(trace), Flow(trace)
+        return [
+            programs_by_stage(
+                trace, stages_by_owner(trace, flow, phase.computed, bound, self.num_stages), self.num_stages, phase
+            )
+            for phase in phases_of(trace, flow)
+        ]
 
     def programs_before_end(self, trace: Trace, whole: Trace) -> tuple[list[StageProgram], list[StageProgram]]:
         """What each stage does of a step whose end runs on the whole batch; see `end_of_samples`.
@@ -187,6 +151,12 @@ class Split:
         Raises:
             ConfigurationError: If stages cannot run it one after the other, or it does not end so.
         """
+        if has_phases(trace):
+            raise ConfigurationError(
+                "With loss_over='batch' the end of a step runs on the whole batch, and each batch has one backward; "
+                "this step has several, or calls layers after an optimizer's step. Do one in each batch (if batch_idx "
+                "% 2 == 0: ...), or leave loss_over='batch' out."
+            )
         cuts = self.cuts(trace)
         cuts.append(end_of_samples(trace, whole, cuts[-1] if cuts else 0))
         return programs_of(trace, cuts)[:-1], programs_of(whole, cuts)
@@ -216,13 +186,27 @@ class Split:
         """Where a step is cut, such that each stage runs what it has and uses what it holds.
 
         Raises:
+            LeadsBackError: If stages do not follow each other in the order of calls.
             ConfigurationError: If it cannot be cut so.
         """
         self._check_everywhere(trace)
-        return self._cuts(trace)
+        return self._cuts(trace, self._bound(trace))
 
-    def _cuts(self, trace: Trace) -> list[int]:
-        bound = [self._bound_to(event) for event in trace.events]
+    def stages(self, trace: Trace) -> dict[int, int]:
+        """The stage of each event of a step, such that each stage runs what it has and uses what it holds.
+
+        Raises:
+            ConfigurationError: If it cannot be divided so.
+        """
+        try:
+            cuts = self.cuts(trace)
+        except LeadsBackError:  # by the order of calls; what events need may lead nowhere back
+            everything = range(len(trace.events))
+            return stages_by_owner(trace, Flow(trace), everything, self._bound(trace), self.num_stages)
+        check_cuts(trace, cuts)
+        return {position: bisect_right(cuts, position) for position in range(len(trace.events))}
+
+    def _cuts(self, trace: Trace, bound: list[Bound]) -> list[int]:
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
             cuts = cuts_before(trace, [trace.marks[first][1] for first in self.boundaries[1:-1]], bound)
             edges = [0, *cuts, len(trace.events)]
@@ -234,6 +218,9 @@ class Split:
             ):
                 return cuts
         return cuts_by_owner(bound, self.num_stages)
+
+    def _bound(self, trace: Trace) -> list[Bound]:
+        return [self._bound_to(event) for event in trace.events]
 
     def _bound_to(self, event: Event) -> Bound:
         units = [(unit.name, self.owners[unit]) for unit in event.units if self.owners.get(unit)]
@@ -264,24 +251,26 @@ def split_units(
     num_stages = split.num_stages
     if trace is None:
         return replace(split, held=find_users(root, split.parts(), {}, num_stages))
-    edges = [*(program.start for program in split.programs(trace)), len(trace.events)]
     users: dict[str, set[int]] = {name: set(range(num_stages)) for name in trace.everywhere}
     for name in trace.at_end:
         users.setdefault(name, set()).add(num_stages - 1)
     changing: dict[Unit, set[int]] = {}
-    for stage, (start, stop) in enumerate(pairwise(edges)):
-        for event in trace.events[start:stop]:
-            for name in event.held:
-                users.setdefault(name, set()).add(stage)
-            for unit in event.units if event.changes_state else ():
-                changing.setdefault(unit, set()).add(stage)
+    saved_bytes = [0] * num_stages
+    for programs in split.programs_of_phases(trace):
+        for stage, program in enumerate(programs):
+            saved_bytes[stage] = max(saved_bytes[stage], sum(event.saved_bytes for event in program.computed))
+            for event in program.computed:
+                for name in event.held:
+                    users.setdefault(name, set()).add(stage)
+                for unit in event.units if event.changes_state else ():
+                    changing.setdefault(unit, set()).add(stage)
     beside = {name: frozenset(stages) for name, stages in users.items()}
     return replace(
         split,
         held=find_users(root, split.parts(), beside, num_stages),
         everywhere=frozenset(trace.everywhere),
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
-        saved_bytes=tuple(sum(e.saved_bytes for e in trace.events[start:stop]) for start, stop in pairwise(edges)),
+        saved_bytes=tuple(saved_bytes),
     )
 
 

@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _abort_process_group as abort_process_group
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -228,6 +229,14 @@ def memory_of(tensor: torch.Tensor) -> int:
     except NotImplementedError:
         return -id(tensor)
     return number
+
+
+def reserved_memory(tensor: torch.Tensor) -> object:
+    """What keeps the number of a tensor's memory its own as long as it is held, though the memory itself may go."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except NotImplementedError:
+        return tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

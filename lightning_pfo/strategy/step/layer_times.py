@@ -129,6 +129,9 @@ class _TimedRun:
     def note(self, values: Any) -> None:
         """Values are wanted at the end."""
 
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
+        """What the step does to optimize is left out."""
+
 
 def measure_training_step(owner: nn.Module, units: Units, step: Callable[[], Any], device: torch.device) -> list[float]:
     """Measure the layers in a user's training step; nothing of the step remains, neither logs nor gradients nor state.

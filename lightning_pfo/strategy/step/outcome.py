@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of_log
 from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
+from lightning_pfo.strategy.step.programs import StepPrograms
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 Numbers = dict[str, torch.Tensor]
@@ -32,6 +33,10 @@ class StepOnBatch:
         seed: Makes the random numbers of this step differ from those of others.
         batch: The batch.
         rest: The other arguments of the step.
+        programs: What stages do of each microbatch, in a phase of the step; None: nobody has looked yet.
+        memory: Of each microbatch the values that phases of the step have computed for later ones.
+        phase: Which phase of the step it is.
+        ends: Whether it is the last phase, which runs the step to its end.
     """
 
     kind: str
@@ -40,6 +45,14 @@ class StepOnBatch:
     seed: tuple[int, ...]
     batch: Any
     rest: Any
+    programs: list[StepPrograms] | None = None
+    memory: Sequence[dict[int, torch.Tensor]] = ()
+    phase: int = 0
+    ends: bool = True
+
+    def of_microbatch(self, index: int) -> Any:
+        """Run the step on a microbatch."""
+        return self.step(self.parts[index], *self.rest)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
@@ -39,6 +40,8 @@ _KEPT = 256
 
 StepPrograms = tuple[list[StageProgram], list[StageProgram]]
 """What the stages do of a microbatch; and of the whole batch, where the step ends on that."""
+Phases = list[StepPrograms]
+"""What they do in each phase of a step that optimizes several times by itself; others have one."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,15 @@ class Programs:
         self._device = device
         self._patches = patches
         self._caches = Caches()
-        self._known: OrderedDict[Any, StepPrograms] = OrderedDict()
+        self._known: OrderedDict[Any, Phases] = OrderedDict()
         self.follows_each_batch = False
         self.modules = split.modules_at_end(owner)
 
-    def of(
+    def of(self, *args: Any, **kwargs: Any) -> list[StepPrograms]:
+        """What the stages do of each microbatch, of a step with phases in the first one; see `of_phases`."""
+        return [phases[0] for phases in self.of_phases(*args, **kwargs)]
+
+    def of_phases(
         self,
         kind: str,
         microbatches: Sequence[Any],
@@ -91,7 +98,7 @@ class Programs:
         train: bool,
         whole: Whole | None = None,
         flags: Flags | None = None,
-    ) -> list[StepPrograms]:
+    ) -> list[Phases]:
         """What the stages do of each microbatch; and of the whole batch, see `Split.programs_before_end`.
 
         Args:
@@ -119,10 +126,16 @@ class Programs:
             torch.is_autocast_enabled(self._device.type),
             None if whole is None else signature_of(whole.batch),
         )
-        return [
+        found = [
             self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
             for index, microbatch in enumerate(microbatches)
         ]
+        if len({len(phases) for phases in found}) > 1:
+            raise ConfigurationError(
+                "A step that optimizes by itself does so alike for all microbatches of a batch; here some have other "
+                "numbers of backwards. Decide by what microbatches have in common, such as batch_idx."
+            )
+        return found
 
     def left_by(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Left | None:
         """What a step leaves, by a trace of it; None if it does not run to its end.
@@ -137,17 +150,15 @@ class Programs:
             trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules, left)
         return left if trace.failure is None else None
 
-    def _of(
-        self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None
-    ) -> StepPrograms:
+    def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None) -> Phases:
         found = self._known.pop(key, None)
         # where the step draws numbers midway, these may decide what it calls; where a mask selects, its values sizes
-        if found is None or found[0][0].draws or found[0][0].selects:
+        if found is None or found[0][0][0].draws or found[0][0][0].selects:
             trace = self._trace(step, seed, train)
             if whole is None:
-                found = self._split.programs(trace), []
+                found = [(programs, []) for programs in self._split.programs_of_phases(trace)]
             else:
-                found = self._split.programs_before_end(trace, self._trace(whole.step, seed, train))
+                found = [self._split.programs_before_end(trace, self._trace(whole.step, seed, train))]
             if trace.compiled:
                 warn_once(
                     f"A compiled function that the step calls between layers runs as it is written: {trace.compiled} "

@@ -32,18 +32,17 @@ from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
-    StepGradients,
     attach_gradients,
     do_nothing,
     kept_of,
     loss_of,
-    put_gradients,
-    take_gradients,
 )
+from lightning_pfo.strategy.step.iterations import Iterations
 from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
+from lightning_pfo.strategy.step.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange
@@ -101,16 +100,14 @@ class StepRunner:
         self._ends = Ends(engine, owner, self.programs)
         self._metrics = metrics_of(owner)
         self._deferred = deferred
-        self._parameters_of = parameters
-        self._parameters = [parameter for of_stage in parameters.values() for parameter in of_stage]
-        self._means = means
-        self._precise_gradients = precise_gradients
         self._shared = shared
         self._hosts = engine.host_group()
         self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
         self.rules = KnownRules(self.programs, batching)
         self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
+        self._phases = PhaseRunner(self)
+        self._iterations = Iterations(engine, parameters, shared, means, self.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
@@ -129,6 +126,7 @@ class StepRunner:
         then: Callable[[], object] = do_nothing,
         keep_gradients: bool = True,
         outputs: Outputs = "all",
+        between: Between | None = None,
     ) -> Any:
         """Run a training step with gradients.
 
@@ -146,6 +144,7 @@ class StepRunner:
             then: Called when `backward` has handed out the gradients.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
             outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
+            between: What a step that optimizes by itself does after its phases but the last; None: it has no phases.
 
         Returns:
             The loss of the batch, the weighted mean of its microbatches' losses, in the form the step returned it; None
@@ -158,25 +157,22 @@ class StepRunner:
         engine = self.engine
         engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
-        is_first = self._is_first_batch
-        of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
-        self._first_looks.look(of)
-        is_ordinary = len(microbatches) == num_microbatches
-        if is_ordinary:
+        if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
-            engine.iteration_begin()
-        earlier = take_gradients(self._parameters)
-        if not keep_gradients:
-            earlier = {}
-        of_step = StepGradients(self._parameters_of, self._means if average else None, precise=self._precise_gradients)
-        try:
-            outcome, results = self._run(of, loss_scale, outputs, of_step.after_backward)
-            if is_ordinary:
-                engine.iteration_end()
-            self.layers.look()
-            gradients = of_step.finish(self._shared)
-        finally:
-            put_gradients(self._parameters, earlier)
+        of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
+        if between is not None and not self.batching.joins_microbatches:
+            *earlier_phases, of = self._phases.find(of)
+            for phase in earlier_phases:
+                with self._iterations.gathering(phase, average=average) as gathered:
+                    shared = self._phases.run(phase, loss_scale, gathered.after_backward, between)
+                    gradients = self._iterations.finish(phase, gathered)
+                between.act(attach_gradients(shared["loss"], gradients, loss_scale), shared["calls"])
+        if not of.phase:
+            self._first_looks.look(of)
+        is_first = self._is_first_batch
+        with self._iterations.gathering(of, average=average, keeps=keep_gradients) as gathered:
+            outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
+            gradients = self._iterations.finish(of, gathered)
         loss = outcome["loss"]
         if loss is not None:
             loss = loss.to(torch.get_default_dtype())
@@ -259,11 +255,10 @@ class StepRunner:
         outcome: dict[str, Any] = {}
         self.layers.begin(microbatches.sizes)
 
-        def step_of(index: int) -> Any:
-            return of.step(microbatches[index], *of.rest)
-
         try:
-            self.run(kind, step_of, microbatches, of.seed, recorder, take, whole, effects, after_backward)
+            self.run(
+                kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward, phase=of
+            )
             if engine.is_last:
                 run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
                 with self.rules.looking(of, run, engine.seed) as rules:
@@ -294,6 +289,8 @@ class StepRunner:
         whole: Whole | None = None,
         effects: Effects | None = None,
         after_backward: AfterBackward | None = None,
+        *,
+        phase: StepOnBatch | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; all ranks finish, whatever fails.
 
@@ -308,6 +305,7 @@ class StepRunner:
                 on every microbatch.
             effects: Takes what it leaves behind; None: nothing of it counts.
             after_backward: Called after each backward of this rank.
+            phase: Where the programs are known already, which phase of the step it is.
 
         Returns:
             What the stages have done of each microbatch.
@@ -317,6 +315,7 @@ class StepRunner:
         """
         engine = self.engine
         train, last = kind == "train", engine.num_stages - 1
+        ends = phase is None or phase.ends
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             with following(None):
@@ -337,13 +336,15 @@ class StepRunner:
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
             counting = self.layers.of_microbatch(index) if self.layers.counts else nullcontext()
-            with inside(stage, ends_here=whole is None and stage == last), counting:
+            with inside(stage, ends_here=ends and whole is None and stage == last), counting:
                 return step(index)
 
         with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
             seed = (engine.seed, *step_seed)
-            found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
+            found = None if phase is None else phase.programs
+            if found is None:
+                found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
@@ -356,8 +357,9 @@ class StepRunner:
             buffers = StepBuffers(self.owner, changes, len(engine.stages))
             try:
                 with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                    memory = () if phase is None else phase.memory
                     self._skipped = engine.run(
-                        programs, step_seed, run_step, take, train=train, after_backward=after_backward
+                        programs, step_seed, run_step, take, train=train, after_backward=after_backward, memory=memory
                     )
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,14 +175,15 @@ class StepStrategy(CheckpointStrategy):
         step = self._step("training_step")
         if manual is not None:
             step = manual.of(step, self._get_pipeline().held)
-            self._get_pipeline().runner.programs.follows_each_batch = manual.several
         what = (step, self._num_microbatches, self._training_seed(), batch, rest)
         with self.precision_plugin.train_step_context():
             is_wanted = outputs_are_wanted(self._module(), "on_train_batch_end")
             if self._memory is not None:
                 keeps = not fresh or self._module().trainer.accumulate_grad_batches > 1
                 self._memory.before_step(*what, self.optimizers, keeps_gradients=keeps, wants_outputs=is_wanted)
-            result = self._get_pipeline().runner.train(
+            runner = self._get_pipeline().runner
+            train = partial(
+                runner.train,
                 *what,
                 loss_scale_of(scaler_of(self.precision_plugin), self.root_device),
                 average=self._is_averaged,
@@ -189,7 +191,8 @@ class StepStrategy(CheckpointStrategy):
                 outputs="all" if is_wanted else "nobody",
             )
             if manual is not None:
-                return manual.finish(result)
+                return manual.train(train, runner.programs)
+            result = train()
         return SKIPPED if result is None else result
 
     @override

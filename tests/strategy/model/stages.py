@@ -7,10 +7,11 @@ from torch import nn
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.strategy.engine.stage import Stage
+from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
-from lightning_pfo.strategy.model.split import layer_calls, split_units
+from lightning_pfo.strategy.model.split import split_units
 from lightning_pfo.strategy.model.tracing.program import programs_of
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units

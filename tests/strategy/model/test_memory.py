@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.memory import memory_of, warnings_of
-from lightning_pfo.strategy.model.split import layer_calls, split_units
+from lightning_pfo.strategy.model.split import split_units
 from tests.strategy.model.stages import Followed, Holder
 
 

@@ -225,6 +225,225 @@ class Generates(Module):
         return [torch.optim.Adam(part.parameters(), 0.02) for part in (self.net, self.judge)]
 
 
+class Adversarial(TwoOptimizers):
+    """Another backward for weights that the first step does not change."""
+
+    def other(self, batch):
+        return self.net[2:](batch[0]).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+        self.manual_backward(self.other(batch))
+        second.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+
+class Gan(Module):
+    """As in Lightning's examples: a generator's phase, then a discriminator's, which makes samples anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.judge = nn.Sequential(
+            nn.Linear(4, 8), nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
+
+    def bce(self, logits, label):
+        return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        real = batch[0][:, :4]
+        self.toggle_optimizer(opt_g)
+        g_loss = self.bce(self.judge(self.net(batch[0])), 1.0)
+        self.log("g_loss", g_loss, prog_bar=True)
+        self.manual_backward(g_loss)
+        opt_g.step()
+        opt_g.zero_grad()
+        self.untoggle_optimizer(opt_g)
+        self.toggle_optimizer(opt_d)
+        real_loss = self.bce(self.judge(real), 1.0)
+        fake_loss = self.bce(self.judge(self.net(batch[0]).detach()), 0.0)
+        d_loss = (real_loss + fake_loss) / 2
+        self.log("d_loss", d_loss, prog_bar=True)
+        self.manual_backward(d_loss)
+        opt_d.step()
+        opt_d.zero_grad()
+        self.untoggle_optimizer(opt_d)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), 0.02) for part in (self.net, self.judge)]
+
+
+class ReusesFake(Gan):
+    """Samples of the first phase are used in the second; the generator is looked at through what it was."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        fake = self.net(batch[0])
+        g_loss = self.bce(self.judge(fake), 1.0)
+        opt_g.zero_grad()
+        self.manual_backward(g_loss)
+        self.clip_gradients(opt_g, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        opt_g.step()
+        d_loss = self.bce(self.judge(batch[0][:, :4]), 1.0) + self.bce(self.judge(fake.detach()), 0.0)
+        opt_d.zero_grad()
+        self.manual_backward(d_loss)
+        opt_d.step()
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+        return {"fake": fake.mean(), "loss": g_loss.detach()}
+
+
+class JudgeFirst(Gan):
+    """As in PyTorch's tutorial: the generator's backward goes through samples made before the discriminator's step."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        fake = self.net(batch[0])
+        opt_d.zero_grad()
+        self.manual_backward(self.bce(self.judge(batch[0][:, :4]), 0.9))
+        self.manual_backward(self.bce(self.judge(fake.detach()), 0.1))
+        opt_d.step()
+        opt_g.zero_grad()
+        g_loss = self.bce(self.judge(fake), 1.0)
+        self.manual_backward(g_loss)
+        opt_g.step()
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        self.log("lr", opt_d.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizers = super().configure_optimizers()
+        return optimizers, [lr_scheduler.StepLR(optimizer, 2, 0.7) for optimizer in optimizers]
+
+
+class Critics(Gan):
+    """As in WGAN: several steps of the critic, each with a learning rate of its own, before one of the generator."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        scheduler = self.lr_schedulers()
+        for _ in range(3):
+            opt_d.zero_grad()
+            fake = self.net(batch[0]).detach()
+            loss = self.judge(fake).mean() - self.judge(batch[0][:, :4]).mean()
+            self.manual_backward(loss)
+            opt_d.step()
+            scheduler.step()
+            self.log(f"lr of {scheduler.last_epoch % 3}", opt_d.param_groups[0]["lr"])
+            self.log(f"step {_}", float(self.trainer.global_step))
+        self.log("loss", loss)
+        opt_g.zero_grad()
+        self.manual_backward(-self.judge(self.net(batch[0])).mean())
+        opt_g.step()
+
+    def configure_optimizers(self):
+        opt_g, opt_d = super().configure_optimizers()
+        return [opt_g, opt_d], [lr_scheduler.ExponentialLR(opt_d, 0.9)]
+
+
+class BothLosses(Gan):
+    """All is computed first, and differentiated by parts."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        fake = self.net(batch[0])
+        d_loss = self.bce(self.judge(batch[0][:, :4]), 1.0) + self.bce(self.judge(fake.detach()), 0.0)
+        g_loss = fake.square().mean()
+        opt_g.zero_grad()
+        opt_d.zero_grad()
+        self.manual_backward(g_loss)
+        opt_g.step()
+        self.manual_backward(d_loss)
+        opt_d.step()
+
+
+class LooksAgain(Gan):
+    """Calls the model with its new weights, and gives nothing of that to a backward."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, _ = self.optimizers()
+        opt_g.zero_grad()
+        loss = self.net(batch[0]).square().mean()
+        self.manual_backward(loss)
+        opt_g.step()
+        with torch.no_grad():
+            self.log("after", self.net(batch[0]).square().mean())
+        self.log("before", loss)
+
+
+class ThreeOptimizers(Gan):
+    """Three parts take turns, the last one first."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def training_step(self, batch, batch_idx):
+        for index, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            if index == 0:
+                loss = nn.functional.cross_entropy(self.head(batch[0]), batch[1])
+            elif index == 1:
+                loss = self.bce(self.judge(self.head(batch[0]).tanh()), 1.0)
+            else:
+                loss = self.bce(self.judge(self.net(batch[0]) + self.head(batch[0])), float(batch_idx % 2))
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(part.parameters(), 0.02) for part in (self.head, self.judge, self.net)]
+
+
+class Norms(JudgeFirst):
+    """Batch norms in both parts; the generator's samples are made again for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8))
+        self.judge.insert(1, nn.BatchNorm1d(8))
+
+
+class Closures(Module):
+    """Optimizers call forward and backward."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.log("loss", optimizer.step(closure=closure) if batch_idx % 2 else optimizer.step(closure))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class StepsFirst(Module):
+    """The gradients of the batch before."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        if batch_idx:
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.manual_backward(loss)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
 class Steps(Module):
     """One step for each batch."""
 
@@ -268,9 +487,24 @@ class Averages(Module):
         self.average = [p.detach().clone() for p in self.net[5].parameters()]
 
 
-class Closure(Module):
+class Lbfgs(Module):
     def training_step(self, batch, batch_idx):
         self.optimizers().step(closure=lambda: self.manual_backward(self.loss(batch)))
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Stale(Gan):
+    """Differentiates through weights that have changed."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        fake = self.net(batch[0])
+        self.manual_backward(fake.square().mean(), retain_graph=True)
+        opt_g.step()
+        self.manual_backward(self.bce(self.judge(fake), 1.0))
+        opt_d.step()
 
 
 class Backward(Module):
@@ -282,20 +516,6 @@ class Backward(Module):
 class Forgets(Module):
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
-
-
-class Adversarial(TwoOptimizers):
-    """Another backward for weights that the first step does not change."""
-
-    def other(self, batch):
-        return self.net[2:](batch[0]).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        first, second = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        first.step()
-        self.manual_backward(self.other(batch))
-        second.step()
 
 
 class Decides(Module):
@@ -322,6 +542,11 @@ class Hides(Module):
 
 
 SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b"}}
+PHASES = [
+    *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst) for name in SCHEDULES),
+    *((kind, "1f1b") for kind in (Adversarial, Critics, BothLosses, LooksAgain, ThreeOptimizers)),
+    *((kind, "1f1b") for kind in (Closures, StepsFirst)),
+]
 EQUAL = {
     f"{kind.__name__}, {name}": (kind, options)
     for kind in (Module, TwoOptimizers)
@@ -336,14 +561,15 @@ EQUAL = {
     "Half, 1f1b": (Half, {}),
     "Generates, 1f1b": (Generates, {}),
     "Generates, gpipe": (Generates, {"schedule": "gpipe"}),
+    **{f"{kind.__name__}, {name}": (kind, SCHEDULES[name]) for kind, name in PHASES},
+    "Gan, memory": (Gan, {"memory_report": True, "precise_gradients": True}),
+    "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
-REFUSED = {
-    kind.__name__: kind for kind in (Clips, Averages, Closure, Backward, Forgets, Adversarial, Decides, ByHand, Hides)
-}
+REFUSED = {kind.__name__: kind for kind in (Clips, Averages, Backward, Forgets, Decides, ByHand, Hides, Stale)}
 
 
 def fit(module, devices, max_epochs=1, path=None, **options):
-    strategy = PfoPipelineStrategy(num_microbatches=4, **options) if devices else "auto"
+    strategy = PfoPipelineStrategy(**{"num_microbatches": 4, **options}) if devices else "auto"
     generator = torch.Generator().manual_seed(1)
     inputs, labels = (
         torch.randn(12 * STEPS, 8, generator=generator),
@@ -368,7 +594,8 @@ def fit(module, devices, max_epochs=1, path=None, **options):
         trainer.save_checkpoint(FOLDER / f"{type(module).__name__} {devices} {max_epochs}.ckpt")
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
-    weights = {n: p.flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
+    held = [*module.named_parameters(), *module.named_buffers()]
+    weights = {n: p.flatten().tolist() for n, p in held if not p.is_meta}
     return {**module.seen, "weights": weights, "error": error}
 
 
@@ -390,6 +617,11 @@ def main():
         results["Resumed, 1f1b"] = fit(TwoOptimizers(), RANKS, 2, FOLDER / "TwoOptimizers 0 1.ckpt")
         if rank == 0:
             results["Resumed, plain"] = fit(TwoOptimizers(), 0, 2, before)
+    if RANKS == 1:
+        results["Lbfgs"] = fit(Lbfgs(), RANKS)["error"]
+    if RANKS == 4:
+        results["Gan, profile"] = fit(Gan(), RANKS, partition="profile")["error"]
+        results["Gan, joins"] = fit(Gan(), RANKS, schedule="gpipe", loss_over="batch")["error"]
     for name, kind in REFUSED.items():
         if name in wanted or not (wanted or RANKS == 4):
             results[name] = fit(kind(), RANKS)["error"]

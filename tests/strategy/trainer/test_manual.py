@@ -11,16 +11,23 @@ CASES = [
     *(f"{kind}, {schedule}" for kind in ("Module", "TwoOptimizers") for schedule in ("1f1b", "gpipe", "interleaved")),
     *(f"{kind}, {schedule}" for kind in ("Accumulates", "Toggles", "Generates") for schedule in ("1f1b", "gpipe")),
     *(f"{kind}, 1f1b" for kind in ("TogglesModel", "SetsRates", "TwoLosses", "Skips", "Half", "Resumed")),
+    *(f"{k}, {s}" for k in ("Gan", "ReusesFake", "JudgeFirst") for s in ("1f1b", "gpipe", "interleaved")),
+    *(f"{kind}, 1f1b" for kind in ("Adversarial", "Critics", "BothLosses", "LooksAgain", "ThreeOptimizers")),
+    *(f"{kind}, 1f1b" for kind in ("Closures", "StepsFirst")),
+    "Norms, gpipe",
     "Module, memory",
+    "Gan, memory",
     "Whole, gpipe",
 ]
 REFUSED = {
     "Clips": ["gradients after manual_backward", "clip_grad_norm_(self.parameters(), 1.0)", "self.clip_gradients"],
     "Averages": ["weights after optimizer.step()", "self.average = ", "on_train_batch_end"],
-    "Closure": ["takes no closure", "self.optimizers().step(closure=", "then optimizer.step()"],
+    "Lbfgs": ["calls its closure several times", "self.optimizers().step(closure=", "another optimizer"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],
     "Forgets": ["has returned Tensor without", "Call self.manual_backward(loss), or return None"],
-    "Adversarial": ["computes gradients once", "self.manual_backward(self.other(batch))", "if batch_idx % 2 == 0"],
+    "Stale": ["before it changed the weights", "self.manual_backward(self.bce(", "opt_g.step()", "x.detach()"],
+    "Gan, profile": ["has several, or calls", "partition='parameters'"],
+    "Gan, joins": ["loss_over='batch'", "if batch_idx % 2 == 0"],
     "Decides": ["alike for all microbatches", "step of optimizer 0", "batch_idx"],
     "Hides": ["this SGD is none of these", "hidden.step()", "self.optimizers()"],
     "ByHand": ["sets p.grad by itself", "Call optimizer.zero_grad()"],
@@ -39,7 +46,7 @@ def test_manual_optimization_trains_like_one_device(ranks, case):
     if case not in ranks[0]:
         pytest.skip("other numbers of ranks have this case")
     plain = ranks[0][f"{case.split(',')[0]}, plain"]
-    adds_up = case.startswith("TwoLosses")
+    adds_up = case.startswith(("TwoLosses", "JudgeFirst", "Norms"))
     assert plain["error"] == ""
     weights = {}
     for seen in (each[case] for each in ranks):

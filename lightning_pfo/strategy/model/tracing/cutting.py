@@ -12,6 +12,31 @@ from lightning_pfo.strategy.parallel.compat import tensors_of
 
 _MOVE = "move the boundary with partition='custom:...', or use fewer stages"
 
+SHARES_MEMORY = (
+    f"Two tensors that share memory cross the boundary between two stages, and one of them is changed in place "
+    f"afterwards; the other would not change with it. Change a copy (x = x.clone()), or {_MOVE}."
+)
+
+
+class LeadsBackError(ConfigurationError):
+    """What a step needs leads back to an earlier stage."""
+
+
+def leads_back(name: str, stage: int, previous: str, after: int) -> LeadsBackError:
+    """What is said where a stage is needed after a later one.
+
+    Args:
+        name: What is needed.
+        stage: The stage that has it.
+        previous: What has been used before.
+        after: The stage that has that.
+    """
+    return LeadsBackError(
+        f"Stages run one after the other, but {name!r}, which stage {stage} has, is used after {previous!r}, which "
+        f"stage {after} has. Call the model's parts in one order, or move the boundaries with "
+        f"partition='custom:...' so that one stage has both."
+    )
+
 
 class Obstacles:
     """What stands against cutting a step before an event.
@@ -21,6 +46,7 @@ class Obstacles:
 
     Attributes:
         changed_at: When memory is changed in place for the last time: a change through one view changes all.
+        undivided: What must not be cut: the first cut, the one behind the last, and why.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -28,12 +54,11 @@ class Obstacles:
         self.changed_at: dict[int, int] = {}
         for value in trace.values:
             self.changed_at[value.memory] = max(self.changed_at.get(value.memory, -1), value.changed_at)
-        # first cut, the one behind the last, and why
-        self._undivided: list[tuple[int, float, str]] = [*_of_stale(trace), *_of_buffers(trace), *_of_statistics(trace)]
+        self.undivided: list[tuple[int, float, str]] = [*_of_stale(trace), *_of_buffers(trace), *_of_statistics(trace)]
 
     def refusal(self, cut: int) -> str:
         """Why a step cannot be cut before an event; empty: it can."""
-        for start, stop, why in self._undivided:
+        for start, stop, why in self.undivided:
             if start <= cut < stop:
                 return why
         if any(_parts(self._trace, each, cut) for each in self._trace.differentiations):
@@ -47,11 +72,7 @@ class Obstacles:
             memory = self._trace.values[label].memory
             other = by_memory.setdefault(memory, label)
             if other != label and self.changed_at[memory] >= cut:
-                return (
-                    f"Two tensors that share memory cross the boundary between two stages, and one of them is changed "
-                    f"in place afterwards; the other would not change with it. Change a copy (x = x.clone()), or "
-                    f"{_MOVE}."
-                )
+                return SHARES_MEMORY
         return ""
 
 
@@ -199,7 +220,7 @@ def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
         num_stages: Number of stages.
 
     Raises:
-        ConfigurationError: If what is needed leads back to an earlier stage.
+        LeadsBackError: If what is needed leads back to an earlier stage.
     """
     cuts: list[int] = []
     previous = ""
@@ -208,11 +229,7 @@ def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
             if len(cuts) not in stages:
                 later = [stage for stage in stages if stage > len(cuts)]
                 if not later:
-                    raise ConfigurationError(
-                        f"Stages run one after the other, but {name!r}, which stage {max(stages)} has, is used after "
-                        f"{previous!r}, which stage {len(cuts)} has. Call the model's parts in one order, or move the "
-                        f"boundaries with partition='custom:...' so that one stage has both."
-                    )
+                    raise leads_back(name, max(stages), previous, len(cuts))
                 cuts += [position] * (min(later) - len(cuts))
             previous = name
     return cuts + [len(bound)] * (num_stages - 1 - len(cuts))

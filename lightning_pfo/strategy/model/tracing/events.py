@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
@@ -63,6 +63,7 @@ class Value:
         memory: What memory it has, as a number; views have that of their base.
         changed_at: The last event that changed it in place.
         varies: Whether its shape depends on the values of other tensors, or may do so.
+        uses: The events that take it, in order.
     """
 
     form: Tracked
@@ -71,6 +72,7 @@ class Value:
     memory: int = 0
     changed_at: int = -1
     varies: bool = False
+    uses: list[float] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -136,6 +138,26 @@ class Differentiation:
     line: str
 
 
+@dataclass(frozen=True)
+class Optimizing:
+    """What a step does to optimize by itself.
+
+    Attributes:
+        position: The event that comes next.
+        loss: The label of the loss that it differentiates, -1 of one that no stage computes; None: it does something
+            with gradients or weights.
+        changed: The parameters that it changes.
+        names: Their names.
+        line: The user's line.
+    """
+
+    position: int
+    loss: int | None
+    changed: frozenset[nn.Parameter]
+    names: tuple[str, ...]
+    line: str
+
+
 @dataclass
 class Trace:
     """What a step does.
@@ -164,6 +186,7 @@ class Trace:
             that changes them, and the user's line.
         differentiations: Calls of `torch.autograd.grad`.
         listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
+        optimizing: What the step does to optimize by itself, in order.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -186,6 +209,7 @@ class Trace:
     stale: list[tuple[int, str]] = field(default_factory=list)
     differentiations: list[Differentiation] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)
+    optimizing: list[Optimizing] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:
         """Note that an event takes tracked tensors."""
@@ -193,11 +217,19 @@ class Trace:
             if isinstance(leaf, Tracked) and leaf.label >= 0:
                 value = self.values[leaf.label]
                 value.last_use = max(value.last_use, when)
+                value.uses.append(when)
 
     def use_sizes(self, labels: Iterable[int], when: float) -> None:
         """Note that the sizes of values are needed."""
         for label in labels:
             self.values[label].last_use = max(self.values[label].last_use, when)
+            self.values[label].uses.append(when)
+
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter], names: Iterable[str], line: str) -> None:
+        """Note what the step does to optimize by itself; see `Optimizing`."""
+        self.use(loss, FOREVER)
+        label = None if loss is None else loss.label if isinstance(loss, Tracked) else -1
+        self.optimizing.append(Optimizing(len(self.events), label, frozenset(changed), tuple(names), line))
 
     def live(self, position: int) -> list[int]:
         """The values that are there before an event, and needed by it or later."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.cutting import Obstacles
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
+from lightning_pfo.strategy.model.tracing.flow import StageOf, last_stage
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
+from lightning_pfo.strategy.model.tracing.phases import Phase
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 
 
@@ -35,6 +36,12 @@ class StageProgram:
         divided: Events at which begins what is recomputed together on one device, but of which the stage has a part.
         varying: Of all values, those whose shape may be another for each microbatch.
         asked: Of those with one shape, the ones that Python asks for it, maybe on other stages.
+        others: Events between the first and the last that it computes which other stages compute, or earlier phases.
+        imported: Labels of the values that earlier phases of the step have computed.
+        kept: Labels of those that it computes for later phases.
+        begin: The first event of its phase; those before are computed again.
+        is_phase: Whether the step has other phases too.
+        is_last: Whether it is the last stage.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -52,6 +59,23 @@ class StageProgram:
     changes: Mapping[str, int | None] = field(default_factory=dict)
     varying: frozenset[int] = frozenset()
     asked: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
+    imported: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    begin: int = 0
+    is_phase: bool = False
+    is_last: bool = False
+
+    @property
+    def computed(self) -> list[Event]:
+        """The events that it computes."""
+        stop = len(self.events) if self.stop is None else self.stop
+        return [self.events[position] for position in range(self.start, stop) if position not in self.others]
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether nothing is sent because it ends a phase of a step, and not the step."""
+        return self.is_phase and self.stop is not None and self.is_last
 
     @property
     def patches(self) -> bool:
@@ -69,48 +93,93 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
     Raises:
         ConfigurationError: If it cannot be cut there; see `cutting`.
     """
-    positions = [0, *cuts]
-    live = [tuple(trace.live(cut)) if stage else () for stage, cut in enumerate(positions)]
+    check_cuts(trace, cuts)
+    stage_of = {position: bisect_right(cuts, position) for position in range(len(trace.events))}
+    return programs_by_stage(trace, stage_of, len(cuts) + 1)
+
+
+def check_cuts(trace: Trace, cuts: Sequence[int]) -> None:
+    """Check that nothing stands against cutting a step at some events.
+
+    Raises:
+        ConfigurationError: If something does; see `cutting`.
+    """
     obstacles = Obstacles(trace)
     for cut in cuts:
         if refusal := obstacles.refusal(cut):
             raise ConfigurationError(refusal)
-    changed_at = obstacles.changed_at
+
+
+def programs_by_stage(
+    trace: Trace, stage_of: StageOf, num_stages: int, phase: Phase | None = None
+) -> list[StageProgram]:
+    """Divide a step, or a phase of it, whose events are given to stages.
+
+    Args:
+        trace: The step.
+        stage_of: The stages of the events that are computed.
+        num_stages: Number of stages.
+        phase: What the phase computes; None: the step has no phases.
+    """
+    last = num_stages - 1
+    stop = None if phase is None else phase.stop
+    end = len(trace.events) if stop is None else stop
+    imported: frozenset[int] = frozenset() if phase is None else phase.imported
+    # of each value that some stage computes: where, and the last one that needs it
+    spans = {
+        label: (stage_of[value.born], last_stage(value, stage_of, last))
+        for label, value in enumerate(trace.values)
+        if value.born in stage_of and label not in imported
+    }
+    changed_at: dict[int, int] = {}
+    for value in trace.values:
+        changed_at[value.memory] = max(changed_at.get(value.memory, -1), value.changed_at)
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
-    changes |= {name: _stage_of_changes(trace, cuts, name) for name in trace.changes}
+    for name, of_name in trace.changes.items():  # others get its value after the iteration
+        changes[name] = max(stage_of.get(event, 0) for event, _ in of_name)
     forms = [value.form for value in trace.values]
     varying = frozenset(label for label, value in enumerate(trace.values) if value.varies)
+    live = [
+        tuple(label for label, (born, needed) in spans.items() if born < stage <= needed) for stage in range(num_stages)
+    ]
     programs = []
-    for stage, (start, stop) in enumerate(pairwise([*positions, None])):
+    for stage in range(num_stages):
+        mine = {position for position, of in stage_of.items() if of == stage}
+        is_last = stage == last
+        start = min(mine, default=end if is_last else 0)
+        stops = end if is_last else max(mine, default=-1) + 1
         programs.append(
             StageProgram(
                 trace.events,
-                start or 0,
-                stop,
+                start,
+                stop if is_last else stops,
                 live[stage],
-                live[stage + 1] if stop is not None else (),
-                frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= (start or 0)),
+                () if is_last else live[stage + 1],
+                frozenset(label for label in live[stage] if changed_at[trace.values[label].memory] >= start),
                 forms,
                 any(isinstance(event.what, AppliedFunction) for event in trace.events),
                 trace.draws,
                 trace.compiled,
-                frozenset(first for first, behind in trace.recomputed if _is_divided(first, behind, start or 0, stop)),
-                bool(cuts) and any(position <= cuts[-1] for position in trace.selects),
+                frozenset(
+                    first
+                    for first, behind in trace.recomputed
+                    if 0 < len(mine & {*range(first, behind)}) < behind - first
+                ),
+                num_stages > 1 and any(stage_of.get(position - 1, 0) < last for position in trace.selects),
                 changes,
                 varying,
                 frozenset(trace.asked - varying),
+                frozenset(range(start, stops)) - mine,
+                imported,
+                frozenset()
+                if phase is None
+                else frozenset(label for label in phase.kept if stage_of[trace.values[label].born] == stage),
+                0 if phase is None else phase.begin,
+                phase is not None,
+                is_last,
             )
         )
     return programs
-
-
-def _stage_of_changes(trace: Trace, cuts: Sequence[int], name: str) -> int:
-    """The stage that changes a buffer; others get its value after the iteration."""
-    return max(bisect_right(cuts, event) for event, _ in trace.changes[name])
-
-
-def _is_divided(first: int, behind: int, start: int, stop: int | None) -> bool:
-    return first < start < behind or (stop is not None and first < stop < behind)
 
 
 # ---- where a loss of the whole batch begins ----

@@ -17,8 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.cutting import differentiates
+from lightning_pfo.strategy.model.tracing.ends import (
+    SKIPPED,
+    OtherPathError,
+    PhaseEnded,
+    StageEnded,
+    deviates,
+    differs,
+)
 from lightning_pfo.strategy.model.tracing.events import Event, New
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
+from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
 from lightning_pfo.strategy.model.tracing.program import StageProgram
@@ -48,13 +57,6 @@ from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
 
-SKIPPED = object()
-"""What comes of a step that returns None before it calls anything, as all stages of it do alike."""
-
-
-class _StageEnded(BaseException):
-    """Ends the step; a BaseException because users may write `except Exception` around their model."""
-
 
 class _NoHandle:
     """A hook's handle where no hook was registered."""
@@ -68,7 +70,8 @@ def run_stage(
     step: Callable[[], Any],
     received: Sequence[torch.Tensor],
     enter: Callable[[], None] = lambda: None,
-    around: Callable[[], Any] = nullcontext,
+    around: Callable[[int], Any] = nullcontext,
+    memory: dict[int, torch.Tensor] | None = None,
 ) -> Any:
     """Run a stage.
 
@@ -77,8 +80,9 @@ def run_stage(
         step: The user's step on a microbatch.
         received: The values that it begins with.
         enter: Called when it begins to compute.
-        around: Makes a context around everything that is computed between events, where random numbers of the step and
+        around: Makes a context around an event that is computed, by its number, where random numbers of the step and
             of the stages are told apart.
+        memory: Values by label that phases of the step compute for later ones.
 
     Returns:
         The tensors that the next stage begins with; of the last stage what the step returned; or `SKIPPED`.
@@ -86,14 +90,14 @@ def run_stage(
     Raises:
         ConfigurationError: If the step does something else than in the trace.
     """
-    run = StageRun(program, received, enter, around)
+    run = StageRun(program, received, enter, around, memory)
     try:
         with following(run), run.patched() if program.patches else nullcontext():
             result = step()
         if result is None and run.position == 0:
             return SKIPPED
-        outputs = run.outputs() if program.stop == run.position else ()
-    except _StageEnded:
+        outputs = run.outputs() if program.stop == run.position and not program.ends_early else ()
+    except StageEnded:
         return run.outputs()
     except RuntimeError as error:
         if any(event.what is torch.autograd.grad for event in program.events) and "used in the graph" in str(error):
@@ -101,7 +105,9 @@ def run_stage(
         raise
     finally:
         run.close()
-    if program.stop == run.position:  # stages after it compute nothing but the end of the step
+    if run.has_ended_phase:
+        return tree_map_only(Tracked, no_longer_tracked, result)
+    if program.stop == run.position and not program.ends_early:  # later stages compute the end of the step only
         return outputs
     if program.stop is not None:
         raise ConfigurationError(
@@ -119,7 +125,8 @@ class StageRun:
         program: StageProgram,
         received: Sequence[torch.Tensor],
         enter: Callable[[], None],
-        around: Callable[[], Any],
+        around: Callable[[int], Any],
+        memory: dict[int, torch.Tensor] | None,
     ) -> None:
         self.position = 0
         self._program = program
@@ -129,10 +136,14 @@ class StageRun:
             label: tracked(tensor.clone() if label in program.changed else tensor.view_as(tensor))
             for label, tensor in zip(program.received, received, strict=True)
         }
+        self._memory: dict[int, torch.Tensor] = {} if memory is None else memory
+        self._received |= {label: tracked(self._imported(label)) for label in program.imported}
         self._kept: dict[int, torch.Tensor] = dict(self._received)
         for label, tensor in self._received.items():
             self._check_form(label, tensor)
-        self._wanted = frozenset(program.sent)
+        self._wanted = program.kept.union(program.sent)
+        self._free_from = max(program.others, default=program.start - 1) + 1
+        self.has_ended_phase = False
         self._enter = enter
         self._around = around
         self._entered = False
@@ -197,6 +208,29 @@ class StageRun:
     def note(self, values: Any) -> None:
         """Values are wanted at the end."""
 
+    def optimize(self, loss: Any, changed: Iterable[torch.nn.Parameter] = ()) -> None:
+        """What the step does to optimize was noted in the trace."""
+
+    def end_phase(self) -> None:
+        """The step goes on with another phase, without an event before it.
+
+        Raises:
+            BaseException: What ends the step here.
+            ConfigurationError: If the phase does not end here in the trace.
+        """
+        if not self._program.is_phase:
+            raise OtherPathError(str(deviates()))
+        if self.position != self._program.stop:
+            raise deviates()
+        self._end()
+
+    def _end(self) -> None:
+        if not self._program.ends_early:
+            raise StageEnded
+        self._remember()
+        self.has_ended_phase = True
+        raise PhaseEnded
+
     def outputs(self) -> Tensors:
         """What the next stage receives, each a contiguous tensor of its own.
 
@@ -206,7 +240,7 @@ class StageRun:
         sent = []
         for label in self._program.sent:
             if label not in self._kept:
-                raise _deviates()
+                raise deviates()
             tensor, form = value_of(self._kept[label]), self._program.forms[label]
             if isinstance(tensor, DTensor):
                 raise ConfigurationError(
@@ -220,10 +254,25 @@ class StageRun:
                     or tensor.dtype != form.dtype
                     or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
                 ):
-                    raise _differs(tensor, form)
+                    raise differs(tensor, form)
                 tensor = tensor.contiguous()
                 sent.append(tensor.view_as(tensor))
+        self._remember()
         return tuple(sent)
+
+    def _imported(self, label: int) -> torch.Tensor:
+        """A value of an earlier phase; what it was made of is gone, but it says of itself what it did."""
+        with DisableTorchFunctionSubclass():
+            is_differentiable = torch.is_grad_enabled() and self._program.forms[label].requires_grad
+            value = self._memory[label].detach().requires_grad_(is_differentiable)
+            return value.view_as(value)
+
+    def _remember(self) -> None:
+        for label in self._program.kept:
+            if label not in self._kept:
+                raise deviates()
+            with following(None), DisableTorchFunctionSubclass():
+                self._memory[label] = value_of(self._kept[label]).detach()
 
     def close(self) -> None:
         """Let go of everything."""
@@ -235,20 +284,20 @@ class StageRun:
     def _event(self, what: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self.position
         if position == self._program.stop:
-            raise _StageEnded
+            self._end()
         self.position = position + 1
         if position >= self._start:
             if not self._entered:
                 self._entered = True
                 self._enter()
-            if self._program.stop is None:
-                return self._to_the_end(compute, args, kwargs)
+            if self._program.stop is None and position >= self._free_from:
+                return self._to_the_end(position, compute, args, kwargs)
         if position >= len(self._events) or self._events[position].what != what:
-            raise _deviates()
+            raise deviates()
         event = self._events[position]
-        if position < self._start:
+        if position < self._start or position in self._program.others:
             return self._leave_out(event, compute, args, kwargs)
-        return self._compute(event, compute, args, kwargs)
+        return self._compute(position, event, compute, args, kwargs)
 
     def _leave_out(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         label = event.only_label
@@ -259,7 +308,8 @@ class StageRun:
                 return natively(compute, args, kwargs)
             except AbsentValueError as error:
                 raise ConfigurationError(f"{error} The line is {event.line}") from None
-        leaves = tree_flatten((args, kwargs))[0] if event.adopted or _has_same(event) else []
+        has_same = any(isinstance(leaf, Same) for leaf in event.results)
+        leaves = tree_flatten((args, kwargs))[0] if event.adopted or has_same else []
         for adopted in event.adopted:
             self._adopt(adopted.of(leaves), self._received.get(adopted.label))
         if event.what in HOOKS:
@@ -274,7 +324,7 @@ class StageRun:
         ]
         return returned_of(event, tree_unflatten(found, event.structure), (args, kwargs))
 
-    def _compute(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(self, position: int, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args, kwargs
         leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
@@ -282,23 +332,26 @@ class StageRun:
             args, kwargs = unflattened(
                 [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure
             )
-        with following(None), self._around(), ordinary(ours):
+        repeated = (
+            buffers_kept(event.units) if position < self._program.begin and event.changes_state else nullcontext()
+        )
+        with following(None), self._around(position), ordinary(ours), repeated:
             result = compute(*args, **kwargs)
         if event.rewrites:
             result = result if event.returns < 0 else None, (args, kwargs)
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
-            raise _deviates()
+            raise deviates()
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):
                 if value_of(leaves[expected.argument]) is not leaf:
-                    raise _deviates()
+                    raise deviates()
                 found[index] = leaves[expected.argument]
             elif isinstance(expected, New):
                 if leaf is None and event.what is torch.autograd.grad:
                     raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
-                    raise _deviates()
+                    raise deviates()
                 found[index] = value = tracked(leaf)
                 self._check_form(expected.label, value)
                 self._keep(expected.label, value)
@@ -308,21 +361,21 @@ class StageRun:
             self._keep(adopted.label, tensor)
         return found[0] if form is None else returned_of(event, tree_unflatten(found, form), given)
 
-    def _to_the_end(self, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _to_the_end(self, position: int, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more."""
         if self._around is nullcontext and not self._recomputes:
             follow_no_more()
             with ordinary(list(self._received.values())):  # else functions of it would ask what follows them
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
-        with following(None), self._around():
+        with following(None), self._around(position):
             return compute(*plain_in_place(args), **plain_in_place(kwargs))
 
     def _check_form(self, label: int, tensor: Tracked) -> None:
         if label in self._program.asked:
             with DisableTorchFunctionSubclass():  # tracked tensors would take ten times as long to tell theirs
-                differs = tensor.shape != self._program.forms[label].shape
-            if differs:
-                raise _differs(tensor, self._program.forms[label])
+                is_other = tensor.shape != self._program.forms[label].shape
+            if is_other:
+                raise differs(tensor, self._program.forms[label])
         if label in self._program.varying:  # as in the trace: some functions are followed for such tensors only
             tensor.varies = self._program.forms[label].varies
 
@@ -342,24 +395,3 @@ class StageRun:
 def _outside_of(uncompiled: Uncompiled, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with uncompiled.paused():
         return compute(*args, **kwargs)
-
-
-def _has_same(event: Event) -> bool:
-    return any(isinstance(leaf, Same) for leaf in event.results)
-
-
-def _deviates() -> ConfigurationError:
-    return ConfigurationError(
-        "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
-        f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
-        "Let only the batch decide, or compute all of it on one stage (partition='custom:...')."
-    )
-
-
-def _differs(tensor: torch.Tensor, form: torch.Tensor) -> ConfigurationError:
-    return ConfigurationError(
-        f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
-        f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
-        f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "
-        f"partition='custom:...'."
-    )

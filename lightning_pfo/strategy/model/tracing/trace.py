@@ -62,6 +62,7 @@ from lightning_pfo.strategy.parallel.compat import (
     base_of,
     has_memory,
     memory_of,
+    reserved_memory,
     version_of,
 )
 
@@ -108,6 +109,7 @@ class _TraceRun:
         self._names: list[str | None] = []  # of the leaves of a call
         self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
         self.alive: list[Any] = []
+        self._reserved: list[object] = []  # so that memory that is gone has another number than what comes after it
         self._device = device
         self._adopted: list[torch.Tensor] = []
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
@@ -249,6 +251,11 @@ class _TraceRun:
         self.trace.use(values, FOREVER)
         self.trace.at_end += self._held.names(tree_leaves(values))
 
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
+        """Note where the step differentiates a loss by itself, or does something with gradients, or weights."""
+        parameters = list(changed)
+        self.trace.optimize(loss, parameters, self._held.names(parameters), users_line())
+
     def finish(self, result: Any) -> None:
         """The step has returned."""
         self.note(result)
@@ -353,6 +360,8 @@ class _TraceRun:
         position = len(self.trace.events) - 1
         with following(None):
             memory = 0 if value.held is not None else memory_of(value)
+            if memory:
+                self._reserved.append(reserved_memory(value))
             form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
             self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))

@@ -47,6 +47,9 @@ class Run(Protocol):
     def note(self, values: Any) -> None:
         """Values are wanted at the end of the step, as what is logged."""
 
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
+        """The step differentiates a loss by itself, or else (None) does something with gradients, or weights."""
+
 
 _current: Run | None = None
 """The run that is under way; one at a time, in the thread that runs the user's step."""

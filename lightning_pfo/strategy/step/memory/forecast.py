@@ -100,7 +100,7 @@ class MemoryForecast:
             wants_outputs: Whether somebody wants what the step returns beside the loss.
 
         Returns:
-            What it takes; None if the step skips this batch.
+            What it takes; None if the step skips this batch, or optimizes several times in it.
         """
         self.engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
@@ -114,9 +114,10 @@ class MemoryForecast:
 
         with random_state.isolated(self.engine.device):
             some = microbatches if whole is not None else microbatches[:1]
-            found = self.programs.of("train", some, step_of, seed, train=True, whole=whole)
+            phases = self.programs.of_phases("train", some, step_of, seed, train=True, whole=whole)
+        found = [of_microbatch[0] for of_microbatch in phases]
         programs, of_whole = found[0]
-        if not programs[0].events:
+        if not programs[0].events or len(phases[0]) > 1:
             return None
         last = self.engine.num_stages - 1
         tried = Tried(

@@ -7,7 +7,7 @@ step's own order, when the pipeline has all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,10 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
 from lightning_pfo.strategy.model.tracing.noticing import users_line
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.outward.calls import Call, make_calls
+from lightning_pfo.strategy.step.programs import Programs
 from lightning_pfo.strategy.trainer.manual.run import BACKWARD, SET, Do, ManualRun, Targets, Which
-from lightning_pfo.strategy.trainer.manual.settings import apply
+from lightning_pfo.strategy.trainer.manual.settings import Moment, apply
 
 Step = Callable[..., Any]
 
@@ -36,15 +39,13 @@ class ManualOptimization:
     def __init__(self, trainer: pl.Trainer, patches: Patches) -> None:
         self._trainer = trainer
         self._run: ManualRun | None = None
+        self._changes_path = False
+        self._past: list[Moment] = []
+        self._noted: list[list[Call]] = []
         self._due: list[tuple[int, Do, tuple[Any, ...], dict[str, Any]]] = []
         patches.set(nn.Module, "zero_grad", self._zeroing(nn.Module.zero_grad))
         patches.set(torch.autograd, "backward", self._refusing(torch.autograd.backward))
         patches.callback(register_optimizer_step_pre_hook(self._refuse_unknown).remove)
-
-    @property
-    def several(self) -> bool:
-        """Whether there are several optimizers, so that a step may run other parts of the model for each."""
-        return len(self._trainer.optimizers) > 1
 
     def of(self, step: Step, held: list[nn.Parameter]) -> Step:
         """A step that optimizes by itself as one that returns its loss, in a dict.
@@ -54,16 +55,36 @@ class ManualOptimization:
             held: Parameters that this rank holds.
         """
         targets = Targets(self._trainer)
+        self._past, self._noted = [], []
 
         def run(*args: Any) -> Any:
-            self._run = ManualRun(targets, held)
+            self._run = ManualRun(targets, held, self._past)
             try:
                 with self._run as of_microbatch:
-                    return of_microbatch.outcome(step(*args))
+                    try:
+                        result = step(*args)
+                    except PhaseEnded:
+                        outcome, calls = of_microbatch.outcome_of_phase()
+                        self._noted.append(calls)
+                        return outcome
+                    return of_microbatch.outcome(result)
             finally:
                 self._run = None
 
         return run
+
+    def noted(self) -> list[list[Call]]:
+        """The calls of each microbatch in the phase that has run; see `Between`."""
+        noted, self._noted = self._noted, []
+        return noted
+
+    def act(self, loss: torch.Tensor | None, calls: Sequence[Call]) -> None:
+        """Do what the step does after a phase; see `Between`."""
+        make_calls(self._trainer.lightning_module, calls, {}, is_first=False)
+        targets = Targets(self._trainer)
+        if not self._past:
+            self._past.append(targets.moment())
+        self._do_due(targets, loss, self._past)
 
     def due(self, position: int, do: Do, *args: Any, **kwargs: Any) -> None:
         """Take a call that a step has noted.
@@ -76,12 +97,12 @@ class ManualOptimization:
         """
         self._due.append((position, do, args, kwargs))
 
-    def finish(self, outcome: dict[str, Any] | None) -> Any:
-        """Do what the step of a batch has noted, on every rank.
+    def train(self, run: Callable[..., Any], programs: Programs) -> Any:
+        """Run the step of a batch, and do what it has noted, on every rank.
 
         Args:
-            outcome: What came of the step on the pipeline: the loss whose backward hands out the gradients, and what
-                it has returned; None: it has no loss.
+            run: Runs it on the pipeline.
+            programs: What stages do of it.
 
         Returns:
             What the step has returned for the batch.
@@ -89,6 +110,19 @@ class ManualOptimization:
         Raises:
             ConfigurationError: If it was not the same for all microbatches.
         """
+        # where there are several, a step may run other parts of the model for each
+        programs.follows_each_batch = self._changes_path or len(self._trainer.optimizers) > 1
+        try:
+            outcome = run(between=self)
+        except OtherPathError:
+            if programs.follows_each_batch or self._past:
+                raise
+            self._changes_path = programs.follows_each_batch = True
+            outcome = run(between=self)
+        self._do_due(Targets(self._trainer), None if outcome is None else outcome["loss"])
+        return None if outcome is None else outcome.get("returned")
+
+    def _do_due(self, targets: Targets, loss: torch.Tensor | None, past: list[Moment] | None = None) -> None:
         due, self._due = self._due, []
         if [position for position, *_ in due] != list(range(len(due))):
             calls = list(dict.fromkeys(f"{do.name} of {do.on.kind} {do.on.index}".strip() for _, do, *_ in due))
@@ -98,19 +132,19 @@ class ManualOptimization:
                 f"what microbatches have in common, such as batch_idx."
             )
         last = max((position for position, do, *_ in due if do.name == BACKWARD), default=-1)
-        targets = Targets(self._trainer)
         for position, do, args, kwargs in due:
             target = targets.find(do.on)
             if do.name == SET:
                 for group, name, value in do.args[0]:
                     apply(target.param_groups[group], {name: value})
-            elif do.name == BACKWARD:
-                if position == last and outcome is not None:
-                    target.manual_backward(outcome["loss"])
-            else:
+                continue
+            if do.name != BACKWARD:
                 settings = [targets.find(each) if isinstance(each, Which) else each for each in do.args]
                 getattr(target, do.name)(*settings, *args, **do.kwargs, **kwargs)
-        return None if outcome is None else outcome.get("returned")
+            elif position == last and loss is not None:
+                target.manual_backward(loss)
+            if past is not None:
+                past.append(targets.moment())
 
     def _zeroing(self, ordinary: Callable[..., None]) -> Callable[..., None]:
         def zero_grad(module: nn.Module, set_to_none: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import is_not
@@ -15,12 +15,13 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.noticing import users_line
-from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.model.tracing.stage_run import StageRun
+from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
-from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.effects.outward.calls import Call, note_call, with_values
 from lightning_pfo.strategy.step.effects.within import step_ends_here
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
-from lightning_pfo.strategy.trainer.manual.settings import RunSettings
+from lightning_pfo.strategy.trainer.manual.settings import Moment, RunSettings
 
 BACKWARD = "manual_backward"
 SET = "settings"
@@ -78,6 +79,10 @@ class Targets:
         for kind, objects in (("optimizer", self.optimizers), ("bare", self.bare), ("scheduler", self.schedulers)):
             self.named |= {id(each): Which(kind, index) for index, each in enumerate(objects)}
 
+    def moment(self) -> Moment:
+        """Their settings as they are now."""
+        return Moment(self.bare, self.schedulers, self.progress)
+
     def find(self, which: Which) -> Any:
         """The object that something stands for."""
         if which.kind == "module":
@@ -92,9 +97,13 @@ class ManualRun:
     Args:
         targets: What it may call.
         held: Parameters that this rank holds.
+        past: Settings at the begin of the batch, and after each call that earlier phases of it have made.
     """
 
-    def __init__(self, targets: Targets, held: Sequence[nn.Parameter]) -> None:
+    def __init__(self, targets: Targets, held: Sequence[nn.Parameter], past: Sequence[Moment] = ()) -> None:
+        self._calls: list[Call] = []
+        self._past = past
+        self._passed = 0
         self._targets = targets
         self._held = held
         self._losses: list[torch.Tensor] = []
@@ -109,6 +118,7 @@ class ManualRun:
         self._settings = RunSettings(targets.bare)
         self._completed = targets.progress.completed
         self._gradients = self._gradients_now()
+        self._followed_by = current_run()
         for name, stand_in in zip(_OF_MODULE, (self._backward, self._clip), strict=True):
             self._replace(targets.module, name, stand_in)
         for optimizer in (*targets.optimizers, *targets.bare):
@@ -116,6 +126,8 @@ class ManualRun:
                 self._replace(optimizer, name, make(optimizer))
         for scheduler in targets.schedulers:
             self._replace(scheduler, "step", self._scheduler_step_of(scheduler, scheduler.step))
+        if self._past:
+            self._past[0].show()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,6 +137,8 @@ class ManualRun:
                 attributes.pop(name, None)
             else:
                 attributes[name] = before
+        if self._past:
+            self._past[-1].show()
         self._settings.put_back()
         self._targets.progress.completed = self._completed
 
@@ -144,6 +158,8 @@ class ManualRun:
             )
         if self._losses:
             return {"loss": sum(self._losses[1:], self._losses[0]), "returned": result}
+        if self._past:
+            return {"loss": torch.zeros((), requires_grad=True), "returned": result}
         if result is not None:
             raise ConfigurationError(
                 f"With automatic_optimization=False a training_step on a pipeline gives its loss to "
@@ -152,12 +168,20 @@ class ManualRun:
             )
         return None
 
+    def outcome_of_phase(self) -> tuple[dict[str, Any], list[Call]]:
+        """The same of a phase that is not the last one, on its end, and what the step does after it."""
+        with following(None):
+            losses = plain(self._losses)
+            loss = sum(losses[1:], losses[0]) if losses else torch.zeros((), requires_grad=True)
+        return {"loss": loss}, list(map(with_values, self._calls))
+
     def zero(self, part: nn.Module, set_to_none: bool) -> bool:
         """Note that a module zeroes the gradients of its parameters; tells whether it is part of the user's."""
         name = next((name for name, module in self._targets.module.named_modules() if module is part), None)
         if name is None:
             return False
-        self._note(Do(Which("module", name), "zero_grad", set_to_none=set_to_none))
+        if not self._is_past():
+            self._note(Do(Which("module", name), "zero_grad", set_to_none=set_to_none))
         return True
 
     def _leave(self) -> None:
@@ -173,20 +197,37 @@ class ManualRun:
         self._replaced.append((attributes, name, attributes.get(name, _ABSENT)))
         attributes[name] = stand_in
 
-    def _note(self, do: Do, *args: Any, **kwargs: Any) -> None:
+    def _is_past(self) -> bool:
+        """Whether a call was made by an earlier phase; what it has set is seen then."""
+        if self._passed + 1 >= len(self._past):
+            return False
+        self._passed += 1
+        self._past[self._passed].show()
+        return True
+
+    def _note(self, do: Do, *args: Any, changed: Iterable[nn.Parameter] = (), **kwargs: Any) -> None:
         self._note_settings()
+        parameters = list(changed)
+        if parameters or (self._losses and do.name in (*_OF_OPTIMIZERS, "clip_gradients")):
+            self._acted = True
+            _tell(None, parameters)
         self._note_one(do, *args, **kwargs)
 
     def _note_settings(self) -> None:
+        if self._passed + 1 < len(self._past):
+            return
         for index, changes in self._settings.changes():
             self._note_one(Do(Which("bare", index), SET, changes))
 
     def _note_one(self, do: Do, *args: Any, **kwargs: Any) -> None:
-        self._acted = self._acted or (bool(self._losses) and do.name in ("step", "zero_grad", "clip_gradients"))
-        note_call((_DUE, (self._position, do, *args), kwargs))
+        call = (_DUE, (self._position, do, *args), kwargs)
+        self._calls.append(call)
+        note_call(call)
         self._position += 1
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if self._is_past():
+            return
         kwargs.pop("retain_graph", None)  # nobody frees it before the step has ended
         if args or kwargs:
             raise ConfigurationError(
@@ -199,15 +240,24 @@ class ManualRun:
                 f"{users_line()} it got {_described(loss)}. Give it the loss itself."
             )
         if self._acted:
-            raise ConfigurationError(
-                f"On a pipeline a step computes gradients once, so that one call of self.manual_backward comes before "
-                f"its optimizers' steps; here another one follows them: {users_line()} Give it the sum of both losses "
-                f"and then step both optimizers, or do one of both in each batch (if batch_idx % 2 == 0: ...)."
-            )
+            self._next_phase()
         self._note(Do(Which("module", ""), BACKWARD))
-        self._losses.append(loss.reshape(()) if loss.dim() else loss)
+        loss = loss.reshape(()) if loss.dim() else loss
+        _tell(loss)
+        self._losses.append(loss)
+        self._look_out().has_gradients = True
+
+    def _look_out(self) -> Afterwards:
         if self._afterwards is None:
             self._afterwards = self._open.enter_context(Afterwards())
+        return self._afterwards
+
+    def _next_phase(self) -> None:
+        """Another backward follows, in a run that is not of one phase, or ends here."""
+        if isinstance(self._followed_by, StageRun):
+            self._followed_by.end_phase()
+        self._losses.clear()
+        self._acted = False
 
     def _clip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         on = self._targets.named.get(id(optimizer))
@@ -215,23 +265,30 @@ class ManualRun:
             raise ConfigurationError(
                 f"self.clip_gradients takes one of self.optimizers(); got {type(optimizer).__name__} at {users_line()}"
             )
-        self._note(Do(Which("module", ""), "clip_gradients", on, *args, **kwargs))
+        if not self._is_past():
+            self._note(Do(Which("module", ""), "clip_gradients", on, *args, **kwargs))
 
     def _step_of(self, optimizer: Any) -> Callable[..., None]:
         which = self._targets.named[id(optimizer)]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-        def step(closure: Any = None, **kwargs: Any) -> None:
+        def step(closure: Any = None, **kwargs: Any) -> Any:
+            loss = None
             if closure is not None:
-                raise ConfigurationError(
-                    f"On a pipeline the step of an optimizer takes no closure, since forward and backward of "
-                    f"microbatches come before it: {users_line()} Call what is in the closure first, then "
-                    f"optimizer.step()."
-                )
-            self._note(Do(which, "step", **kwargs))
-            if self._afterwards is not None:
-                self._afterwards.step(p for group in optimizer.param_groups for p in group["params"])
+                if isinstance(self._targets.find(which), torch.optim.LBFGS):
+                    raise ConfigurationError(
+                        f"torch.optim.LBFGS calls its closure several times in a step, with other weights each time, "
+                        f"which a step on a pipeline cannot: {users_line()} Use another optimizer."
+                    )
+                with torch.enable_grad():  # as optimizers call it
+                    loss = closure()
+            if self._is_past():
+                return loss
+            self._note(Do(which, "step", **kwargs), changed=parameters)
+            self._look_out().step(parameters)
             if isinstance(optimizer, LightningOptimizer):
                 self._targets.progress.completed += 1  # which is `trainer.global_step`
+            return loss
 
         return step
 
@@ -239,7 +296,8 @@ class ManualRun:
         which = self._targets.named[id(optimizer)]
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
-            self._note(Do(which, "zero_grad", *args, **kwargs))
+            if not self._is_past():
+                self._note(Do(which, "zero_grad", *args, **kwargs))
 
         return zero_grad
 
@@ -247,11 +305,19 @@ class ManualRun:
         which = self._targets.named[id(scheduler)]
 
         def step(*args: Any, **kwargs: Any) -> None:
+            if self._is_past():
+                return
             self._note(Do(which, "step"), *args, **kwargs)
             with following(None), torch.no_grad():
                 self._settings.try_scheduler(scheduler, ordinary, *plain((args, kwargs)))
 
         return step
+
+
+def _tell(loss: Any, changed: Sequence[nn.Parameter] = ()) -> None:
+    run = current_run()
+    if run is not None:
+        run.optimize(loss, changed)
 
 
 _ABSENT = object()

@@ -60,10 +60,7 @@ class RunSettings:
     def try_scheduler(self, scheduler: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Let a scheduler make its step, so that the run sees what it sets; `put_back` undoes it."""
         if id(scheduler) not in self._schedulers:
-            state = {
-                name: value for name, value in scheduler.state_dict().items() if value is not vars(scheduler)["step"]
-            }
-            self._schedulers[id(scheduler)] = scheduler, copy.deepcopy(state)
+            self._schedulers[id(scheduler)] = scheduler, copy.deepcopy(state_of(scheduler))
         # where a stage has not the value that it decides by, or the scheduler fails: it will tell of it when it is done
         with warnings.catch_warnings(), suppress(Exception):
             warnings.simplefilter("ignore")  # no optimizer has made a step in this run
@@ -77,6 +74,36 @@ class RunSettings:
         for optimizer, groups in zip(self._optimizers, self._first, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 apply(group, settings)
+
+
+class Moment:
+    """Settings of optimizers and schedulers as they are when this is made, so that a run sees them again.
+
+    Args:
+        optimizers: The optimizers.
+        schedulers: The schedulers.
+        progress: What counts steps of optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], schedulers: Sequence[Any], progress: Any) -> None:
+        self._settings = [(optimizer, _settings_of(optimizer)) for optimizer in optimizers]
+        self._schedulers = [(scheduler, copy.deepcopy(state_of(scheduler))) for scheduler in schedulers]
+        self._progress, self._completed = progress, progress.completed
+
+    def show(self) -> None:
+        """Let all be as it was."""
+        for scheduler, state in self._schedulers:
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for optimizer, groups in self._settings:
+            for group, settings in zip(optimizer.param_groups, groups, strict=False):
+                apply(group, settings)
+        self._progress.completed = self._completed
+
+
+def state_of(scheduler: Any) -> dict[str, Any]:
+    """The state of a scheduler, without what stands in for its step in a run."""
+    step = vars(scheduler).get("step")
+    return {name: value for name, value in scheduler.state_dict().items() if step is None or value is not step}
 
 
 def apply(group: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lightning_pfo.strategy.model.tracing.events import Event
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
@@ -20,6 +21,9 @@ class Around(Protocol):
 
     def decide(self, labels: Iterable[int]) -> None:
         """Python has looked at sizes of values."""
+
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
+        """The step optimizes by itself."""
 
     def use_inside(self, event: Event, values: Any) -> None:
         """Tracked tensors reach the inside of an event."""
@@ -48,6 +52,10 @@ class Inside:
     def decide(self, labels: Iterable[int]) -> None:
         """See `Around`."""
         self._run.decide(labels)
+
+    def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
+        """See `Around`."""
+        self._run.optimize(loss, changed)
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of torch on zeros."""

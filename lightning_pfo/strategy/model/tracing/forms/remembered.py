@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,3 +190,16 @@ def _without_values(outline: Outline) -> Outline:
             outline,
             leaves=[Tracked.absent(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves],
         )
+
+
+@contextmanager
+def buffers_kept(units: Iterable[Any]) -> Iterator[None]:
+    """Let units have other buffers of the same values while the context is open: what is repeated changes none."""
+    before = [(module, dict(tensors_of(module).buffers)) for unit in units for module in unit.module.modules()]
+    for module, buffers in before:
+        tensors_of(module).buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
+    try:
+        yield
+    finally:
+        for module, buffers in before:
+            tensors_of(module).buffers.update(buffers)

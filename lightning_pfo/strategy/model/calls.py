@@ -1,0 +1,148 @@
+"""The order in which a step calls layers, which a partition divides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.cutting import undivided
+from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.flow import Flow
+from lightning_pfo.strategy.model.tracing.phases import has_phases, phases_of
+from lightning_pfo.strategy.model.units import Unit, Units
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """The calls of layers in a step, in order; what else is called goes along with the layer before it.
+
+    Attributes:
+        layers: The layer of each call.
+        others: Further units that each call takes along.
+        undivided: Calls that are of one stage with the one before.
+    """
+
+    layers: tuple[Unit, ...]
+    others: tuple[tuple[Unit, ...], ...]
+    undivided: frozenset[int] = frozenset()
+
+    @property
+    def types(self) -> list[str]:
+        """The class name of each."""
+        return [type(unit.module).__name__ for unit in self.layers]
+
+    @property
+    def num_parameters(self) -> list[int]:
+        """Number of parameters of each, with what it takes along."""
+        return [
+            sum(unit.num_parameters for unit in dict.fromkeys((layer, *others)))
+            for layer, others in zip(self.layers, self.others, strict=True)
+        ]
+
+
+def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
+    """Find the order in which layers are called.
+
+    Args:
+        units: The units of the module.
+        trace: A step that calls them; None: they are called in the order in which the module holds them.
+    """
+    sequence: list[tuple[Unit, bool]] = []  # units, and whether the call of a layer begins with it
+    if trace is None or not trace.marks:
+        sequence = [(unit, unit.is_layer) for unit in units.all]
+    else:
+        begins = {position: unit for unit, position in trace.marks}
+        for position, event in enumerate(trace.events):
+            if position in begins:
+                sequence.append((begins[position], True))
+            sequence += [(unit, False) for unit in event.units if unit is not begins.get(position)]
+        called = {unit for unit, _ in sequence}
+        # nobody knows what follows where a trace ended early
+        sequence += [(unit, unit.is_layer) for unit in units.all if trace.failure is not None and unit not in called]
+    if trace is not None and trace.failure is None and has_phases(trace):
+        return _calls_of_phases(units, trace)
+    layers: list[Unit] = []
+    others: list[list[Unit]] = [[]]
+    for unit, begins_layer in sequence:
+        if begins_layer:
+            layers.append(unit)
+            if len(layers) > 1:
+                others.append([])
+        else:
+            others[-1].append(unit)
+    return LayerCalls(
+        tuple(layers),
+        tuple(map(tuple, others[: len(layers)])),
+        frozenset() if trace is None or trace.failure is not None else undivided(trace),
+    )
+
+
+def check_measurable(trace: Trace | None) -> None:
+    """Check that layers of a step can be measured one after the other.
+
+    Raises:
+        ConfigurationError: If it optimizes several times.
+    """
+    if trace is not None and has_phases(trace):
+        raise ConfigurationError(
+            "partition='profile' measures the layers of a step with one backward, and this step has several, or calls "
+            "layers after an optimizer's step. Use partition='parameters', or 'custom:...'."
+        )
+
+
+def _calls_of_phases(units: Units, trace: Trace) -> LayerCalls:
+    """The layers of a step that optimizes several times, each once, where another needs it after those."""
+    flow = Flow(trace)
+    sequence = {position: unit for unit, position in trace.marks}
+    layer_of: list[Unit | None] = []
+    others: dict[Unit, list[Unit]] = {}
+    first_units: list[Unit] = []
+    seen = {unit for unit, _ in trace.marks}
+    layer: Unit | None = None
+    for position, event in enumerate(trace.events):
+        layer = sequence.get(position, layer)
+        layer_of.append(layer if event.units else None)
+        for unit in event.units:
+            if unit not in seen:
+                seen.add(unit)
+                (first_units if layer is None else others.setdefault(layer, [])).append(unit)
+    before: dict[Unit, set[Unit]] = {unit: set() for unit, _ in trace.marks}
+    for phase in phases_of(trace, flow):
+        reached: dict[int, set[Unit]] = {}
+        for position in phase.computed:
+            found = set[Unit]()
+            for needed in flow.before[position]:
+                found |= reached.get(needed, set())
+            mine = layer_of[position]
+            if mine is not None:
+                before[mine] |= found - {mine}
+                found.add(mine)
+            reached[position] = found
+    groups = _in_order_of_need(before)
+    layers = [unit for group in groups for unit in group]
+    starts = {group[0] for group in groups}
+    return LayerCalls(
+        tuple(layers),
+        tuple((*(first_units if index == 0 else ()), *others.get(unit, ())) for index, unit in enumerate(layers)),
+        frozenset(index for index, unit in enumerate(layers) if unit not in starts),
+    )
+
+
+def _in_order_of_need(before: dict[Unit, set[Unit]]) -> list[list[Unit]]:
+    """Put units behind those that come before them; those that come before each other are together."""
+    reached = {unit: set(found) for unit, found in before.items()}
+    changed = True
+    while changed:
+        changed = False
+        for found in reached.values():
+            more = found.union(*(reached[each] for each in found))
+            changed = changed or len(more) > len(found)
+            found |= more
+    groups: list[list[Unit]] = []
+    waiting = list(before)
+    while waiting:
+        unit = next(each for each in waiting if all(each in reached[other] for other in reached[each] & {*waiting}))
+        group = [each for each in waiting if each is unit or (each in reached[unit] and unit in reached[each])]
+        groups.append(group)
+        waiting = [each for each in waiting if each not in group]
+    return groups

@@ -1,0 +1,42 @@
+"""How the run of a stage ends: as it should, or otherwise than in the trace."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.noticing import users_line
+
+SKIPPED = object()
+"""What comes of a step that returns None before it calls anything, as all stages of it do alike."""
+
+
+class StageEnded(BaseException):
+    """Ends the step; a BaseException because users may write `except Exception` around their model."""
+
+
+class PhaseEnded(BaseException):
+    """Ends the step where a phase of it ends on the last stage; who runs the step knows the losses that it had."""
+
+
+class OtherPathError(ConfigurationError):
+    """A step optimizes otherwise than in the trace of an earlier batch."""
+
+
+def deviates() -> ConfigurationError:
+    """What is said of a step that does something else than in the trace."""
+    return ConfigurationError(
+        "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
+        f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
+        "Let only the batch decide, or compute all of it on one stage (partition='custom:...')."
+    )
+
+
+def differs(tensor: torch.Tensor, form: torch.Tensor) -> ConfigurationError:
+    """What is said of a value that has another form than in the trace."""
+    return ConfigurationError(
+        f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
+        f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
+        f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "
+        f"partition='custom:...'."
+    )

@@ -1,0 +1,160 @@
+"""Which events of a step need which others, and stages for them where calls do not follow the order of the stages.
+
+A stage may compute an event that the step calls before others of earlier stages, if it needs nothing of these: what a
+discriminator says of real samples, say, before a generator has made others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.cutting import SHARES_MEMORY, Bound, Obstacles, differentiates, leads_back
+from lightning_pfo.strategy.model.tracing.events import FOREVER, Trace, Value
+
+StageOf = Mapping[int, int]
+"""The stages of events."""
+
+
+class Flow:
+    """What events need.
+
+    Args:
+        trace: The step.
+
+    Attributes:
+        inputs: Labels of the values that each event takes.
+        before: The events that come before each, as it needs what they make or change.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        number = len(trace.events)
+        self.inputs: list[list[int]] = [[] for _ in range(number)]
+        self.before: list[set[int]] = [set() for _ in range(number)]
+        changed = {value.memory for value in trace.values if value.changed_at >= 0}
+        touching: dict[int, set[int]] = {}
+        for label, value in enumerate(trace.values):
+            uses = {int(use) for use in value.uses if use != FOREVER}
+            for use in uses:
+                self.inputs[use].append(label)
+                self.before[use].add(value.born)
+            if value.memory in changed:
+                touching.setdefault(value.memory, set()).update(uses, (value.born,))
+        for positions in touching.values():  # what is changed in place is touched in order
+            ordered = sorted(positions)
+            for index, position in enumerate(ordered):
+                self.before[position].update(ordered[:index])
+        for position, before in enumerate(self.before):
+            before.discard(position)
+
+    def closure(self, events: set[int]) -> set[int]:
+        """Events with all that they need, and what that needs."""
+        found: set[int] = set()
+        waiting = list(events)
+        while waiting:
+            position = waiting.pop()
+            if position not in found:
+                found.add(position)
+                waiting += self.before[position]
+        return found
+
+
+def stages_by_owner(
+    trace: Trace, flow: Flow, computed: Sequence[int], bound: Sequence[Bound], num_stages: int
+) -> dict[int, int]:
+    """Give each event to a stage that has what it needs, and no earlier one than those of the events before it.
+
+    Args:
+        trace: The step.
+        flow: What its events need.
+        computed: The events that are computed, rising; others have been computed before.
+        bound: For each event of the step what it needs of what only some stages have.
+        num_stages: Number of stages.
+
+    Raises:
+        LeadsBackError: If what is needed leads back to an earlier stage.
+        ConfigurationError: If it cannot be divided so.
+    """
+    stage_of: dict[int, int] = {}
+    floor = 0
+    for position in computed:
+        needed = [before for before in flow.before[position] if before in stage_of]
+        lowest = max([floor, *(stage_of[before] for before in needed)])
+        for name, stages in bound[position]:
+            if max(stages) < lowest:
+                raise leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+        have = [stage for stage in range(lowest, num_stages) if all(stage in stages for _, stages in bound[position])]
+        if not have:
+            name, stages = bound[position][0]
+            raise leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+        stage_of[position] = have[0]
+        if trace.events[position].reads:  # Python goes on by it
+            floor = have[0]
+    _rather_later(flow, computed, bound, stage_of)
+    _check(trace, stage_of)
+    return stage_of
+
+
+def _rather_later(flow: Flow, computed: Sequence[int], bound: Sequence[Bound], stage_of: dict[int, int]) -> None:
+    """What needs nothing of stages is computed where it is needed, so that nothing is sent."""
+    free: set[int] = set()
+    for position in computed:
+        if not bound[position] and all(each in free or each not in stage_of for each in flow.before[position]):
+            free.add(position)
+    takers: dict[int, list[int]] = {}
+    for position in reversed(computed):
+        if position in free and position in takers:
+            stage_of[position] = min(takers[position])
+        for before in flow.before[position]:
+            takers.setdefault(before, []).append(stage_of[position])
+
+
+def _previous(bound: Sequence[Bound], stage_of: StageOf, position: int, stage: int) -> str:
+    found = [before for before, of in stage_of.items() if of == stage and bound[before]]
+    return bound[max(found)][-1][0] if found else "what it needs"
+
+
+def _check(trace: Trace, stage_of: StageOf) -> None:
+    """Check that nothing stands against dividing a step so.
+
+    Raises:
+        ConfigurationError: If something does.
+    """
+    ordered = [stage_of[position] for position in sorted(stage_of)]
+    is_ordered = ordered == sorted(ordered)
+    for start, stop, why in Obstacles(trace).undivided:
+        within = {stage for position, stage in stage_of.items() if start - 1 <= position < stop}
+        if len(within) > 1:
+            raise ConfigurationError(why)
+    for each in trace.differentiations:
+        first = min([trace.values[label].born for label in each.labels] + ([] if each.first is None else [each.first]))
+        within = {stage for position, stage in stage_of.items() if first <= position <= each.position}
+        if len(within) > 1:
+            raise ConfigurationError(differentiates(each.line))
+    if not is_ordered and (trace.decided_by_sizes or any(value.varies for value in trace.values)):
+        raise ConfigurationError(
+            "A step in which sizes depend on the values of tensors calls the model's parts in the order of the stages; "
+            "here it calls one of a later stage first. Call them in one order, or move the boundaries with "
+            "partition='custom:...' so that one stage has both."
+        )
+    changed: dict[int, int] = {}  # the last stage that changes some memory
+    for value in trace.values:
+        changed[value.memory] = max(changed.get(value.memory, -1), stage_of.get(value.changed_at, -1))
+    for stage in set(stage_of.values()) - {0}:
+        crossing: set[int] = set()
+        for value in trace.values:
+            if stage_of.get(value.born, stage) < stage <= last_stage(value, stage_of, stage):
+                if value.memory in crossing and changed[value.memory] >= stage:
+                    raise ConfigurationError(SHARES_MEMORY)
+                crossing.add(value.memory)
+
+
+def last_stage(value: Value, stage_of: StageOf, last: int) -> int:
+    """The last stage that needs a value; -1: none.
+
+    Args:
+        value: The value.
+        stage_of: The stages of events.
+        last: Where the step ends, which needs what is needed for ever.
+    """
+    return max((last if use == FOREVER else stage_of.get(int(use), -1) for use in value.uses), default=-1)
