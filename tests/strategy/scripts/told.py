@@ -155,11 +155,38 @@ class Opens(Plain):
         with (folder / "added.txt").open("a") as file:
             file.write(f"{batch_idx}\n")
         np.save(folder / "array.npy", np.zeros(3))
+        torch.save(loss, str(folder / "loss.pt"))
         assert Path(__file__).read_text()
         return loss
 
 
-CASES = (OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
+def echoing():
+    while True:
+        yield
+
+
+class Sends(Plain):
+    def __init__(self):
+        super().__init__()
+        self.echo = echoing()
+        next(self.echo)
+
+    def training_step(self, batch, batch_idx):
+        self.echo.send(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Reads(Plain):
+    def __init__(self):
+        super().__init__()
+        self.files = (Path(__file__).open(),)  # noqa: SIM115
+
+    def training_step(self, batch, batch_idx):
+        self.files[0].read(10)
+        return super().training_step(batch, batch_idx)
+
+
+CASES = (Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):

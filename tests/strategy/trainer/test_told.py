@@ -49,10 +49,17 @@ def test_objects_of_libraries_that_a_step_changes_are_named_once(said):
     assert said["2_0"]["OfLibraries"] == []  # which runs the step up to its own layers
 
 
+@pytest.mark.parametrize(("case", "what"), [("Sends", r"self\.echo\.send"), ("Reads", r"self\.files\[0\]\.read")])
+def test_what_moves_an_iterator_by_more_than_an_item_is_refused(said, case, what):
+    for rank in ("1_0", "2_0", "2_1"):
+        assert re.search(rf"error: .*A step calls {what}\(\.\.\.\).*in a hook", said[rank][case][-1], re.DOTALL)
+
+
 def test_files_that_a_step_opens_to_write_are_named_once(said):
     for rank in ("1_0", "2_0", "2_1"):
         texts = said[rank]["Opens"]
         assert [re.search(r"(\w+\.\w+)' to write \(.*told\.py, line \d+\)", text)[1] for text in texts] == [
             "added.txt",
             "array.npy",
+            "loss.pt",
         ]
