@@ -186,7 +186,15 @@ class Reads(Plain):
         return super().training_step(batch, batch_idx)
 
 
-CASES = (Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
+class Prints(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.print(f"batch {batch_idx}")
+        self.print(f"{len(batch[0])} samples", end=".\n")
+        return loss
+
+
+CASES = (Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):
