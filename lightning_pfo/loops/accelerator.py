@@ -123,10 +123,8 @@ class _AcceleratorOfPipeline:
         to_clip = list(to_clip)
         if {id(parameter) for parameter in self._pipeline.parameters()}.isdisjoint(map(id, to_clip)):
             return self._ordinary["clip_grad_norm_"](to_clip, max_norm, norm_type)
-        if norm_type != 2:
-            raise ConfigurationError(f"Gradients of a pipeline are clipped by their 2-norm; got norm_type={norm_type}.")
         self._accelerator.unscale_gradients()
-        return self._pipeline.clip_grad_norm_(max_norm, to_clip)
+        return self._pipeline.clip_grad_norm_(max_norm, to_clip, norm_type)
 
     # ---- what processes tell each other ----
 

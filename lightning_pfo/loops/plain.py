@@ -20,7 +20,7 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ModelCall
-from lightning_pfo.loops.clipping import refuse_norms
+from lightning_pfo.loops.clipping import tell_of_norms
 from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
@@ -28,7 +28,7 @@ from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm
+from lightning_pfo.strategy.parallel.clipping import Norms, clip_for_torch
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -37,6 +37,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import ranks_with_others
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import report_of
 
@@ -176,8 +177,12 @@ class PipelinedModel(ModelState):
         self._together = Together(self._pipeline.engine)
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()
+        self._norms = Norms(
+            self.parameters, self._pipeline.shared, self.device, self._mesh.num_ranks, self._together.meet
+        )
+        clip_for_torch(self._norms, within_step, self.patches)
         if self._mesh.num_ranks > 1:
-            refuse_norms(self.parameters, self.patches)
+            tell_of_norms(self.parameters, self.patches)
         if dist.get_rank() == 0:
             for warning in self._pipeline.warnings:
                 _log.warning(warning)
@@ -353,16 +358,16 @@ class PipelinedModel(ModelState):
         self._num_evaluations += 1  # every batch has noise of its own
         return (kind, self.replica, self.iteration, self._num_evaluations)
 
-    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
         """Clip the gradients of `parameters` (None: all) by their norm over all ranks; a collective call.
 
         Returns:
             The norm before clipping, the same on every rank.
         """
         clipped = list(self.parameters() if parameters is None else parameters)
-        return clip_by_global_norm(
-            clipped, max_norm, shared=self._pipeline.shared, device=self.device, num_ranks=self._mesh.num_ranks
-        )
+        return self._norms.clip(clipped, max_norm, norm_type, called="clip_grad_norm_")
 
     def release(self) -> None:
         """Give the module, the scaler and the metrics back as they were, for use without the pipeline.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -365,3 +366,20 @@ def clamp_in_place(tensors: list[torch.Tensor], limit: float) -> None:
     """Limit all elements to `-limit` .. `limit`."""
     torch._foreach_clamp_min_(tensors, -limit)
     torch._foreach_clamp_max_(tensors, limit)
+
+
+_CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
+_CELL: Any = next(
+    (cell for cell in torch.nn.utils.clip_grad_norm_.__closure__ or () if cell.cell_contents is _CLIPS), None
+)
+"""Where torch's function, which switches autograd off, has the one that clips; None: a torch that does otherwise."""
+
+
+def clip_norms_with(clip: Callable[..., torch.Tensor] | None) -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` do something else, also for those who have imported it by its name.
+
+    Args:
+        clip: Called with what torch's own does, and its arguments. None: it does that.
+    """
+    if _CELL is not None:
+        _CELL.cell_contents = _CLIPS if clip is None else partial(clip, _CLIPS)

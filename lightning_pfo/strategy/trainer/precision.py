@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
-from lightning_pfo.strategy.parallel.clipping import clip_by_global_norm, clip_by_value
-from lightning_pfo.strategy.parallel.groups import Shared
+from lightning_pfo.strategy.parallel.clipping import Norms, clip_by_value, clip_for_torch
 from lightning_pfo.strategy.parallel.loss_scaling import skip_together
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.within import within_step
 
 _SUPPORTED = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
@@ -54,28 +54,23 @@ def scaler_of(plugin: Precision) -> GradScaler | None:
 
 def adapt_to_pipeline(
     plugin: Precision,
-    shared: Sequence[Shared],
-    device: torch.device,
-    num_ranks: int,
+    norms: Norms,
     after_backward: Callable[[], None],
     patches: Patches,
 ) -> None:
-    """Let a plugin clip by the norm over all stages, and skip a step on all ranks where one finds an overflow.
+    """Let a plugin, and torch, clip by the norm over all stages; where one rank finds an overflow, all skip the step.
 
     Norms that others compute are those of a rank; what does so is named.
 
     Args:
         plugin: The Trainer's plugin.
-        shared: Parameters that several ranks of a pipeline hold.
-        device: This rank's device.
-        num_ranks: Number of ranks of a pipeline.
+        norms: Those over all stages.
         after_backward: Called after each backward, before the hooks that follow it.
         patches: Undoes it when it is closed.
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        parameters = list(plugin.main_params(optimizer))
-        clip_by_global_norm(parameters, clip_val, shared=shared, device=device, num_ranks=num_ranks)
+        norms.clip(list(plugin.main_params(optimizer)), clip_val, called="clip_gradients")
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_value(list(plugin.main_params(optimizer)), clip_val)
@@ -92,14 +87,9 @@ def adapt_to_pipeline(
     scaler = scaler_of(plugin)
     if scaler is not None:
         skip_together(scaler, patches)
+    clip_for_torch(norms, within_step, patches)
     tell_of_readers(_told_of_norm, patches)
 
 
 def _told_of_norm(placeholder: torch.Tensor, reader: Reader) -> None:
-    found = reader.told("trainer.strategy.grad_norm()")
-    if reader.clips:
-        raise ConfigurationError(
-            f"{found} To clip, so that ranks do not do so by different norms, use "
-            f"gradient_clip_val of the Trainer, or self.clip_gradients(optimizer, ...)."
-        )
-    warn_once(found)
+    warn_once(reader.told("trainer.strategy.grad_norm()"))

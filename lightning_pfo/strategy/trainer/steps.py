@@ -21,7 +21,7 @@ from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.clipping import global_norm
+from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -59,6 +59,7 @@ class StepStrategy(CheckpointStrategy):
 
     manual: ManualOptimization | None = None
     _pipeline: Pipeline | None = None
+    _norms: Norms | None = None
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
     _accumulating = False
@@ -299,20 +300,19 @@ class StepStrategy(CheckpointStrategy):
         if pipeline.means is not None and not self._accumulating and not self._is_averaged:
             pipeline.means.average(pipeline.held)
 
-    def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
-        """The 2-norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.
+    def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.
 
         Lightning's `grad_norm(module, 2)` has those of the stages that this rank holds.
 
         Args:
             parameters: Those that count; None: all.
+            norm_type: Of which norm; above 0, or infinity.
         """
-        return global_norm(
-            list(self._module().parameters() if parameters is None else parameters),
-            shared=self._get_pipeline().shared,
-            device=self.root_device,
-            num_ranks=self.mesh.num_ranks,
-        )
+        if self._norms is None:
+            raise RuntimeError("There are gradients in fit() only; ask for their norm in its hooks.")
+        counted = list(self._module().parameters() if parameters is None else parameters)
+        return self._norms.of(counted, float(norm_type), called="trainer.strategy.grad_norm")
 
 
 def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:

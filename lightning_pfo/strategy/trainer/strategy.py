@@ -27,6 +27,7 @@ from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.fsdp import Sharding, check_shard_offload
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
@@ -248,6 +249,7 @@ class PfoPipelineStrategy(StepStrategy):
         state = {
             **super().__getstate__(),
             "_pipeline": None,
+            "_norms": None,
             "_mesh": None,
             "_meeting": None,
             "rank_watch": None,
@@ -302,11 +304,12 @@ class PfoPipelineStrategy(StepStrategy):
             check_unscaled(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             self._move_optimizers()
+            self._norms = Norms(
+                self._module().parameters, pipeline.shared, self.root_device, self.mesh.num_ranks, self.meet
+            )
             adapt_to_pipeline(
                 self.precision_plugin,
-                pipeline.shared,
-                self.root_device,
-                self.mesh.num_ranks,
+                self._norms,
                 self._average_accumulated,
                 self._patches,
             )

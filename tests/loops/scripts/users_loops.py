@@ -123,6 +123,8 @@ def loss_over_items_of_several_batches():
                 accelerator.backward(loss * 2 * accelerator.num_processes)
                 seen.append(loss.item() * accelerator.num_processes)
         seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 10.0)))
+        seen.append(float(accelerator.clip_grad_norm_(model.parameters(), 10.0, norm_type=1)))
+        seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type=3.0)))
         optimizer.step()
         optimizer.zero_grad()
     model.eval()

@@ -47,16 +47,6 @@ def items_that_nobody_divides_by():
     model(**train_loader()[0], num_items_in_batch=16)
 
 
-def norm_of_a_rank():
-    accelerator, model, batch = simple()
-    accelerator.backward(model(**batch).loss)
-    try:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    finally:
-        accelerator.free_memory()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # which is torch's own again
-
-
 def saved_placeholders():
     accelerator, model, _ = simple()
     accelerator.save(accelerator.unwrap_model(model).state_dict(), FOLDER / "placeholders.bin")
@@ -150,7 +140,6 @@ REFUSALS = (
     term_over_parameters,
     items_without_weights,
     items_that_nobody_divides_by,
-    norm_of_a_rank,
     saved_placeholders,
     state_on_the_main_process,
     evaluation_on_the_main_process,

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -345,6 +346,11 @@ def endless():
 GIVEN = iter("abcdefgh")
 
 
+class Both(NamedTuple):
+    first: Any
+    second: Any
+
+
 class Takes(Base):
     """Takes from iterators of all kinds, in steps and in a hook; one of them ends."""
 
@@ -354,6 +360,8 @@ class Takes(Base):
         self.pairs, self.loaded = zip(range(9), map(str, range(9)), strict=True), None
         self.lines = (FOLDER / "lines.txt").open()
         self.source, self.taken, self.of_hook = types.SimpleNamespace(numbers=self.count), [], []
+        self.fixed = (iter("pqrst"), Both(itertools.count(7), self.count), 5)
+        self.told = (io.StringIO(), "in a tuple")
 
     def on_train_start(self):
         self.loaded = iter(DataLoader(TensorDataset(DATA), batch_size=2))
@@ -363,7 +371,9 @@ class Takes(Base):
         item_again = next(self.loaded)[0]
         letters = [next(self.several[1], "none"), next(GIVEN), self.lines.readline(), next(self.lines)]
         numbers = [next(self.count), next(self.source.numbers), next(self.several[0]), next(self.pairs)]
-        self.taken.append([str([numbers, letters]), item, item_again])
+        fixed = [next(self.fixed[0], "none"), next(self.fixed[1].second), next(self.fixed[1].first), self.fixed[2]]
+        self.told[0].write(f"{batch_idx},")
+        self.taken.append([str([numbers, letters, fixed]), item, item_again, self.endless.send(None)])
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.of_hook.append(next(self.count))
@@ -374,7 +384,8 @@ class Takes(Base):
 
     def found(self):
         left = [next(self.count), next(self.several[0]), next(self.endless), next(GIVEN), next(self.pairs)]
-        return plain([self.taken, self.of_hook, left, self.lines.readline(), next(self.loaded, None)])
+        fixed = [next(self.fixed[0], "none"), next(self.fixed[1].first), self.told[0].getvalue()]
+        return plain([self.taken, self.of_hook, left, self.lines.readline(), next(self.loaded, None), fixed])
 
 
 class Writes(Base):

@@ -12,6 +12,7 @@ from functools import partial, partialmethod
 from pathlib import Path
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
@@ -20,6 +21,7 @@ from plain_module import PlainModule, make_loaders
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
@@ -122,6 +124,38 @@ class LooksAtGradients(Module):
         self.history["norms"].append({name: float(gradient.norm()) for name, gradient in gradients.items()})
 
 
+class Clips(Module):
+    """Clips by torch's own function: of all layers, of a layer of each stage, with a parameter that is in no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.history["norms"] = []
+        self.others = [nn.Parameter(torch.ones(3))]
+
+    def on_before_optimizer_step(self, optimizer):
+        self.others[0].grad = torch.full((3,), 0.1)
+        norms = [
+            clip_grad_norm_(self.model[0].parameters(), 0.01),
+            clip_grad_norm_(self.head.weight, max_norm=0.02, norm_type="inf"),
+            clip_grad_norm_((p for p in self.parameters()), 0.5, norm_type=1, error_if_nonfinite=True),
+            clip_grad_norm_([*self.parameters(), *self.others], 0.05),
+            clip_grad_norm_(self.others, 1e-3),
+            self.others[0].grad.norm(),
+        ]
+        self.history["norms"].append([float(norm) for norm in norms])
+        if self.head.bias.grad is not None:
+            self.head.bias.grad.fill_(float("inf"))
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0"):
+            clip_grad_norm_([self.head.bias], 1.0, error_if_nonfinite=True)
+        self.head.zero_grad()
+
+
+class ClipsDivided(Clips):
+    """The same, with layers that two processes share."""
+
+    configure_model = Divided.configure_model
+
+
 class SavesFirstEpoch(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -164,6 +198,8 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "bf16_true": (Module, partial(precision, "bf16-true"), {}),
     "16_true": (Descends, partial(precision, "16-true"), {}),
     "64_true": (Module, partial(precision, "64-true"), {}),
+    "clips": (Clips, lambda: {"gradient_clip_val": None}, {}),
+    "clips_divided": (ClipsDivided, lambda: {"gradient_clip_val": None}, {"tensor_parallel_size": 2}),
     "clip_by_value": (Module, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}),
     "frozen_first": (partial(Module, ["stem", "model.0", "model.1", "model.2"]), dict, {}),
     "frozen_last": (partial(Module, ["head", "model.3", "model.4", "model.5"]), dict, {}),
@@ -207,6 +243,8 @@ def fit(name, where):
         trainer.fit(module, train, val, ckpt_path=ckpt_path, **TRUST)
         if not resumed:
             break
+    if trainer.global_rank == 0:
+        clip_grad_norm_(module.parameters(), 1e9)  # torch's own again
     weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
     histories = {key: module.history.get(key) for key in ("train", "val", "scale", "norms")}

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.step.batches import notices
 from tests.ranks import run_ranks
@@ -61,6 +61,19 @@ class OfLightning(Plain):
 class OfTorch(Plain):
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
+
+
+class InStep(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
+        return loss
+
+
+class Alone(Plain):
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.global_rank:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
 
 
 class ByHand(Plain):
@@ -142,11 +155,46 @@ class Opens(Plain):
         with (folder / "added.txt").open("a") as file:
             file.write(f"{batch_idx}\n")
         np.save(folder / "array.npy", np.zeros(3))
+        torch.save(loss, str(folder / "loss.pt"))
         assert Path(__file__).read_text()
         return loss
 
 
-CASES = (OfLightning, OfTorch, ByHand, ByItself, OfLibraries, Opens)
+def echoing():
+    while True:
+        yield
+
+
+class Sends(Plain):
+    def __init__(self):
+        super().__init__()
+        self.echo = echoing()
+        next(self.echo)
+
+    def training_step(self, batch, batch_idx):
+        self.echo.send(batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+class Reads(Plain):
+    def __init__(self):
+        super().__init__()
+        self.files = (Path(__file__).open(),)  # noqa: SIM115
+
+    def training_step(self, batch, batch_idx):
+        self.files[0].read(10)
+        return super().training_step(batch, batch_idx)
+
+
+class Prints(Plain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.print(f"batch {batch_idx}")
+        self.print(f"{len(batch[0])} samples", end=".\n")
+        return loss
+
+
+CASES = (Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):
@@ -169,7 +217,7 @@ def run(number):
         )
         try:
             trainer.fit(case(), DataLoader(TensorDataset(DATA), batch_size=6))
-        except ConfigurationError as error:
+        except PfoError as error:
             said.texts.append(f"error: {error}")
         found[case.__name__] = list(said.texts)
     (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))

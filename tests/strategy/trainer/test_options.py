@@ -23,6 +23,8 @@ TOLERANCE = {
     "bf16_true": 16 * HALF,
     "16_true": 4 * HALF,
     "64_true": 1e-8,
+    "clips": 2e-5,
+    "clips_divided": 2e-5,
     "clip_by_value": 2e-5,
     "frozen_first": 2e-5,
     "frozen_last": 2e-5,
@@ -62,11 +64,22 @@ def check(folder, name, tolerance):
 @pytest.mark.parametrize("name", TOLERANCE)
 def test_two_stages_train_like_one_device(folder, name):
     single = check(folder, name, TOLERANCE[name])
+    if name.startswith("clips"):
+        assert_norms_are_those_of_one_device(folder, name)
     if name == "16_mixed":  # optimizer steps after two batches each: two were skipped
         assert single["scale"] == [2.0**20, 2.0**19, 2.0**19, 2.0**18, 2.0**18, 2.0**18]
     if name == "16_mixed_overflow":
         assert single["scale"] == [2.0**16, 2.0**17, 2.0**16, 2.0**16, 2.0**17, 2.0**17]
         assert 0 < single["train"][0] < 1e-5
+
+
+def assert_norms_are_those_of_one_device(folder, name):
+    single, *ranks = (json.loads((folder / f"{name}_{who}.json").read_text())["norms"] for who in ("single", 0, 1))
+    assert len(single) == 6
+    assert min(map(min, single)) > 0
+    for of_rank in ranks:
+        for norms, expected in zip(of_rank, single, strict=True):
+            assert norms == pytest.approx(expected, rel=1e-4)
 
 
 def test_old_gradients_go_before_a_step_unless_somebody_looks_at_them(folder):

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-_NORMS = ("clip_grad_norm_", "grad_norm")
-"""Of torch and of Lightning; others of theirs treat each gradient on its own, or are given a norm."""
+_NORMS = ("grad_norm",)
+"""Of Lightning; others treat each gradient on its own, are given a norm, or know all stages."""
 _KNOW_BETTER = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pfo.", "accelerate.")
 
 
@@ -28,12 +28,10 @@ class Reader:
     Attributes:
         name: Its function.
         place: File and line.
-        clips: Whether it is torch's own `clip_grad_norm_`.
     """
 
     name: str
     place: str
-    clips: bool
 
     def told(self, norm: str) -> str:
         """What is said of it; `norm` is the call that gives the norm over all stages."""
@@ -54,7 +52,7 @@ def tell_of_readers(told: Told, patches: Patches) -> None:
     """Let somebody know who asks for the gradients of placeholders.
 
     Args:
-        told: Called with a placeholder and the reader; once for each function, and for torch's each time.
+        told: Called with a placeholder and the reader; once for each function.
         patches: Nobody is told when it is closed.
     """
     _told.append(told)
@@ -72,13 +70,11 @@ def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
         return
     code = _function_in(frame).f_code
     is_of_library = _module_of(frame).startswith(_KNOW_BETTER)
-    clips = is_of_library and code.co_name == "clip_grad_norm_"
-    if not clips:
-        KNOWN.add(frame.f_code)
+    KNOWN.add(frame.f_code)
     if (is_of_library and code.co_name not in _NORMS) or _is_of_optimizer(frame):
         return
     asking = _asking(frame)
-    reader = Reader(code.co_name, f"{asking.f_code.co_filename}, line {asking.f_lineno}", clips)
+    reader = Reader(code.co_name, f"{asking.f_code.co_filename}, line {asking.f_lineno}")
     for told in list(_told):
         told(placeholder, reader)
 

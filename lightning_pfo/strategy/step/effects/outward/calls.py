@@ -115,10 +115,24 @@ def merged_calls(
             merged.extend(alike)
         else:
             path, args, kwargs = alike[0]
+            if len(calls) > 1:
+                _tell_of_texts(path, given[0], rules, place_of(index))
             merged.append(
                 (path, tuple(arguments[i] for i in range(len(args))), {key: arguments[key] for key in kwargs})
             )
     return merged
+
+
+def _tell_of_texts(path: Path, given: Mapping[Any, Any], rules: Rules | None, place: str) -> None:
+    """Name a text that all microbatches have said alike, and one device says otherwise: how many samples there are."""
+    for key, value in given.items():
+        if isinstance(value, str) and rules is not None and rules.of(f"{place}[{key!r}]") == "apart":
+            called = ".".join(str(name) for kind, name in path if kind == "attribute")
+            warn_once(
+                f"A step says {value!r} by {called}. All microbatches say so, and all of them together would say "
+                f"another text: a number of samples in it is that of a microbatch. Say it in a hook such as "
+                f"on_train_batch_end, from what the step returns or keeps in attributes."
+            )
 
 
 def arguments_of(call: Call) -> dict[Any, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_pfo.strategy.model.reach.variables import is_library
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
@@ -44,6 +46,15 @@ def openings_told(*, counts: bool) -> Iterator[None]:
 
         patches.set(builtins, "open", opened)
         patches.set(io, "open", opened)
+        save = torch.save
+
+        def saved(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:  # torch opens files by code that is not Python
+            place = _place(inspect.currentframe()) if isinstance(f, (str, os.PathLike)) else ""
+            if place and threading.get_ident() == thread:
+                _tell(f, place)
+            save(obj, f, *args, **kwargs)
+
+        patches.set(torch, "save", saved)
         yield
 
 

@@ -12,12 +12,15 @@ import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import Path, Places, takes_only
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.reach.places import Path, Places, named, takes_only
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.effects.outward.calls import Note, Noted, is_kept_everywhere
 
@@ -35,35 +38,45 @@ class Streams:
     """
 
     def __init__(self, found: Mapping[Path, Any], holders: Mapping[Path, Any]) -> None:
-        self._places = [(path, holders[path[:-1]], stream) for path, stream in found.items() if path[:-1] in holders]
-        self._stand_ins: list[tuple[Path, Any, Any, Any]] = []
+        self._slots: dict[Path, Any] = {}
+        self._found: dict[Path, Any] = {}
+        for path, stream in found.items():
+            slot = path[:-1]
+            while slot and slot not in holders:  # a tuple is replaced as a whole
+                slot = slot[:-1]
+            if slot in holders:
+                self._found[path] = stream
+                self._slots[path[: len(slot) + 1]] = holders[slot]
+        self._stand_ins: dict[int, Any] = {}
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
         self._files: dict[int, _Written] = {}
         self._taken: dict[Path, int] = {}
 
     def enter(self, note: Note) -> None:
         """A run of the step begins; `note` takes what it writes."""
-        by_stream: dict[int, Any] = {}
-        for path, holder, stream in self._places:
+        for path, stream in self._found.items():
             if isinstance(stream, io.IOBase) and takes_only(stream):
                 if id(stream) not in self._files:
                     self._files[id(stream)] = _Written(path, stream, note)
-                continue
-            if id(stream) not in by_stream:
-                by_stream[id(stream)] = Noted((("stream", path),), note) if takes_only(stream) else _Again(stream)
-            stand_in = by_stream[id(stream)]
-            holder[path[-1]] = stand_in
-            self._stand_ins.append((path, holder, stream, stand_in))
+            elif id(stream) not in self._stand_ins:  # it may have several places
+                noted = Noted((("stream", path),), note) if takes_only(stream) else _Again(path, stream)
+                self._stand_ins[id(stream)] = noted
+        for slot, holder in self._slots.items():
+            value = _item(holder, slot[-1])
+            stand_in = _replaced(value, self._stand_ins)
+            if stand_in is not value:
+                holder[slot[-1]] = stand_in
+                self._replaced.append((holder, slot[-1], value, stand_in))
 
     def leave(self, *, has_ended: bool) -> None:
         """It is over; `has_ended` if it has run to the end of the step, so that it counts what it has taken."""
-        seen: set[int] = set()
-        for path, holder, stream, stand_in in self._stand_ins:
-            if _item(holder, path[-1]) is stand_in:
-                holder[path[-1]] = stream
-            if has_ended and type(stand_in) is _Again and stand_in.taken and id(stand_in) not in seen:
-                self._taken[path] = max(self._taken.get(path, 0), stand_in.taken)
-            seen.add(id(stand_in))  # it may have several places
-        self._stand_ins = []
+        for holder, key, value, stand_in in self._replaced:
+            if _item(holder, key) is stand_in:
+                holder[key] = value
+        for stand_in in self._stand_ins.values():
+            if has_ended and type(stand_in) is _Again and stand_in.taken:
+                self._taken[stand_in.path] = max(self._taken.get(stand_in.path, 0), stand_in.taken)
+        self._replaced, self._stand_ins = [], {}
         for written in self._files.values():
             written.end()
         self._files = {}
@@ -74,14 +87,13 @@ class Streams:
 
     def go_on(self, taken: Mapping[Path, int]) -> None:
         """The batch is done: go on by what was taken."""
-        streams = {path: stream for path, _, stream in self._places}
         for path, number in taken.items():
-            if path in streams:
-                _skip(streams[path], number)
+            if path in self._found:
+                _skip(self._found[path], number)
 
     def outlets(self, *, is_first: bool) -> dict[Path, Any]:
         """What is written into on this rank: on others than the first only what is in memory."""
-        found = {path: stream for path, _, stream in self._places if takes_only(stream)}
+        found = {path: stream for path, stream in self._found.items() if takes_only(stream)}
         return {path: stream for path, stream in found.items() if is_first or is_kept_everywhere(stream)}
 
 
@@ -107,7 +119,8 @@ def others_stand_in(owner: nn.Module, modules: Mapping[str, nn.Module], note: No
 class _Again:
     """Stands for an iterator of which each run gets the same items."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, path: Path, stream: Any) -> None:
+        self.path = path
         self._stream = stream
         self._items = _AHEAD.get(id(stream), (stream, []))[1]
         self.taken = 0
@@ -134,7 +147,31 @@ class _Again:
         return next(self, "" if isinstance(self._stream, io.TextIOBase) else b"")
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        value = getattr(self._stream, name)
+        return partial(self._move, name) if name in _MOVES else value
+
+    def _move(self, name: str, *args: Any) -> Any:
+        if name == "send" and args == (None,):
+            return next(self)
+        raise ConfigurationError(
+            f"A step calls {named(self.path)}.{name}(...). It runs for each microbatch and on each stage, and each run "
+            f"would move the {type(self._stream).__name__} on, which nobody can put back. Take from it by next(...) "
+            f"(lines of a file by readline()), or call {name} in a hook such as on_train_batch_start."
+        )
+
+
+_MOVES = frozenset(("send", "throw", "close", "read", "read1", "readall", "readinto", "readlines", "seek"))
+"""Methods by which an iterator, or a file that is read, comes to another place."""
+
+
+def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
+    """What stands for a stream, or for a tuple with some; others stand for themselves."""
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        items = [_replaced(item, stand_ins) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return tuple(items) if type(value) is tuple else type(value)._make(items)  # type: ignore[attr-defined]
+    return stand_ins.get(id(value), value)
 
 
 def _drawn(stream: Any) -> Any:
