@@ -170,7 +170,7 @@ def _replaced(value: Any, stand_ins: Mapping[int, Any]) -> Any:
         items = [_replaced(item, stand_ins) for item in value]
         if all(map(is_, items, value)):
             return value
-        return tuple(items) if type(value) is tuple else type(value)._make(items)  # type: ignore[attr-defined]
+        return tuple(items) if type(value) is tuple else type(value)(*items)
     return stand_ins.get(id(value), value)
 
 
