@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.cutting import SHARES_MEMORY, Bound, Obstacles, differentiates, leads_back
+from lightning_pfo.strategy.model.tracing.dividing.cutting import (
+    SHARES_MEMORY,
+    Bound,
+    Obstacles,
+    differentiates,
+    leads_back,
+)
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Trace, Value
 
 StageOf = Mapping[int, int]
