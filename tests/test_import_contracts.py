@@ -128,6 +128,11 @@ MAY_KNOW = {
     "strategy.step.effects": {
         *("core", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects.outward"),
     },
+    "strategy.step.iterations": {
+        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
+        *("strategy.step.effects", "strategy.step.gradients", "strategy.step.outcome", "strategy.step.programs"),
+        *("strategy.step.recording", "strategy.step.values"),
+    },
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
@@ -137,6 +142,7 @@ MAY_KNOW = {
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.parallel"},
+    "strategy.model.tracing.dividing": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.model.tracing.forms": {"core", "strategy.model.tracing", "strategy.parallel"},
     "strategy.parallel": {"core"},
     "strategy.state": {"core", "strategy.parallel"},

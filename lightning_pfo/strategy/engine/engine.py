@@ -19,7 +19,7 @@ from lightning_pfo.strategy.engine.executor import AfterBackward, Executor
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.stage import CountedWork, Stage
 from lightning_pfo.strategy.engine.transfers import Transfers
-from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers
 from lightning_pfo.strategy.parallel.groups import Groups, tell_each_other
 

@@ -20,9 +20,9 @@ from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.batch_norm import in_our_words
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import SKIPPED
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
-from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state

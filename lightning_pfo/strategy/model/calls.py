@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.cutting import undivided
+from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
+from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
+from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.tracing.events import Trace
-from lightning_pfo.strategy.model.tracing.flow import Flow
-from lightning_pfo.strategy.model.tracing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.units import Unit, Units
 
 

@@ -15,17 +15,17 @@ from lightning_pfo.strategy.model.calls import LayerCalls, layer_calls
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.reach.variables import is_of_library, packages_of
-from lightning_pfo.strategy.model.tracing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
-from lightning_pfo.strategy.model.tracing.events import Event, Trace
-from lightning_pfo.strategy.model.tracing.flow import Flow, stages_by_owner
-from lightning_pfo.strategy.model.tracing.phases import has_phases, phases_of
-from lightning_pfo.strategy.model.tracing.program import (
+from lightning_pfo.strategy.model.tracing.dividing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
+from lightning_pfo.strategy.model.tracing.dividing.flow import Flow, stages_by_owner
+from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
+from lightning_pfo.strategy.model.tracing.dividing.program import (
     StageProgram,
     check_cuts,
     end_of_samples,
     programs_by_stage,
     programs_of,
 )
+from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.parallel.patches import Patches

@@ -17,9 +17,9 @@ from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
 from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected
-from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state

@@ -16,7 +16,7 @@ from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
-from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
@@ -37,12 +37,12 @@ from lightning_pfo.strategy.step.gradients import (
     kept_of,
     loss_of,
 )
-from lightning_pfo.strategy.step.iterations import Iterations
+from lightning_pfo.strategy.step.iterations.gathering import Iterations
+from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
-from lightning_pfo.strategy.step.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange

@@ -12,7 +12,7 @@ from lightning_pfo.strategy.model.ownership import release_others
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import split_units
-from lightning_pfo.strategy.model.tracing.program import programs_of
+from lightning_pfo.strategy.model.tracing.dividing.program import programs_of
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.parallel import random_state

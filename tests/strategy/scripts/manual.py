@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -595,7 +596,8 @@ def fit(module, devices, max_epochs=1, path=None, **options):
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     held = [*module.named_parameters(), *module.named_buffers()]
-    weights = {n: p.flatten().tolist() for n, p in held if not p.is_meta}
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in held if not p.is_meta}
+    weights = {name: tensor.flatten().tolist() for name, tensor in whole.items()}
     return {**module.seen, "weights": weights, "error": error}
 
 
@@ -612,6 +614,11 @@ def main():
     if RANKS == 4:
         for kind in (Steps, Automatic):
             results[kind.__name__] = fit(kind(), RANKS, data_parallel_size=2)
+        for kind in (Steps, Gan, JudgeFirst):
+            for stage in (False, "zero3"):
+                results[f"{kind.__name__}, sharded {stage}"] = fit(
+                    kind(), RANKS, data_parallel_size=2, fully_shard=stage
+                )
     if not wanted:  # each goes on from where the other has been
         before = FOLDER / f"TwoOptimizers {0 if RANKS == 1 else RANKS} 1.ckpt"
         results["Resumed, 1f1b"] = fit(TwoOptimizers(), RANKS, 2, FOLDER / "TwoOptimizers 0 1.ckpt")

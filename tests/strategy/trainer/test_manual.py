@@ -80,6 +80,19 @@ def test_replicas_train_as_by_automatic_optimization(ranks):
     assert ranks[0]["Steps"]["weights"] == ranks[2]["Steps"]["weights"]
 
 
+@pytest.mark.parametrize("kind", ["Steps", "Gan", "JudgeFirst"])
+def test_divided_layers_train_as_whole_ones(ranks, kind):
+    if len(ranks) < 4:
+        pytest.skip("two replicas of two stages")
+    for seen in ranks:
+        whole, divided = seen[f"{kind}, sharded False"], seen[f"{kind}, sharded zero3"]
+        assert whole["error"] == divided["error"] == ""
+        assert divided["given"] == pytest.approx(whole["given"], rel=2e-5)
+        assert set(divided["weights"]) == set(whole["weights"])
+        for name, values in whole["weights"].items():
+            assert divided["weights"][name] == pytest.approx(values, rel=2e-5, abs=2e-5), name
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_done_once_for_a_batch_is_refused(ranks, case):
     if case not in ranks[0]:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.cutting import differentiates
+from lightning_pfo.strategy.model.tracing.dividing.cutting import differentiates
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import (
     SKIPPED,
     OtherPathError,
@@ -30,7 +31,6 @@ from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
 from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
-from lightning_pfo.strategy.model.tracing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,

@@ -16,7 +16,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.living_bytes import bytes_on
 from lightning_pfo.strategy.engine.stage import received_forms
 from lightning_pfo.strategy.model.split import Split
-from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import memory_of, named_tensors

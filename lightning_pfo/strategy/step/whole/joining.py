@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.program import StageProgram, growing
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram, growing
 
 _LARGEST_ERROR = 0.05
 """Of values in the right order, relative to their size: what rounding may do in 16 bits ..."""

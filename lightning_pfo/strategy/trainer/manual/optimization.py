@@ -112,13 +112,14 @@ class ManualOptimization:
         """
         # where there are several, a step may run other parts of the model for each
         programs.follows_each_batch = self._changes_path or len(self._trainer.optimizers) > 1
-        try:
-            outcome = run(between=self)
-        except OtherPathError:
-            if programs.follows_each_batch or self._past:
-                raise
-            self._changes_path = programs.follows_each_batch = True
-            outcome = run(between=self)
+        while True:
+            try:
+                outcome = run(between=self)
+                break
+            except OtherPathError as error:
+                if programs.follows_each_batch or self._past:
+                    raise ConfigurationError(str(error)) from error
+                self._changes_path = programs.follows_each_batch = True
         self._do_due(Targets(self._trainer), None if outcome is None else outcome["loss"])
         return None if outcome is None else outcome.get("returned")
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.calls import layer_calls
-from lightning_pfo.strategy.model.tracing.flow import Flow
-from lightning_pfo.strategy.model.tracing.phases import phases_of
+from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
+from lightning_pfo.strategy.model.tracing.dividing.phases import phases_of
 from lightning_pfo.strategy.model.tracing.tracked import current_run
 from tests.strategy.model.stages import Followed, Holder, Stages, assert_equal, run_plainly
 

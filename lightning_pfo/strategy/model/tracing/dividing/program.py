@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.cutting import Obstacles
+from lightning_pfo.strategy.model.tracing.dividing.cutting import Obstacles
+from lightning_pfo.strategy.model.tracing.dividing.flow import StageOf, last_stage
+from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
-from lightning_pfo.strategy.model.tracing.flow import StageOf, last_stage
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
-from lightning_pfo.strategy.model.tracing.phases import Phase
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 
 

@@ -22,7 +22,7 @@ class LeadsBackError(ConfigurationError):
     """What a step needs leads back to an earlier stage."""
 
 
-def leads_back(name: str, stage: int, previous: str, after: int) -> LeadsBackError:
+def leads_back(name: str, stage: int, previous: str, after: int) -> str:
     """What is said where a stage is needed after a later one.
 
     Args:
@@ -31,7 +31,7 @@ def leads_back(name: str, stage: int, previous: str, after: int) -> LeadsBackErr
         previous: What has been used before.
         after: The stage that has that.
     """
-    return LeadsBackError(
+    return (
         f"Stages run one after the other, but {name!r}, which stage {stage} has, is used after {previous!r}, which "
         f"stage {after} has. Call the model's parts in one order, or move the boundaries with "
         f"partition='custom:...' so that one stage has both."
@@ -229,7 +229,7 @@ def cuts_by_owner(bound: Sequence[Bound], num_stages: int) -> list[int]:
             if len(cuts) not in stages:
                 later = [stage for stage in stages if stage > len(cuts)]
                 if not later:
-                    raise leads_back(name, max(stages), previous, len(cuts))
+                    raise LeadsBackError(leads_back(name, max(stages), previous, len(cuts)))
                 cuts += [position] * (min(later) - len(cuts))
             previous = name
     return cuts + [len(bound)] * (num_stages - 1 - len(cuts))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
 from lightning_pfo.strategy.model.tracing.events import FOREVER, New, Optimizing, Trace
-from lightning_pfo.strategy.model.tracing.flow import Flow
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.cutting import SHARES_MEMORY, Bound, Obstacles, differentiates, leads_back
+from lightning_pfo.strategy.model.tracing.dividing.cutting import (
+    SHARES_MEMORY,
+    Bound,
+    Obstacles,
+    differentiates,
+    leads_back,
+)
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Trace, Value
 
 StageOf = Mapping[int, int]
@@ -72,8 +78,7 @@ def stages_by_owner(
         num_stages: Number of stages.
 
     Raises:
-        LeadsBackError: If what is needed leads back to an earlier stage.
-        ConfigurationError: If it cannot be divided so.
+        ConfigurationError: If what is needed leads back to an earlier stage, or it cannot be divided so.
     """
     stage_of: dict[int, int] = {}
     floor = 0
@@ -82,11 +87,15 @@ def stages_by_owner(
         lowest = max([floor, *(stage_of[before] for before in needed)])
         for name, stages in bound[position]:
             if max(stages) < lowest:
-                raise leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+                raise ConfigurationError(
+                    leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+                )
         have = [stage for stage in range(lowest, num_stages) if all(stage in stages for _, stages in bound[position])]
         if not have:
             name, stages = bound[position][0]
-            raise leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+            raise ConfigurationError(
+                leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
+            )
         stage_of[position] = have[0]
         if trace.events[position].reads:  # Python goes on by it
             floor = have[0]

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
-from lightning_pfo.strategy.model.tracing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.effects.outward.calls import Call, merged_calls
