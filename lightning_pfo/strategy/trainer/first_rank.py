@@ -13,10 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_pfo.strategy.model.reach.variables import is_library
 from lightning_pfo.strategy.step.effects.within import step_ends_here
-
-_ASK_FOR_THEMSELVES = ("torch.", "lightning_pfo.")
-"""Packages whose code asks for the rank of the process, to talk to others."""
 
 
 def rank_in_step(rank: int, first: int) -> int:
@@ -45,8 +43,8 @@ def for_first_rank(step: Callable[..., Any], rank: Callable[[], int]) -> Callabl
 
         def get_rank(group: dist.ProcessGroup | None = None) -> int:
             asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-            asks_for_itself = str(asking.f_globals.get("__name__")).startswith(_ASK_FOR_THEMSELVES)
-            return ordinary(group) if asks_for_itself or group not in (None, dist.group.WORLD) else in_step
+            to_talk = is_library(str(asking.f_globals.get("__name__")))  # to other processes, as parallel layers do
+            return ordinary(group) if to_talk or group not in (None, dist.group.WORLD) else in_step
 
         rank_zero_only.rank, dist.get_rank = in_step, get_rank  # type: ignore[attr-defined]
         try:
