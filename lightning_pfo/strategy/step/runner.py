@@ -167,8 +167,7 @@ class StepRunner:
                     shared = self._phases.run(phase, loss_scale, gathered.after_backward, between)
                     gradients = self._iterations.finish(phase, gathered)
                 between.act(attach_gradients(shared["loss"], gradients, loss_scale), shared["calls"])
-        if not of.phase:
-            self._first_looks.look(of)
+        self._first_looks.look(of)
         is_first = self._is_first_batch
         with self._iterations.gathering(of, average=average, keeps=keep_gradients) as gathered:
             outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)

@@ -37,8 +37,8 @@ REFUSED = {
 @pytest.fixture(scope="module", params=[1, 2, 4])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"manual_{request.param}")
-    run_script(SCRIPT, folder, request.param, timeout_s=300)
-    return of_ranks(folder, request.param)
+    output = run_script(SCRIPT, folder, request.param, timeout_s=300).stdout
+    return [{**seen, "output": output} for seen in of_ranks(folder, request.param)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -100,3 +100,7 @@ def test_what_cannot_be_done_once_for_a_batch_is_refused(ranks, case):
     for seen in ranks:
         for word in REFUSED[case]:
             assert word in seen[case]
+
+
+def test_users_are_told_once_that_losses_of_phases_are_not_compared(ranks):
+    assert ranks[0]["output"].count("optimizes several times in a batch trains on the means") == 1

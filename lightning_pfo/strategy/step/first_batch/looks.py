@@ -38,8 +38,17 @@ class FirstLooks:
         if of.kind == "train" and not self._has_trained:
             self._has_trained = True
             if self._engine.rank == 0 and self._engine.place == (0, 0):
-                said = what_they_normalise(self._owner, of.parts.sizes, are_deferred=self._are_deferred)
-                if said:
-                    warn_once(said)
-        if self._comparison is not None:
+                self._tell(of)
+        if self._comparison is not None and not of.phase:
             self._comparison.check(of)
+
+    def _tell(self, of: StepOnBatch) -> None:
+        said = what_they_normalise(self._owner, of.parts.sizes, are_deferred=self._are_deferred)
+        if said:
+            warn_once(said)
+        if of.phase and self._comparison is not None and len(of.parts) > 1:
+            warn_once(
+                "A step that optimizes several times in a batch trains on the means of its microbatches' losses, "
+                "and nothing compares these with the loss of the whole batch: let losses, and what is logged, be means "
+                "over samples (no reduction='sum', nothing that compares samples)."
+            )
