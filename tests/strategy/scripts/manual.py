@@ -566,7 +566,11 @@ EQUAL = {
     "Gan, memory": (Gan, {"memory_report": True, "precise_gradients": True}),
     "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
-REFUSED = {kind.__name__: kind for kind in (Clips, Averages, Backward, Forgets, Decides, ByHand, Hides, Stale)}
+REFUSED = {
+    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Forgets, Decides, ByHand, Hides, Stale, Lbfgs)},
+    "Gan, profile": (Gan, {"partition": "profile"}),
+    "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
+}
 
 
 def fit(module, devices, max_epochs=1, path=None, **options):
@@ -601,37 +605,41 @@ def fit(module, devices, max_epochs=1, path=None, **options):
     return {**module.seen, "weights": weights, "error": error}
 
 
+def resumed(rank):
+    """Each goes on from where the other has been, as a case before has left them."""
+    before = FOLDER / f"TwoOptimizers {0 if RANKS == 1 else RANKS} 1.ckpt"
+    found = {"Resumed, 1f1b": fit(TwoOptimizers(), RANKS, 2, FOLDER / "TwoOptimizers 0 1.ckpt")}
+    return found | ({"Resumed, plain": fit(TwoOptimizers(), 0, 2, before)} if rank == 0 else {})
+
+
+def replicas(rank):
+    return {kind.__name__: fit(kind(), RANKS, data_parallel_size=2) for kind in (Steps, Automatic)}
+
+
+def sharded(rank):
+    return {
+        f"{kind.__name__}, sharded {stage}": fit(kind(), RANKS, data_parallel_size=2, fully_shard=stage)
+        for kind in (Steps, Gan)
+        for stage in (False, "zero3")
+    }
+
+
 def main():
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    results, wanted = {}, sys.argv[3:]
-    for name, (kind, options) in EQUAL.items():
-        if name in wanted or not (wanted or (RANKS == 1 and "1f1b" not in name)):
+    results = {}
+    for name in sys.argv[3:]:
+        if name in EQUAL:
+            kind, options = EQUAL[name]
             results[name] = fit(kind(), RANKS, **options)
             if f"{kind.__name__}, plain" not in results and rank == 0:
                 results[f"{kind.__name__}, plain"] = fit(kind(), 0)
-    if RANKS == 4:
-        for kind in (Steps, Automatic):
-            results[kind.__name__] = fit(kind(), RANKS, data_parallel_size=2)
-        for kind in (Steps, Gan, JudgeFirst):
-            for stage in (False, "zero3"):
-                results[f"{kind.__name__}, sharded {stage}"] = fit(
-                    kind(), RANKS, data_parallel_size=2, fully_shard=stage
-                )
-    if not wanted:  # each goes on from where the other has been
-        before = FOLDER / f"TwoOptimizers {0 if RANKS == 1 else RANKS} 1.ckpt"
-        results["Resumed, 1f1b"] = fit(TwoOptimizers(), RANKS, 2, FOLDER / "TwoOptimizers 0 1.ckpt")
-        if rank == 0:
-            results["Resumed, plain"] = fit(TwoOptimizers(), 0, 2, before)
-    if RANKS == 1:
-        results["Lbfgs"] = fit(Lbfgs(), RANKS)["error"]
-    if RANKS == 4:
-        results["Gan, profile"] = fit(Gan(), RANKS, partition="profile")["error"]
-        results["Gan, joins"] = fit(Gan(), RANKS, schedule="gpipe", loss_over="batch")["error"]
-    for name, kind in REFUSED.items():
-        if name in wanted or not (wanted or RANKS == 4):
-            results[name] = fit(kind(), RANKS)["error"]
+        elif name in REFUSED:
+            kind, options = REFUSED[name]
+            results[name] = fit(kind(), RANKS, **options)["error"]
+        else:
+            results |= {"Resumed, 1f1b": resumed, "replicas": replicas, "sharded": sharded}[name](rank)
     (FOLDER / f"rank_{rank}.json").write_text(json.dumps(results))
 
 
