@@ -47,6 +47,8 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
         units: The units of the module.
         trace: A step that calls them; None: they are called in the order in which the module holds them.
     """
+    if trace is not None and trace.failure is None and has_phases(trace):
+        return _calls_of_phases(units, trace)
     sequence: list[tuple[Unit, bool]] = []  # units, and whether the call of a layer begins with it
     if trace is None or not trace.marks:
         sequence = [(unit, unit.is_layer) for unit in units.all]
@@ -59,8 +61,6 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
         called = {unit for unit, _ in sequence}
         # nobody knows what follows where a trace ended early
         sequence += [(unit, unit.is_layer) for unit in units.all if trace.failure is not None and unit not in called]
-    if trace is not None and trace.failure is None and has_phases(trace):
-        return _calls_of_phases(units, trace)
     layers: list[Unit] = []
     others: list[list[Unit]] = [[]]
     for unit, begins_layer in sequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,6 +23,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import (
     end_of_samples,
     programs_by_stage,
     programs_of,
+    stages_between,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
@@ -204,7 +204,7 @@ class Split:
             everything = range(len(trace.events))
             return stages_by_owner(trace, Flow(trace), everything, self._bound(trace), self.num_stages)
         check_cuts(trace, cuts)
-        return {position: bisect_right(cuts, position) for position in range(len(trace.events))}
+        return stages_between(trace, cuts)
 
     def _cuts(self, trace: Trace, bound: list[Bound]) -> list[int]:
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:

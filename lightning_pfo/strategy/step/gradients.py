@@ -159,6 +159,14 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
+def to_be_differentiated(loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None) -> torch.Tensor:
+    """What a microbatch of some weight is differentiated by; of no weight nothing."""
+    if not weight:  # its loss may be NaN, as a mean over no labels
+        return torch.zeros(())
+    loss = loss * weight
+    return loss if loss_scale is None else loss * loss_scale
+
+
 def kept_of(result: Any, loss: torch.Tensor, *, wanted: bool) -> Any:
     """What is kept of what a training step returned: its loss, and the rest if somebody wants it; it may be large."""
     if not isinstance(result, Mapping):

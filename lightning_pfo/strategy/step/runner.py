@@ -36,6 +36,7 @@ from lightning_pfo.strategy.step.gradients import (
     do_nothing,
     kept_of,
     loss_of,
+    to_be_differentiated,
 )
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
@@ -243,10 +244,7 @@ class StepRunner:
                 return torch.zeros(())
             loss = loss_of(result)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
-            if not weights[index]:  # its loss may be NaN, as a mean over no labels
-                return torch.zeros(())
-            loss = loss * weights[index]
-            return loss if loss_scale is None else loss * loss_scale
+            return to_be_differentiated(loss, weights[index], loss_scale)
 
         error: Exception | None = None
         self._earlier.begin(kind)

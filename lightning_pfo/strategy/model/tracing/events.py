@@ -231,6 +231,13 @@ class Trace:
         label = None if loss is None else loss.label if isinstance(loss, Tracked) else -1
         self.optimizing.append(Optimizing(len(self.events), label, frozenset(changed), tuple(names), line))
 
+    def last_changes(self) -> dict[int, int]:
+        """When memory is changed in place for the last time: a change through one view changes all."""
+        found: dict[int, int] = {}
+        for value in self.values:
+            found[value.memory] = max(found.get(value.memory, -1), value.changed_at)
+        return found
+
     def live(self, position: int) -> list[int]:
         """The values that are there before an event, and needed by it or later."""
         return [label for label, value in enumerate(self.values) if value.born < position <= value.last_use]

@@ -19,7 +19,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.effects.outward.calls import Call, merged_calls
-from lightning_pfo.strategy.step.gradients import loss_of
+from lightning_pfo.strategy.step.gradients import loss_of, to_be_differentiated
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 from lightning_pfo.strategy.step.programs import Phases, Programs
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -117,10 +117,7 @@ class PhaseRunner:
         def take(result: Any, index: int) -> torch.Tensor:
             loss = loss_of(result)
             losses.append(loss.detach())
-            if not weights[index]:
-                return torch.zeros(())
-            loss = loss * weights[index]
-            return loss if loss_scale is None else loss * loss_scale
+            return to_be_differentiated(loss, weights[index], loss_scale)
 
         outcome: dict[str, Any] = {}
         error: Exception | None = None

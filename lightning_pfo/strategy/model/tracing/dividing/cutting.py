@@ -45,15 +45,12 @@ class Obstacles:
         trace: The step.
 
     Attributes:
-        changed_at: When memory is changed in place for the last time: a change through one view changes all.
         undivided: What must not be cut: the first cut, the one behind the last, and why.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.changed_at: dict[int, int] = {}
-        for value in trace.values:
-            self.changed_at[value.memory] = max(self.changed_at.get(value.memory, -1), value.changed_at)
+        self._changed_at = trace.last_changes()
         self.undivided: list[tuple[int, float, str]] = [*_of_stale(trace), *_of_buffers(trace), *_of_statistics(trace)]
 
     def refusal(self, cut: int) -> str:
@@ -71,7 +68,7 @@ class Obstacles:
         for label in self._trace.live(cut):
             memory = self._trace.values[label].memory
             other = by_memory.setdefault(memory, label)
-            if other != label and self.changed_at[memory] >= cut:
+            if other != label and self._changed_at[memory] >= cut:
                 return SHARES_MEMORY
         return ""
 

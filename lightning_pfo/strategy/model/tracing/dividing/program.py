@@ -94,8 +94,12 @@ def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
         ConfigurationError: If it cannot be cut there; see `cutting`.
     """
     check_cuts(trace, cuts)
-    stage_of = {position: bisect_right(cuts, position) for position in range(len(trace.events))}
-    return programs_by_stage(trace, stage_of, len(cuts) + 1)
+    return programs_by_stage(trace, stages_between(trace, cuts), len(cuts) + 1)
+
+
+def stages_between(trace: Trace, cuts: Sequence[int]) -> dict[int, int]:
+    """The stage of each event of a step that is cut before some of them."""
+    return {position: bisect_right(cuts, position) for position in range(len(trace.events))}
 
 
 def check_cuts(trace: Trace, cuts: Sequence[int]) -> None:
@@ -131,9 +135,7 @@ def programs_by_stage(
         for label, value in enumerate(trace.values)
         if value.born in stage_of and label not in imported
     }
-    changed_at: dict[int, int] = {}
-    for value in trace.values:
-        changed_at[value.memory] = max(changed_at.get(value.memory, -1), value.changed_at)
+    changed_at = trace.last_changes()
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
     for name, of_name in trace.changes.items():  # others get its value after the iteration
         changes[name] = max(stage_of.get(event, 0) for event, _ in of_name)
