@@ -179,6 +179,25 @@ class Skips(Module):
         super().training_step(batch, batch_idx)
 
 
+class Looks(Module):
+    """Some batches return something without a backward, the first one too."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 3:
+            return super().training_step(batch, batch_idx)
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.optimizers().step()
+        return {"loss": loss, "batch": batch_idx}
+
+
+class OnlyLooks(Module):
+    """No batch has a backward, and one only calls layers that nobody else does."""
+
+    def training_step(self, batch, batch_idx):
+        return {"mean": self.net[:3](batch[0]).mean()} if batch_idx == 5 else self.loss(batch)
+
+
 class Whole(Module):
     """A loss that compares samples."""
 
@@ -514,11 +533,6 @@ class Backward(Module):
         self.optimizers().step()
 
 
-class Forgets(Module):
-    def training_step(self, batch, batch_idx):
-        return self.loss(batch)
-
-
 class Decides(Module):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -554,7 +568,7 @@ EQUAL = {
     for name, options in SCHEDULES.items()
 } | {
     **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (Accumulates, Toggles, TogglesModel, SetsRates)},
-    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (TwoLosses, Skips)},
+    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (TwoLosses, Skips, Looks, OnlyLooks)},
     "Accumulates, gpipe": (Accumulates, {"schedule": "gpipe"}),
     "Toggles, gpipe": (Toggles, {"schedule": "gpipe"}),
     "Module, memory": (Module, {"memory_report": True, "partition": "profile"}),
@@ -567,7 +581,7 @@ EQUAL = {
     "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
 REFUSED = {
-    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Forgets, Decides, ByHand, Hides, Stale, Lbfgs)},
+    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Decides, ByHand, Hides, Stale, Lbfgs)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

@@ -14,12 +14,13 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 ON_ONE = [
     *(f"{kind}, 1f1b" for kind in ("Module", "TwoOptimizers", "Accumulates", "Toggles", "Generates", "Resumed")),
     *(f"{kind}, 1f1b" for kind in ("Gan", "JudgeFirst", "Adversarial", "Critics", "Closures", "StepsFirst")),
+    *(f"{kind}, 1f1b" for kind in ("Looks", "OnlyLooks")),
 ]
 ON_TWO = [
     *(f"{kind}, {schedule}" for kind in ("Module", "Gan", "JudgeFirst") for schedule in SCHEDULES),
     *(f"{kind}, 1f1b" for kind in ("TwoOptimizers", "Toggles", "Generates", "TogglesModel", "SetsRates", "TwoLosses")),
     *(f"{kind}, 1f1b" for kind in ("Skips", "Half", "Resumed", "ReusesFake", "Adversarial", "Critics", "BothLosses")),
-    *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst")),
+    *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole")),
     *(f"{kind}, memory" for kind in ("Module", "Gan")),
 ]
@@ -35,7 +36,6 @@ REFUSED = {
     "Averages": ["weights after optimizer.step()", "self.average = ", "on_train_batch_end"],
     "Lbfgs": ["calls its closure several times", "self.optimizers().step(closure=", "another optimizer"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],
-    "Forgets": ["has returned Tensor without", "Call self.manual_backward(loss), or return None"],
     "Stale": ["before it changed the weights", "self.manual_backward(self.bce(", "opt_g.step()", "x.detach()"],
     "Gan, profile": ["has several, or calls", "partition='parameters'"],
     "Gan, joins": ["loss_over='batch'", "if batch_idx % 2 == 0"],

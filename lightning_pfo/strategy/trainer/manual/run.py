@@ -146,7 +146,7 @@ class ManualRun:
         """What the pipeline takes for the result of the step: the loss that was given to `manual_backward`, and it.
 
         Raises:
-            ConfigurationError: If it has returned something without one, or has changed gradients by itself.
+            ConfigurationError: If it has changed gradients by itself.
         """
         self._note_settings()
         self._leave()
@@ -158,14 +158,8 @@ class ManualRun:
             )
         if self._losses:
             return {"loss": sum(self._losses[1:], self._losses[0]), "returned": result}
-        if self._past:
+        if self._past or result is not None:  # nothing is differentiated
             return {"loss": torch.zeros((), requires_grad=True), "returned": result}
-        if result is not None:
-            raise ConfigurationError(
-                f"With automatic_optimization=False a training_step on a pipeline gives its loss to "
-                f"self.manual_backward, and it has returned {type(result).__name__} without. Call "
-                f"self.manual_backward(loss), or return None to leave a batch out."
-            )
         return None
 
     def outcome_of_phase(self) -> tuple[dict[str, Any], list[Call]]:
