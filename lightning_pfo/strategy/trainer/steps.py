@@ -136,7 +136,7 @@ class StepStrategy(CheckpointStrategy):
                 return None
 
             def load() -> Any:
-                found = iter(CombinedLoader(data, "max_size_cycle"))
+                found = CombinedLoader(data, "max_size_cycle")
                 return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
 
             item = load() if first is None else first.do("the first batch", load)

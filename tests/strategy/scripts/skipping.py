@@ -89,6 +89,14 @@ class OfOneRank(Module):
         return OfOneRank.rank == 0 and batch_idx == 1
 
 
+class Counting(DataLoader):
+    """Counts how often it is begun, each of which would start workers."""
+
+    def __iter__(self):
+        Counting.begun += 1
+        return super().__iter__()
+
+
 OPTIONS = {
     "1f1b": {"memory_report": True},
     "interleaved": {"schedule": "interleaved_1f1b"},
@@ -100,7 +108,8 @@ def fit(module, strategy, devices):
     generator = torch.Generator().manual_seed(1)
     inputs, labels = torch.randn(48, 8, generator=generator), torch.randint(4, (48,), generator=generator)
     samples = TensorDataset(*(each[: module.num_samples] for each in (inputs, labels, torch.arange(48))))
-    loader = DataLoader(samples, batch_size=12, collate_fn=module.collate)
+    train_loader, loader = (kind(samples, batch_size=12, collate_fn=module.collate) for kind in (Counting, DataLoader))
+    Counting.begun = 0
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -113,13 +122,14 @@ def fit(module, strategy, devices):
     )
     error = ""
     try:
-        trainer.fit(module, loader, loader)
+        trainer.fit(module, train_loader, loader)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     return {
         "losses": module.losses,
         "logged": module.logged,
         "count": module.count,
+        "begun": Counting.begun,
         "val_loss": float(trainer.callback_metrics.get("val_loss", 0)),
         "error": error,
     }

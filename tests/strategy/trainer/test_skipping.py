@@ -30,11 +30,12 @@ def test_batches_are_skipped_as_on_one_device(ranks, kind, options):
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
         for same in ("logged", "count", "error"):
             assert found[same] == expected[same]
+        assert found["begun"] == expected["begun"] + 1  # to look at the first batch
 
 
 def test_a_loader_without_batches_trains_nothing_as_on_one_device(ranks):
     for seen in ranks:
-        assert seen["NoBatches, 1f1b"] == ranks[0]["NoBatches, plain"]
+        assert {**seen["NoBatches, 1f1b"], "begun": 0} == {**ranks[0]["NoBatches, plain"], "begun": 0}
 
 
 def test_a_step_that_skips_some_microbatches_is_refused_on_all_ranks(ranks):
