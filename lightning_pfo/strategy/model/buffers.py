@@ -1,7 +1,10 @@
-"""Buffers that a user's step changes by itself, outside of the modules that stages run.
+"""Buffers and parameters that a user's step changes by itself, outside of the modules that stages run.
 
 Every stage runs the step, but the values from which a buffer is made are there on one stage only. So each stage changes
 a copy of its own, and after the iteration all ranks get that of the stage which has the values.
+
+A buffer goes on from microbatch to microbatch. A parameter, such as one of a teacher that follows its student, changes
+once for a batch: each run of the step finds it as it was before.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, no_longer_tracked
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 from lightning_pfo.strategy.parallel.groups import Shared, global_rank
@@ -23,34 +26,33 @@ Changes = Mapping[str, int | None]
 
 
 class StepBuffers:
-    """The buffers of an iteration on one rank.
+    """The buffers of an iteration on one rank, and its parameters that change.
 
     Args:
         owner: The user's module.
         changes: What its step changes.
         num_stages: Number of stages of this rank; with several of them each needs a copy.
-
-    Raises:
-        ConfigurationError: If several stages would change a parameter.
     """
 
     def __init__(self, owner: nn.Module, changes: Changes, num_stages: int) -> None:
         self._owner = owner
         self._changes = changes
         self._several = num_stages > 1
-        self._before = {name: tensor.detach() for name, tensor in self._changed()} if self._several else {}
         self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
-        parameters = [name for name, tensor in self._changed() if isinstance(tensor, nn.Parameter)]
-        if parameters and self._several:
-            raise ConfigurationError(
-                f"Each stage runs the step, so on a rank of {num_stages} stages it would change the parameter "
-                f"{parameters[0]!r} {num_stages} times. Change it after the step (on_train_batch_end), or use "
-                f"stages_per_rank=1."
-            )
+        changed = dict(self._changed())
+        self._parameters = {
+            name: (tensor, tensor.detach().clone())
+            for name, tensor in changed.items()
+            if isinstance(tensor, nn.Parameter) and not is_placeholder(tensor)
+        }
+        buffers = {name: tensor.detach() for name, tensor in changed.items() if not isinstance(tensor, nn.Parameter)}
+        self._before = buffers if self._several else {}
+        self._left: dict[int, dict[str, torch.Tensor]] = {}
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """Let a stage change its own while the context is open."""
+        self.put_back()
         if self._several:  # other objects, as autograd may have saved those of another microbatch
             for name, value in self._before.items():
                 own = self._of_stage.get(stage, {})
@@ -64,16 +66,29 @@ class StepBuffers:
                 if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
                     self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
             self._of_stage[stage] = dict(self._changed())
+            if self._several:  # stages that end the step before it changes a parameter may run later
+                self._left[stage] = {name: tensor.detach().clone() for name, (tensor, _) in self._parameters.items()}
+
+    def put_back(self) -> None:
+        """Give parameters the values that they had before."""
+        for tensor, before in self._parameters.values():
+            tensor.data.copy_(before)  # backward takes them as the step leaves them, as on one device
 
     def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
-        """Give all who hold a buffer the value of the stage that has changed it; a collective call of the pipeline."""
-        for name, stage in self._changes.items():
-            if self._several and stage in self._of_stage and name in self._of_stage[stage]:
+        """Give all who hold one the value of the stage that has changed it; a collective call of the pipeline."""
+        tensors = dict(self._changed())
+        # all stages change a parameter alike, but those that end the step before
+        last = {name: len(placement) - 1 for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+        changes = {name: last.get(name) if stage is None else stage for name, stage in self._changes.items()}
+        for name, stage in changes.items():
+            if stage in self._left and name in self._left[stage]:
+                tensors[name].data.copy_(self._left[stage][name])
+            elif stage in self._of_stage and name in self._before:
                 self._set(name, self._of_stage[stage][name])
         tensors = dict(self._changed())
         for each in shared:
             for name in each.names:
-                stage = self._changes.get(name)
+                stage = changes.get(name)
                 if stage is not None and placement[stage] in each.ranks:
                     value = tensors[name].detach().contiguous()
                     dist.broadcast(value, src=global_rank(group, placement[stage]), group=each.group)

@@ -363,6 +363,8 @@ class StepRunner:
                 kept.check_switched()
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
+                if phase is None:  # nothing of it counts
+                    buffers.put_back()
                 if effects is None:
                     kept.discard()
         return programs

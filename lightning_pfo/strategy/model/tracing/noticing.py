@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
-from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
+from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count, writes
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
@@ -45,6 +45,7 @@ class HeldTensors:
         # the tensors are kept, so that their ids stay theirs
         self._tensors = named_tensors(owner)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._before: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._by_memory = {memory_of(tensor): name for name, tensor in self._tensors.items() if _may_have_views(tensor)}
 
     def names(self, leaves: Iterable[Any]) -> list[str]:
@@ -55,10 +56,28 @@ class HeldTensors:
         """Buffers that are other objects now."""
         return {name: b for name, b in self._owner.named_buffers() if self._tensors.get(name) is not b}
 
+    def remember(self, leaves: Iterable[Any]) -> None:
+        """Keep the values of parameters among some objects, which may be written into."""
+        for name in self.names(leaves):
+            tensor = self._tensors[name]
+            if name not in self._before and isinstance(tensor, nn.Parameter) and not is_placeholder(tensor):
+                self._before[name] = (tensor.data, tensor.detach().clone())
+
+    def put_back(self) -> None:
+        """Give them these values again."""
+        for name, (data, values) in self._before.items():
+            data.copy_(values)
+            self._tensors[name].data = data
+
     def name(self, leaf: Any) -> str | None:
         """The name of an object, if it is one of them or a view of one."""
         name = self._names.get(id(leaf))
         return self._by_memory.get(memory_of(leaf)) if name is None and _may_have_views(leaf) else name
+
+
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one after a change in place, or of `data`."""
+    return version_of(tensor), memory_of(tensor)
 
 
 def _may_have_views(leaf: Any) -> bool:
@@ -101,10 +120,12 @@ class TensorsSeen(TorchFunctionMode):
         names = dict.fromkeys(self._held.names(whose_values_count(func, args, leaves)))
         before = dict(self.names)
         self.names |= names  # also if it fails
-        versions = [version_of(leaf) if self._held.name(leaf) else 0 for leaf in leaves] if names else []
+        if names and writes(func, kwargs or {}):
+            self._held.remember(leaves)
+        versions = [_state_of(leaf) if self._held.name(leaf) else (0, 0) for leaf in leaves] if names else []
         result = func(*args, **(kwargs or {}))
         for leaf, version in zip(leaves, versions, strict=False):
-            if (name := self._held.name(leaf)) and version_of(leaf) != version:
+            if (name := self._held.name(leaf)) and _state_of(leaf) != version:
                 self.changed[name] = None
         is_view = isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves)
         if names and is_view and self._held.names([result]):

@@ -35,6 +35,7 @@ from lightning_pfo.strategy.model.tracing.functions import (
     Uncompiled,
     is_in_compiled_function,
     whose_values_count,
+    writes,
 )
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
@@ -94,6 +95,8 @@ def trace_step(
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
     run.finish(result)
+    with torch.no_grad():
+        held.put_back()
     run.trace.skips = result is None and run.trace.failure is None and not run.trace.events
     run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
     return run.trace
@@ -126,6 +129,8 @@ class _TraceRun:
         if any(map(is_placeholder, leaves)):
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
+        if writes(function, kwargs):
+            self._held.remember(leaves)
         self.see(leaves)
         versions = [version_of(leaf) if _is_ordinary(leaf) else 0 for leaf in leaves]
         position = self._begin(event, leaves)

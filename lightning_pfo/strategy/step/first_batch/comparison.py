@@ -71,8 +71,8 @@ class RunsSteps(Protocol):
 class Comparison:
     """Compares what a batch comes to by microbatches and in one piece: losses and numbers; see the checks of these.
 
-    Nothing remains of it: no gradient, log, metric, buffer, attribute, random number or counter. Parameters that the
-    step itself writes into are the exception, and what it tells others, such as a file.
+    Nothing remains of it: no gradient, log, metric, buffer, weight, attribute, random number or counter. What the step
+    tells others, such as a file, is the exception.
 
     Args:
         runner: Runs the user's step.

@@ -1,0 +1,103 @@
+"""A teacher that follows its student, moved by the step itself; usage: momentum.py FOLDER.
+
+On one rank and on two; each writes losses and weights.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+DATA = torch.randn(58, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Assigns(L.LightningModule):
+    """Moves the teacher first, by assigning data."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+        self.predictor = nn.Linear(8, 8)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.losses = []
+
+    @torch.no_grad()
+    def move(self):
+        for p, q in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            q.data = 0.9 * q.data + 0.1 * p.data
+
+    def training_step(self, batch, batch_idx):
+        self.move()
+        return self.loss(batch)
+
+    def loss(self, batch):
+        with torch.no_grad():
+            target = self.teacher(batch[0].roll(1, 1))
+        return -functional.cosine_similarity(self.predictor(self.student(batch[0])), target, -1).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([*self.student.parameters(), *self.predictor.parameters()], lr=1e-2)
+
+
+class InPlace(Assigns):
+    def move(self):
+        for p, q in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            q.data.mul_(0.9).add_(p.data, alpha=0.1)
+
+
+class AtTheEnd(Assigns):
+    """Moves the teacher where only the last stage comes to."""
+
+    @torch.no_grad()
+    def training_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            loss = self.loss(batch)
+        torch._foreach_lerp_(list(self.teacher.parameters()), list(self.student.parameters()), 0.2)
+        return loss
+
+
+CASES = {
+    "Assigns": (Assigns, {}),
+    "InPlace": (InPlace, {}),
+    "AtTheEnd": (AtTheEnd, {}),
+    "of several stages": (AtTheEnd, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    "of the whole batch": (Assigns, {"schedule": "gpipe", "loss_over": "batch"}),
+}
+
+
+def run(number):
+    found = {}
+    for name, (case, options) in CASES.items():
+        module = case()
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=number,
+            strategy=PfoPipelineStrategy(num_microbatches=4, **options) if number > 1 else "auto",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+        )
+        trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=8))
+        held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
+        found[name] = {"losses": module.losses, "held": held}
+    (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+for number in (1, 2):
+    run_ranks(run, number, number)
