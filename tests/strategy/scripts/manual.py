@@ -533,6 +533,12 @@ class Backward(Module):
         self.optimizers().step()
 
 
+class Counts(Module):
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        return len(batch)
+
+
 class Decides(Module):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -581,7 +587,7 @@ EQUAL = {
     "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
 REFUSED = {
-    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Decides, ByHand, Hides, Stale, Lbfgs)},
+    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale, Lbfgs)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

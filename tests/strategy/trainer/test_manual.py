@@ -36,6 +36,7 @@ REFUSED = {
     "Averages": ["weights after optimizer.step()", "self.average = ", "on_train_batch_end"],
     "Lbfgs": ["calls its closure several times", "self.optimizers().step(closure=", "another optimizer"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],
+    "Counts": ["In manual optimization, `training_step` must either return a Tensor"],
     "Stale": ["before it changed the weights", "self.manual_backward(self.bce(", "opt_g.step()", "x.detach()"],
     "Gan, profile": ["has several, or calls", "partition='parameters'"],
     "Gan, joins": ["loss_over='batch'", "if batch_idx % 2 == 0"],

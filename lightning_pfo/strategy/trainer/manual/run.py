@@ -74,7 +74,9 @@ class Targets:
         self.optimizers: list[Any] = optimizers if isinstance(optimizers, list) else [optimizers]
         self.bare = [optimizer.optimizer for optimizer in self.optimizers]
         self.schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        loop = trainer.fit_loop.epoch_loop.manual_optimization
+        self.progress = loop.optim_step_progress.total
+        self.outputs = loop.output_result_cls
         self.named: dict[int, Which] = {}
         for kind, objects in (("optimizer", self.optimizers), ("bare", self.bare), ("scheduler", self.schedulers)):
             self.named |= {id(each): Which(kind, index) for index, each in enumerate(objects)}
@@ -147,6 +149,7 @@ class ManualRun:
 
         Raises:
             ConfigurationError: If it has changed gradients by itself.
+            MisconfigurationException: If it returns what Lightning does not take.
         """
         self._note_settings()
         self._leave()
@@ -156,6 +159,8 @@ class ManualRun:
                 "meanwhile; it sets p.grad by itself. Call optimizer.zero_grad() or zero_grad() of a module instead, "
                 "or set them in a hook such as on_before_optimizer_step."
             )
+        if not isinstance(result, (torch.Tensor, dict)):
+            self._targets.outputs.from_training_step_output(result)  # Lightning says what a step may return
         if self._losses:
             return {"loss": sum(self._losses[1:], self._losses[0]), "returned": result}
         if self._past or result is not None:  # nothing is differentiated
