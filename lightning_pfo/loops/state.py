@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning_pfo.strategy.parallel.mesh import ProcessMesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.state.whole_module import gather_module
+from lightning_pfo.strategy.state.whole_parameters import whole_parameters
 
 
 class ModelState(ModuleWithPlaceholders):
@@ -87,6 +89,22 @@ class ModelState(ModuleWithPlaceholders):
         """
         self._together.meet("gathering the module")
         return gather_module(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group, self.patches)
+
+    @contextmanager
+    def whole_parameters(self, *modules: nn.Module) -> Iterator[None]:
+        """Let modules have the layers of all ranks while the context is open; a collective call of all ranks.
+
+        For code that goes over parameters, as to let a teacher follow its student. What is written is kept.
+
+        Args:
+            *modules: Parts of the model; without any, all of it.
+
+        Raises:
+            ConfigurationError: On every rank, if parameters are divided (tensor parallelism).
+        """
+        self._together.meet("whole_parameters")
+        with whole_parameters(modules or (self.module,), self._pipeline.engine.device, self._mesh.pipeline_group):
+            yield
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""

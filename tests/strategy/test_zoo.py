@@ -11,6 +11,7 @@ from tests.strategy.zoo import CASES, matching, runner
 
 EQUAL = [
     "sequential",
+    "large_values",
     "batch_norm",
     "buffer_in_the_middle",
     "multitask",

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -21,7 +22,8 @@ from lightning_pfo.strategy.parallel.compat import tensors_of
 _REFUSAL = (
     "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved or moved. Call "
     "one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
-    "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict()."
+    "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict(). To "
+    "move values from one module to another, enter `with trainer.strategy.whole_parameters(one, other):` on every rank."
 )
 
 
@@ -39,7 +41,9 @@ class Placeholder(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except NotImplementedError as error:
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
             raise ConfigurationError(_REFUSAL) from error
 
 
@@ -74,5 +78,6 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
     for name in (*own.parameters, *own.buffers):
         value = state.get(prefix + name)
         # with `keep_vars` parameters are the module's own; parts of tensor parallelism know how they are divided
-        if type(value) is torch.Tensor and value.is_meta:
+        is_other = not isinstance(value, (nn.Parameter, Placeholder, DTensor))
+        if isinstance(value, torch.Tensor) and is_other and value.is_meta:
             state[prefix + name] = value.as_subclass(Placeholder)

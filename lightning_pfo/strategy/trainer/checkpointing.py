@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.state.whole_parameters import whole_parameters
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
@@ -108,6 +110,25 @@ class CheckpointStrategy(MeshStrategy):
         self.meet("gathering the module")
         module = whole_module.gather_module(self._module(), self._last_rank, self.mesh.pipeline_group, self._patches)
         return cast("pl.LightningModule | None", module)
+
+    @contextmanager
+    def whole_parameters(self, *modules: nn.Module) -> Iterator[None]:
+        """Let modules have the layers of all ranks while the context is open; a collective call of all processes.
+
+        For hooks that go over parameters, as to let a teacher follow its student. What is written is kept.
+
+        Args:
+            *modules: Parts of the LightningModule, or itself; without any, all of it.
+
+        Raises:
+            ConfigurationError: On every process, if parameters are divided (`fully_shard`, tensor parallelism).
+        """
+        if not self._is_split or not dist.is_initialized():
+            yield
+            return
+        self.meet("whole_parameters")
+        with whole_parameters(modules or (self._module(),), self.root_device, self.mesh.pipeline_group):
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A teacher that follows its student, moved by the step itself; usage: momentum.py FOLDER.
+"""A teacher that follows its student, moved by the step itself or by a hook; usage: momentum.py FOLDER.
 
 On one rank and on two; each writes losses and weights.
 """
@@ -6,6 +6,7 @@ On one rank and on two; each writes losses and weights.
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -70,7 +72,53 @@ class AtTheEnd(Assigns):
         return loss
 
 
+class InAHook(Assigns):
+    """Moves the teacher after the optimizer's step, in place."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    @torch.no_grad()
+    def move(self):
+        for p, q in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            q.mul_(0.9).add_(p, alpha=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        whole = getattr(self.trainer.strategy, "whole_parameters", lambda *_: nullcontext())
+        with whole(self.student, self.teacher):
+            self.move()
+            self.losses.append(float(sum(p.norm() for p in self.student.parameters())))
+
+
+class Copies(InAHook):
+    def move(self):
+        self.teacher.load_state_dict(self.student.state_dict())
+
+
+class Alone(InAHook):
+    """Moves both without values of other ranks; torch says nothing of that."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for p, q in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            q.mul_(0.9).add_(p, alpha=0.1)
+            p.mul_(0.9).add_(q, alpha=0.1)
+
+
+class AllOfMine(InAHook):
+    """Writes into all parameters what needs no others."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for p in self.student.parameters():
+            p.mul_(0.99).clamp_(-1, 1).add_(torch.full(p.shape, 1e-3))
+
+
 CASES = {
+    "in a hook": (InAHook, {}),
+    "copied": (Copies, {}),
+    "all of mine": (AllOfMine, {}),
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),
@@ -79,23 +127,32 @@ CASES = {
 }
 
 
+def trainer_of(number, options):
+    return L.Trainer(
+        accelerator="cpu",
+        devices=number,
+        strategy=PfoPipelineStrategy(num_microbatches=4, **options) if number > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+    )
+
+
 def run(number):
     found = {}
     for name, (case, options) in CASES.items():
         module = case()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=number,
-            strategy=PfoPipelineStrategy(num_microbatches=4, **options) if number > 1 else "auto",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_epochs=1,
-        )
-        trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=8))
+        trainer = trainer_of(number, options)
+        loader = DataLoader(TensorDataset(DATA), batch_size=8)
+        trainer.fit(module, loader)
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
+    try:
+        trainer_of(number, {}).fit(Alone(), loader)
+    except ConfigurationError as error:
+        found["refused"] = str(error)
     (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 

@@ -1,12 +1,17 @@
 """A teacher that follows its student, moved once for a batch although the step runs for each microbatch."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.launch import run_script
 
+CASES = (
+    *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
+    *("in a hook", "copied", "all of mine"),
+)
 SCRIPT = Path(__file__).parents[1] / "scripts" / "momentum.py"
 
 
@@ -17,8 +22,8 @@ def trained(tmp_path_factory):
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
 
 
-@pytest.mark.parametrize("case", ["Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"])
-def test_parameters_that_a_step_writes_into_are_those_of_one_device(trained, case):
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_that_steps_and_hooks_write_into_are_those_of_one_device(trained, case):
     alone = trained["1_0"][case]
     names = set()
     for rank in ("2_0", "2_1"):
@@ -31,3 +36,12 @@ def test_parameters_that_a_step_writes_into_are_those_of_one_device(trained, cas
             assert flat == pytest.approx(expected, abs=2e-5), name
         names |= found["held"].keys()
     assert names == alone["held"].keys()
+
+
+def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(trained):
+    assert "refused" not in trained["1_0"]
+    for rank in ("2_0", "2_1"):
+        assert re.match(
+            r".*momentum\.py, line \d+ needs values of layers that other ranks hold", trained[rank]["refused"]
+        )
+        assert "whole_parameters" in trained[rank]["refused"]

@@ -29,6 +29,28 @@ def sequential() -> Any:
     return Regressor(nn.Sequential(*blocks())), vectors()
 
 
+class Scaled(nn.Module):
+    """A layer of few parameters, for values of many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale + self.shift)
+
+
+@case("own")
+def large_values() -> Any:
+    """A microbatch, and what crosses, of more than 16 MiB."""
+
+    def make(generator: torch.Generator) -> Any:
+        x = torch.randn(4, (4 * 2**20) // WIDTH + 1, WIDTH, generator=generator)
+        return x, x.roll(1, -1)
+
+    return Regressor(nn.Sequential(*(Scaled() for _ in range(4)))), make
+
+
 class ChainOfAttributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -73,10 +73,15 @@ def note_reader(placeholder: torch.Tensor, frame: types.FrameType) -> None:
     KNOWN.add(frame.f_code)
     if (is_of_library and code.co_name not in _NORMS) or _is_of_optimizer(frame):
         return
-    asking = _asking(frame)
-    reader = Reader(code.co_name, f"{asking.f_code.co_filename}, line {asking.f_lineno}")
+    reader = Reader(code.co_name, place_of(frame))
     for told in list(_told):
         told(placeholder, reader)
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """File and line of the nearest code that is of no library that is known here."""
+    asking = None if frame is None else _asking(frame)
+    return "" if asking is None else f"{asking.f_code.co_filename}, line {asking.f_lineno}"
 
 
 def _function_in(frame: types.FrameType) -> types.FrameType:

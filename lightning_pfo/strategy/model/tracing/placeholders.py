@@ -2,7 +2,7 @@
 
 While a step runs they say that they lie where this rank computes, as they would without a pipeline: steps ask
 parameters where to make tensors (`next(self.parameters()).device`), and of what form. While a pipeline runs other code
-they are ordinary tensors on meta, and when it has gone, what needs their values says why they are not there. Functions
+they are tensors on meta, and what needs their values says why they are not there, also when it has gone. Functions
 of torch are followed only if they are given one of them, so all others take as long as ever.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.functions import form_argument, tells_place
-from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader
+from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place, writes
+from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import tensors_of
@@ -41,6 +41,13 @@ _WHOLE = (
     "without values, also when the pipeline has gone. Call trainer.strategy.gather_module() on every rank (in a plain "
     "loop model.gather_module()), and use the whole module that it gives the first one."
 )
+_ELSEWHERE = (
+    "{place} needs values of layers that other ranks hold, which are not here: in hooks each rank has the layers of "
+    "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank (in a plain loop "
+    "model.whole_parameters(module)), which has all of them; or do it in training_step. For an average of weights "
+    "there is Lightning's WeightAveraging."
+)
+_text = _WHOLE
 _has_warned = False
 
 
@@ -52,6 +59,10 @@ def _warn_of_file(protocol: Any) -> None:
 
 
 _GRADIENT: Any = torch.Tensor.grad
+
+
+def _ordinary(placeholder: torch.Tensor) -> Any:
+    return natively(torch.Tensor.detach, (placeholder,), {})
 
 
 class _PlaceholderParameter(nn.Parameter):
@@ -74,7 +85,7 @@ class _PlaceholderParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _warn_of_file(protocol)
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return nn.Parameter(_ordinary(self), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class _PlaceholderTensor(torch.Tensor):
@@ -82,7 +93,7 @@ class _PlaceholderTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _warn_of_file(protocol)
-        return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return _ordinary(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self)] = copied = _marked(self.detach().clone())
@@ -132,13 +143,13 @@ class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instr
 
 
 def explain_missing_values(*, enabled: bool) -> None:
-    """Let what needs the values of placeholders say why they are not there, as where no pipeline is left.
+    """Let what needs the values of placeholders say why they are not there.
 
     Args:
-        enabled: Whether it does; else placeholders are ordinary tensors on meta.
+        enabled: Whether no pipeline is left; else there is one, which runs hooks.
     """
-    global _resting
-    _resting = staticmethod(_explain) if enabled else _ORDINARY
+    global _resting, _text
+    _resting, _text = staticmethod(_explain), _WHOLE if enabled else _ELSEWHERE
     if _device is None:
         _follow(_resting)
 
@@ -146,12 +157,35 @@ def explain_missing_values(*, enabled: bool) -> None:
 def _explain(
     function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    kwargs = kwargs or {}
+    if is_metadata(function):
+        return natively(function, args, kwargs)
+    target, *others = [_alike(argument) for argument in (args or kwargs.values())] or [[]]
+    changes = writes(function, kwargs)
+    if changes and any(_is_written_from_nowhere(target, other) for other in others):
+        raise ConfigurationError(_explained())  # torch says nothing, and does nothing
     try:
-        return natively(function, args, kwargs or {})
+        return _marked(natively(function, args, kwargs))
     except RuntimeError as error:
-        if "meta" in str(error):
-            raise ConfigurationError(_WHOLE) from error
-        raise
+        if "meta" not in str(error):
+            raise
+        if changes and target and all(map(is_placeholder, target)):
+            return args[0] if args else None  # that is done by the rank that holds it
+        raise ConfigurationError(_explained()) from error
+
+
+def _alike(argument: Any) -> list[Any]:
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+
+
+def _is_written_from_nowhere(target: list[Any], other: list[Any]) -> bool:
+    """Whether a tensor that is here would get values of one that is not."""
+    pairs = zip(target, other if len(other) == len(target) else other[:1] * len(target), strict=False)
+    return any(isinstance(t, torch.Tensor) and not is_placeholder(t) and is_placeholder(o) for t, o in pairs)
+
+
+def _explained() -> str:
+    return _text.format(place=place_of(inspect.currentframe()))
 
 
 def _follow(answer: Any) -> None:

@@ -1,0 +1,79 @@
+"""Parameters and buffers of other ranks, on all of them for a while: for hooks that need values of the whole module.
+
+A moving average of a student, a target network, a norm of all weights: these go over the parameters of modules whose
+layers lie on several ranks. Every rank has all of them while it does so, and computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.groups import global_rank
+
+
+@contextmanager
+def whole_parameters(
+    modules: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Let modules have the values of all ranks while the context is open; entered by all ranks together.
+
+    Afterwards each rank has its own again, with what was written into them; what is written into others is gone, since
+    their own rank has written the same.
+
+    Args:
+        modules: Parts of the user's module, the same on all ranks.
+        device: Where values of other ranks are put.
+        group: The pipeline's processes; None is the world.
+
+    Raises:
+        ConfigurationError: On every rank, if something of them is divided (FSDP2, tensor parallelism).
+    """
+    places: list[tuple[Any, str]] = [
+        (tensors, name)
+        for part in dict.fromkeys(part for module in modules for part in module.modules())
+        for tensors in tensors_of(part)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    found = {id(tensors[name]): tensors[name] for tensors, name in places}
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, [_how(tensor) for tensor in found.values()], group=group)
+    if any("divided" in ways for ways in everyone):
+        raise ConfigurationError(
+            "whole_parameters() is for parameters that a rank has as a whole, and here layers are divided "
+            "(fully_shard, tensor parallelism). Use trainer.strategy.gather_module(), or leave these options out."
+        )
+    values: dict[int, torch.Tensor] = {}
+    for ways, (key, tensor) in zip(zip(*everyone, strict=True), found.items(), strict=True):
+        if "absent" not in ways or "held" not in ways:
+            continue
+        is_held = not tensor.is_meta
+        value = (
+            tensor.detach().contiguous() if is_held else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        )
+        dist.broadcast(value, src=global_rank(group, ways.index("held")), group=group)
+        if not is_held:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            values[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    replaced = [(tensors, name, tensors[name]) for tensors, name in places if id(tensors[name]) in values]
+    for tensors, name, tensor in replaced:
+        tensors[name] = values[id(tensor)]
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in replaced:
+            tensors[name] = tensor
+
+
+def _how(tensor: torch.Tensor) -> str:
+    if tensor.is_meta:
+        return "absent"
+    return "held" if type(tensor) in (torch.Tensor, nn.Parameter) else "divided"
