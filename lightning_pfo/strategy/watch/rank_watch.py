@@ -51,6 +51,10 @@ class _Peer:
         return f"{self.name} failed with {self.error}" if self.error else f"{self.name} died (its process has ended)"
 
 
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]  # Ctrl-C has no text
+
+
 class RankWatch:
     """Watches the other ranks of a run, from a thread of its own.
 
@@ -149,8 +153,7 @@ class RankWatch:
 
     def failed(self, error: BaseException) -> None:
         """Say that the run has raised, so that the others do not wait for this rank."""
-        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no text
-        self._end(event="failed", run=self._run, error=text[:2000], explained=isinstance(error, PfoError))
+        self._end(event="failed", run=self._run, error=_text_of(error), explained=isinstance(error, PfoError))
 
     def _end(self, **message: Any) -> None:
         with self._changed:
@@ -168,6 +171,11 @@ class RankWatch:
         with self._changed:
             self._changed.wait_for(lambda: self._death is not None, wait_s if self._connections else 0.0)
             return self._death
+
+    def is_found_by_all(self, error: BaseException) -> bool:
+        """Whether the rank that has died in the present run had raised the same."""
+        death = self.death()
+        return death is not None and f" failed with {_text_of(error)}. " in death
 
     # ---- the watching thread ----
 

@@ -28,3 +28,33 @@ def test_mistakes_that_all_ranks_find_are_not_told_by_each_of_the_others(tmp_pat
     told = run_script(script, timeout_s=60).stdout
     assert told.startswith(f"{level} Rank 0: rank 1 "), told
     assert "failed with" in told
+
+
+RAISES = """
+from types import SimpleNamespace
+from lightning_pfo.strategy.trainer.launchers import _guarded
+
+def run():
+    raise RAISED
+
+try:
+    _guarded(SimpleNamespace(strategy=SimpleNamespace(rank_watch=hub)), run)
+except Exception as error:
+    print("raised", type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        ("ValueError('a bug')", "ValueError"),
+        ("ValueError('of its own, since the other is gone')", "RankDiedError"),
+        ("RuntimeError('Connection closed by peer')", "RankDiedError"),
+    ],
+)
+def test_a_mistake_that_all_ranks_find_is_raised_by_each_also_where_another_has_ended(tmp_path, raised, expected):
+    (script := tmp_path / "script.py").write_text(
+        SCRIPT.replace("ERROR", raised if "Connection" in raised else "ValueError('a bug')")
+        + RAISES.replace("RAISED", raised)
+    )
+    assert f"raised {expected}\n" in run_script(script, timeout_s=60).stdout
