@@ -135,6 +135,11 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     )
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: gloo does not know all types."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:
     """Send to a rank of a group that this process is in; as `dist.isend`, which asks several things first each time."""
     return _group(group).send([_real(tensor)], rank, tag)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
 from lightning_pfo.strategy.parallel.patches import unwarned
 
 Key = TypeVar("Key", bound=Hashable)
@@ -149,7 +149,7 @@ def gather_tensors(local: Mapping[Key, Any], last_rank: int, group: dist.Process
         for key, layout in owners[dist.get_rank(group)].items():
             value = _whole(local[key])  # by those who hold parts of it
             if is_sent and isinstance(layout, _Layout) and layout.num_bytes:
-                dist.send(_bytes_of(value.to(device)), dst=0, group=group)
+                dist.send(as_bytes(value.detach().to(device).contiguous()), dst=0, group=group)
             del value  # before the next one is put together
         return {}
     gathered: dict[Key, Any] = {}
@@ -182,10 +182,6 @@ class _Layout:
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _transport_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import tensors_of
-from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def whole_parameters(
         value = (
             tensor.detach().contiguous() if is_held else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         )
-        dist.broadcast(value, src=global_rank(group, ways.index("held")), group=group)
+        dist.broadcast(as_bytes(value), src=global_rank(group, ways.index("held")), group=group)
         if not is_held:
             is_parameter = isinstance(tensor, nn.Parameter)
             values[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import global_rank, spread, tell_each_other
+from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, spread, tell_each_other
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
 _LARGEST_ERROR_BYTES = 2**16
@@ -101,13 +101,13 @@ class ValueExchange:
             dist.recv_object_list(message, src=last, group=self._hosts)
             forms = forms_of(message[0])[1]
             tensors = [torch.empty(form.shape, dtype=form.dtype) for form in forms]
-            for data in map(_as_bytes, tensors):
+            for data in map(as_bytes, tensors):
                 dist.recv(data, src=last, group=self._hosts)
             return unpack(message[0], torch.empty(0), tensors, self._device)
         parcel = pack(value, None)
         first = global_rank(self._group, 0)
         dist.send_object_list([parcel.outline], dst=first, group=self._hosts)
-        for data in map(_as_bytes, parcel.tensors):
+        for data in map(as_bytes, parcel.tensors):
             dist.send(data.cpu(), dst=first, group=self._hosts)
         return None
 
@@ -118,7 +118,7 @@ class ValueExchange:
         tensors = [tensor.to(self._device) for tensor in parcel.tensors]
         if not self._is_last:
             tensors = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
-        for data in map(_as_bytes, tensors):
+        for data in map(as_bytes, tensors):
             dist.broadcast(data, src=global_rank(self._group, self._last_rank), group=self._group)
         return tensors
 
@@ -163,8 +163,3 @@ def _known_to_both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     both = (other if other[1] else one).clone()
     both[0] = max(one[0], other[0])
     return both
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: gloo does not know all types."""
-    return tensor.reshape(-1).view(torch.uint8)

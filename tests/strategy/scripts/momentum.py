@@ -73,7 +73,14 @@ class AtTheEnd(Assigns):
 
 
 class InAHook(Assigns):
-    """Moves the teacher after the optimizer's step, in place."""
+    """Moves the teacher after the optimizer's step, in place; layers have buffers of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        for layers in (self.student, self.teacher):
+            for number, layer in enumerate(layers):
+                layer.register_buffer("mask", torch.arange(4) < number)
+                layer.register_buffer("turn", torch.full((3, 2), 1j * number).t())
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch)
@@ -88,6 +95,7 @@ class InAHook(Assigns):
         whole = getattr(self.trainer.strategy, "whole_parameters", lambda *_: nullcontext())
         with whole(self.student, self.teacher):
             self.move()
+            self.losses.append(sum(float(layer.mask.sum() + layer.turn.abs().sum()) for layer in self.teacher))
             self.losses.append(float(sum(p.norm() for p in self.student.parameters())))
 
 
