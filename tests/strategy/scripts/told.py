@@ -58,6 +58,14 @@ class OfLightning(Plain):
         grad_norm(self, norm_type=2)
 
 
+class Iterates(Plain):
+    """Its first layer changes a buffer in each call."""
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.layers[0][0])
+
+
 class OfTorch(Plain):
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
@@ -194,7 +202,7 @@ class Prints(Plain):
         return loss
 
 
-CASES = (Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
+CASES = (Iterates, Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):
