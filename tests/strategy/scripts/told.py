@@ -59,11 +59,15 @@ class OfLightning(Plain):
 
 
 class Iterates(Plain):
-    """Its first layer changes a buffer in each call."""
+    """Its first layer changes a buffer in each call; a hook changes another one."""
 
     def __init__(self):
         super().__init__()
         nn.utils.parametrizations.spectral_norm(self.layers[0][0])
+        self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.n_averaged.add_(1)
 
 
 class OfTorch(Plain):

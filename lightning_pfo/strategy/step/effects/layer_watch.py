@@ -82,6 +82,8 @@ class LayerWatch:
     def begin(self, sizes: Sequence[int]) -> None:
         """A batch begins, whose microbatches have so many samples."""
         self._begin, self._grown, self._number = self._now(), {}, len(sizes)
+        if self._batches < _LOOKED_AT:  # hooks may change them as well
+            self._buffers = self._buffer_states()
         self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
 
     @contextmanager
@@ -129,8 +131,9 @@ class LayerWatch:
             self._batches, self._before = _LOOKED_AT, {}
 
     def _look_at_buffers(self) -> None:
-        before, self._buffers = self._buffers, self._buffer_states() if self._batches < _LOOKED_AT else {}
-        changed = [place for place, state in self._buffers.items() if before.get(place, state) != state]
+        now = self._buffer_states()
+        changed = [place for place, state in self._buffers.items() if now.get(place) != state]
+        self._buffers = {}
         if changed and self._number > 1:
             name, key = changed[0]
             warn_once(
