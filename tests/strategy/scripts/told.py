@@ -58,6 +58,18 @@ class OfLightning(Plain):
         grad_norm(self, norm_type=2)
 
 
+class Iterates(Plain):
+    """Its first layer changes a buffer in each call; a hook changes another one."""
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.layers[0][0])
+        self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.average.n_averaged.add_(1)
+
+
 class OfTorch(Plain):
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
@@ -194,7 +206,7 @@ class Prints(Plain):
         return loss
 
 
-CASES = (Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
+CASES = (Iterates, Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
 
 
 def run(number):

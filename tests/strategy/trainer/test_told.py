@@ -31,6 +31,11 @@ def test_a_norm_of_one_ranks_gradients_is_named_once_with_its_line(said, case, n
     assert said["1_0"][case] == []
 
 
+def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
+    assert [len(found["Iterates"]) for found in said.values()] == [1, 1, 0]  # on the ranks that have it
+    assert re.search(r"buffer self\.layers\.0\.0.*each of 2 microbatches", said["2_0"]["Iterates"][0])
+
+
 def test_torchs_clipping_knows_all_stages_in_hooks(said):
     assert [found["OfTorch"] for found in said.values()] == [[], [], []]
     for rank in ("2_0", "2_1"):

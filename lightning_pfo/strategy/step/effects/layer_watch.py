@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
+from lightning_pfo.strategy.parallel.compat import tensors_of, version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 Place = tuple[str, str]
 """A layer and its attribute, by name."""
@@ -47,6 +50,8 @@ class LayerWatch:
         self._grown: Numbers = {}
         self._shares: list[float] = []
         self.means: dict[Place, bool] = {}
+        self._buffers: dict[Place, tuple[int, int]] = {}
+        self._number = 1
 
     @property
     def counts(self) -> bool:
@@ -76,7 +81,9 @@ class LayerWatch:
 
     def begin(self, sizes: Sequence[int]) -> None:
         """A batch begins, whose microbatches have so many samples."""
-        self._begin, self._grown = self._now(), {}
+        self._begin, self._grown, self._number = self._now(), {}, len(sizes)
+        if self._batches < _LOOKED_AT:  # hooks may change them as well
+            self._buffers = self._buffer_states()
         self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
 
     @contextmanager
@@ -106,9 +113,10 @@ class LayerWatch:
 
     def look(self) -> None:
         """A batch is done; a warning names an attribute that it has changed."""
-        if not self._modules or self._batches == _LOOKED_AT:
+        if self._batches == _LOOKED_AT:
             return
         self._batches += 1
+        self._look_at_buffers()
         now = {place: _print_of(value) for place, value in self._attributes().items() if place not in self._shared}
         changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
         if changed:
@@ -121,6 +129,29 @@ class LayerWatch:
         self._before = now
         if changed or self._batches == _LOOKED_AT:
             self._batches, self._before = _LOOKED_AT, {}
+
+    def _look_at_buffers(self) -> None:
+        now = self._buffer_states()
+        changed = [place for place, state in self._buffers.items() if now.get(place) != state]
+        self._buffers = {}
+        if changed and self._number > 1:
+            name, key = changed[0]
+            warn_once(
+                f"A layer changes its buffer self.{name}.{key}: once for each of {self._number} microbatches, as when "
+                f"gradients are accumulated, and on one device once for the batch (a moving average goes further, a "
+                f"power iteration of spectral_norm comes nearer). Use fewer microbatches (num_microbatches=...), or "
+                f"change it in the step or in a hook."
+            )
+
+    def _buffer_states(self) -> dict[Place, tuple[int, int]]:
+        """Others after a change; of batch norms something else is said."""
+        return {
+            (name, key): (id(buffer), version_of(buffer))
+            for name, module in self._root.named_modules()
+            if name and not isinstance(module, _BATCH_NORMS)
+            for key, buffer in tensors_of(module).buffers.items()
+            if buffer is not None
+        }
 
     def _attributes(self) -> dict[Place, Any]:
         return {
