@@ -21,7 +21,7 @@ from lightning_pfo.strategy.model.tracing.functions import form_argument, is_met
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ def _ordinary(placeholder: torch.Tensor) -> Any:
 class _PlaceholderParameter(nn.Parameter):
     @property
     def grad(self) -> torch.Tensor | None:
-        gradient: torch.Tensor | None = _GRADIENT.__get__(self)
+        with DisableTorchFunctionSubclass():  # following it would take ten times as long
+            gradient: torch.Tensor | None = _GRADIENT.__get__(self)
         # a variable with the frame of this function would keep those that have called it, and what they hold
         asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
         if asking.f_code not in KNOWN:  # optimizers ask for all of them in each step
