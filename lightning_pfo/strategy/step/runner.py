@@ -25,6 +25,7 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.large import Earlier
@@ -110,6 +111,7 @@ class StepRunner:
         self._phases = PhaseRunner(self)
         self._iterations = Iterations(engine, parameters, shared, means, self.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
+        self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
@@ -233,6 +235,8 @@ class StepRunner:
         weights: tuple[float, ...] = ()
         if engine.is_last:
             weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, sizes)
+            if train and whole is None and self._gaps is not None:
+                self._gaps.look(of.batch, microbatches)
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
 

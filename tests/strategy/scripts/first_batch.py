@@ -79,6 +79,7 @@ def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
+WEIGHTS = {"samples": "samples", "labels": lambda part: (part[1] != -100).sum()}
 WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
 CASES = {
     "mean": (layers, mean, {}),
@@ -141,13 +142,19 @@ class FixedSize(nn.Module):
         return x
 
 
-def run_case(make, loss_fn, options, steps=2):
+def with_gaps():
+    """No label is left of some microbatches."""
+    x, labels = data()
+    return x, labels.masked_fill(torch.arange(8) < 3, -100)
+
+
+def run_case(make, loss_fn, options, steps=2, batches=None):
     said.clear()
     found = {"losses": []}
     try:
         model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
-        for _ in range(steps):
-            found["losses"].append(float(model.step(*data())))
+        for batch in batches or [data()] * steps:
+            found["losses"].append(float(model.step(*batch)))
     except (PfoError, ArithmeticError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     found["said"] = list(said)
@@ -239,6 +246,9 @@ def main():
         results[name] = run_case(make, loss_fn, options)
     with patch.object(comparison, "LARGEST_BYTES", 1):
         results["sum, large outputs"] = run_case(layers, sum_, {})
+    later = [data(), with_gaps(), with_gaps()]
+    for how in WEIGHTS:
+        results[f"gaps later, {how}"] = run_case(layers, mean, {"microbatch_weight": WEIGHTS[how]}, batches=later)
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()
     Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))

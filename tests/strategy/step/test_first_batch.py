@@ -90,6 +90,17 @@ def test_what_weights_may_explain_is_a_warning_said_once(ranks, case):
     assert f"which is {first['losses'][0]:.6g} " in first["said"][0]  # these steps have no dropout
 
 
+def test_labels_with_gaps_that_come_later_are_told_of_once_on_the_rank_of_the_loss(ranks):
+    first, second = (found["gaps later, samples"] for found in ranks)
+    assert (len(first["said"]), len(second["said"])) == (0, 1)
+    assert "2, 1, 0, 0 in the microbatches" in second["said"][0]
+    assert "microbatch_weight='tokens'" in second["said"][0]
+    assert math.isnan(second["losses"][1])
+    for found in ranks:
+        assert found["gaps later, labels"]["said"] == []
+        assert all(map(math.isfinite, found["gaps later, labels"]["losses"]))
+
+
 def test_nothing_of_the_comparison_remains(ranks):
     for found in ranks:
         checked, unchecked = found["stateful"]

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.wording import listed, shortened
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 MicrobatchWeight = str | Callable[[Any], Any]
@@ -93,6 +94,41 @@ def counts_of(
     if callable(how):
         return tuple(_count_by(how, part, index) for index, part in enumerate(parts))
     return tuple(float(size) for size in sizes)
+
+
+class LaterGaps:
+    """Notices batches of which some labels are -100 where the first one, whose loss was compared, had none."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+        self._watches = True
+
+    def look(self, batch: Any, parts: Sequence[Any]) -> None:
+        """Look at a batch and its microbatches, whose losses are weighted by samples; on the CPU only, not to wait."""
+        if not self._watches or is_divided_by_items(batch):
+            return
+        if _number_ignored(batch):
+            numbers = list(map(_number_ignored, parts))
+            self._watches = not self._is_first and len(set(numbers)) == 1
+            if not self._is_first and not self._watches:
+                warn_once(
+                    f"Some labels are {IGNORED_LABEL}, which none was in the first batch: {listed(numbers)} in the "
+                    f"microbatches. If the loss is a mean over the others, as torch's cross entropy, microbatches "
+                    f"weighted by samples do not give that of the batch (and one without labels gives NaN): use "
+                    f"microbatch_weight='tokens', or a function of a microbatch that counts what it is a mean over."
+                )
+        self._is_first = False
+
+
+def _number_ignored(value: Any) -> int:
+    return sum(int((leaf == IGNORED_LABEL).sum()) for _, leaf in leaves_of(value) if _may_be_labels(leaf))
+
+
+def _may_be_labels(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        is_plain = leaf.layout == torch.strided and not leaf.is_nested and leaf.device.type == "cpu"
+        return is_plain and leaf.dtype in (torch.int64, torch.int32)
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "i"
 
 
 def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:

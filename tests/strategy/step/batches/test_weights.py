@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
+from lightning_pfo.strategy.step.batches import notices
 from lightning_pfo.strategy.step.batches.splitting import split_batch
 from lightning_pfo.strategy.step.batches.weights import (
+    LaterGaps,
     check_microbatch_weight,
     counts_of,
     shares_of,
@@ -160,3 +162,40 @@ def test_causal_language_models_are_known():
     assert not shifts_labels(masked)
     assert not shifts_labels(translating)
     assert not shifts_labels(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("gaps_of_rows", "is_told"),
+    [
+        ([(), (0, 0, 3, 3), (0, 1)], True),  # microbatches of which one has no label any more
+        ([(), (1, 2, 1, 2), (0, 0, 1, 1)], True),  # first alike in both, then not
+        ([(), (1, 1, 1, 1)], False),
+        ([(0, 1), (0, 0, 3, 3)], False),  # the comparison has seen it
+        ([()], False),
+    ],
+)
+@pytest.mark.parametrize(
+    "as_batch", [lambda x: {"labels": x}, lambda x: (x.numpy(), np.array(["text"] * 4))], ids=["dict", "tuple"]
+)
+def test_labels_that_are_ignored_from_a_later_batch_on_are_told_of_once(caplog, gaps_of_rows, is_told, as_batch):
+    notices._said.clear()
+    gaps = LaterGaps()
+    for ignored in gaps_of_rows:
+        labels = torch.zeros(4, 3, dtype=torch.int64)
+        for row, number in enumerate(ignored):
+            labels[row, :number] = -100
+        batch = as_batch(labels)
+        gaps.look(batch, split_batch(batch, 2))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == is_told
+    assert all("microbatch_weight='tokens'" in message for message in said)
+
+
+def test_losses_divided_by_a_given_number_of_items_are_not_told_of(caplog):
+    gaps = LaterGaps()
+    for number in (0, 3):
+        labels = torch.zeros(4, 3, dtype=torch.int64)
+        labels[0, :number] = -100
+        batch = {"labels": labels, "num_items_in_batch": torch.tensor(12 - number)}
+        gaps.look(batch, split_batch(batch, 2))
+    assert not caplog.records
