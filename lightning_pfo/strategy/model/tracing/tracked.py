@@ -190,9 +190,10 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_absent:
         raise AbsentValueError(
             f"A value of shape {tuple(tensor.shape)} that an earlier stage computes is needed here, but was not "
-            f"sent: the step uses it in a way that the trace of the first batch has not shown, as where control flow "
-            f"depends on the values of tensors. Compute what decides from the batch, or move the stage boundary with "
-            f"partition='custom:...'."
+            f"sent: the step uses it in a way that the trace of the first batch has not shown. Where control flow "
+            f"depends on it, compute what decides from the batch; where it takes the place of a layer's parameter "
+            f"(functional_call), call the function instead (torch.nn.functional.linear); or move the stage boundary "
+            f"with partition='custom:...'."
         )
     return tensor if tensor.held is None else tensor.held
 
