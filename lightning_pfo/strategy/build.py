@@ -159,7 +159,7 @@ def build_pipeline(
         check_shardable(sharding, sample)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
-    explain_missing_values(enabled=False)
+    explain_missing_values(in_hooks=True)
     mark_placeholders(model)  # where it was made on meta
     split, times_s = _split(model, pipeline_module, partition, sample.num_stages, first_step, device)
     remember_split(model, split, stages)

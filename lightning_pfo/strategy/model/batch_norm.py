@@ -23,7 +23,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 
 BATCH_NORM = ("microbatch", "deferred")
 
-_BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class _Statistics(NamedTuple):
@@ -43,11 +43,11 @@ class DeferredBatchNorms:
     """
 
     def __init__(self, root: nn.Module, patches: Patches) -> None:
-        self._calls: dict[tuple[int, int, _BatchNorm], list[_Statistics]] | None = None
-        self._counts: dict[_BatchNorm, int] | None = None
+        self._calls: dict[tuple[int, int, BatchNorm], list[_Statistics]] | None = None
+        self._counts: dict[BatchNorm, int] | None = None
         self._stage = 0
         for module in root.modules():
-            if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            if isinstance(module, BatchNorm) and module.running_mean is not None:
                 patches.set(module, "forward", self._deferred(module, module.forward))
 
     @contextmanager
@@ -70,7 +70,7 @@ class DeferredBatchNorms:
         finally:
             self._counts = None
 
-    def _deferred(self, module: _BatchNorm, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _deferred(self, module: BatchNorm, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             if self._calls is None or not module.training:
@@ -88,7 +88,7 @@ class DeferredBatchNorms:
 
 
 def _statistics_apart(
-    module: _BatchNorm, forward: Callable[[], torch.Tensor]
+    module: BatchNorm, forward: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run a batch norm and return its result, with the mean and the unbiased variance that it would have noted."""
     before = {name: getattr(module, name) for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -108,7 +108,7 @@ def _statistics_apart(
 
 
 @torch.no_grad()
-def _update(module: _BatchNorm, calls: Sequence[_Statistics]) -> None:
+def _update(module: BatchNorm, calls: Sequence[_Statistics]) -> None:
     """Update running statistics by those of all calls together."""
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -142,7 +142,7 @@ def defer_batch_norms(root: nn.Module, how: str, patches: Patches, *, compiles: 
     check_batch_norm(how)
     if how == "microbatch":
         return None
-    if compiles and any(isinstance(module, _BatchNorm) for module in root.modules()):
+    if compiles and any(isinstance(module, BatchNorm) for module in root.modules()):
         raise ConfigurationError(
             "batch_norm='deferred' notes what a batch norm computes, which compiled layers do not show. Leave out "
             "compile=True, or batch_norm='deferred'."
@@ -158,7 +158,7 @@ def what_they_normalise(root: nn.Module, how_many: Sequence[int], *, are_deferre
         how_many: How many samples the microbatches of a batch have.
         are_deferred: Whether their running statistics are those of batches.
     """
-    names = [name for name, module in root.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    names = [name for name, module in root.named_modules() if isinstance(module, BatchNorm) and module.training]
     if not names or len(how_many) < 2:
         return ""
     samples = " or ".join(map(str, sorted(set(how_many))))

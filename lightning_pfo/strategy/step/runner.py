@@ -254,7 +254,7 @@ class StepRunner:
         self._earlier.begin(kind)
         effects = Effects(self.owner, self.programs.modules, self._earlier)
         outcome: dict[str, Any] = {}
-        self.layers.begin(microbatches.sizes)
+        self.layers.begin(microbatches.sizes, looks=train)
 
         try:
             self.run(

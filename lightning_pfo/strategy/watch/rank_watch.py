@@ -73,6 +73,7 @@ class RankWatch:
         self._run = 0
         self._active = False
         self._death: str | None = None
+        self._death_error = ""
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, RankConnection] = {}
@@ -174,8 +175,8 @@ class RankWatch:
 
     def is_found_by_all(self, error: BaseException) -> bool:
         """Whether the rank that has died in the present run had raised the same."""
-        death = self.death()
-        return death is not None and f" failed with {_text_of(error)}. " in death
+        with self._changed:
+            return self._death is not None and self._death_error == _text_of(error)
 
     # ---- the watching thread ----
 
@@ -228,7 +229,7 @@ class RankWatch:
         elif event == "failed elsewhere":
             self._expect_end(message["run"], message["text"])
         elif event == "dead":
-            self._declare(message["text"], is_news=message["is_news"])
+            self._declare(message["text"], message["error"], is_news=message["is_news"])
 
     def _relay(self, source: int, **message: Any) -> None:
         for rank, connection in list(self._connections.items()):
@@ -243,12 +244,12 @@ class RankWatch:
                 first = next((other for other in self._peers.values() if other.error), peer)
                 text = f"{first.ending()}. The run cannot go on without it."
                 if self._rank == 0:
-                    self._relay(rank, event="dead", text=text, is_news=not first.explained)
-                self._declare(text, is_news=not first.explained)
+                    self._relay(rank, event="dead", text=text, error=first.error, is_news=not first.explained)
+                self._declare(text, first.error, is_news=not first.explained)
 
-    def _declare(self, text: str, *, is_news: bool) -> None:
+    def _declare(self, text: str, error: str, *, is_news: bool) -> None:
         if self._death is None:
-            self._death = text
+            self._death, self._death_error = text, error
             self._changed.notify_all()
             if self._active:
                 # a mistake of the user's is said where it was found, and most are found by all ranks

@@ -143,14 +143,14 @@ class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instr
             _follow(_resting)
 
 
-def explain_missing_values(*, enabled: bool) -> None:
+def explain_missing_values(*, in_hooks: bool) -> None:
     """Let what needs the values of placeholders say why they are not there.
 
     Args:
-        enabled: Whether no pipeline is left; else there is one, which runs hooks.
+        in_hooks: Whether there is a pipeline, which runs hooks; else none is left.
     """
     global _resting, _text
-    _resting, _text = staticmethod(_explain), _WHOLE if enabled else _ELSEWHERE
+    _resting, _text = staticmethod(_explain), _ELSEWHERE if in_hooks else _WHOLE
     if _device is None:
         _follow(_resting)
 

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.parallel.compat import tensors_of, version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 Place = tuple[str, str]
 """A layer and its attribute, by name."""
@@ -79,10 +78,10 @@ class LayerWatch:
         """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
         self._shared = {place: self._root.get_submodule(place[0]) for place in sorted(places)}
 
-    def begin(self, sizes: Sequence[int]) -> None:
-        """A batch begins, whose microbatches have so many samples."""
+    def begin(self, sizes: Sequence[int], *, looks: bool) -> None:
+        """A batch begins, whose microbatches have so many samples; if it `looks`, there is a look at its end."""
         self._begin, self._grown, self._number = self._now(), {}, len(sizes)
-        if self._batches < _LOOKED_AT:  # hooks may change them as well
+        if looks and self._batches < _LOOKED_AT:  # hooks may change them as well
             self._buffers = self._buffer_states()
         self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
 
@@ -148,7 +147,7 @@ class LayerWatch:
         return {
             (name, key): (id(buffer), version_of(buffer))
             for name, module in self._root.named_modules()
-            if name and not isinstance(module, _BATCH_NORMS)
+            if name and not isinstance(module, BatchNorm)
             for key, buffer in tensors_of(module).buffers.items()
             if buffer is not None
         }

@@ -109,9 +109,9 @@ def test_they_are_left_out_of_what_is_put_back_after_a_step(absent):
 
 @pytest.fixture
 def explained():
-    explain_missing_values(enabled=True)
+    explain_missing_values(in_hooks=False)
     yield
-    explain_missing_values(enabled=False)
+    explain_missing_values(in_hooks=True)
 
 
 @pytest.mark.parametrize(
