@@ -79,6 +79,13 @@ def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
+def masked(output, target):
+    """A mean over what is no padding."""
+    kept = target != PADDING
+    return (mean(output, target.where(kept, 0), reduction="none") * kept).sum() / kept.sum()
+
+
+PADDING = 9
 WEIGHTS = {"samples": "samples", "labels": lambda part: (part[1] != -100).sum()}
 WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
 CASES = {
@@ -189,7 +196,7 @@ def stateful(check_loss):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     torch.manual_seed(7)
     losses = []
-    for _ in range(3):
+    for _ in range(17):
         losses.append(float(model.step(*data())))
         optimizer.step()
         optimizer.zero_grad()
@@ -249,6 +256,10 @@ def main():
     later = [data(), with_gaps(), with_gaps()]
     for how in WEIGHTS:
         results[f"gaps later, {how}"] = run_case(layers, mean, {"microbatch_weight": WEIGHTS[how]}, batches=later)
+    x, labels = data()
+    later = [(x, labels)] * 15 + [(x, labels.masked_fill(torch.arange(8) % 3 == 0, PADDING))]
+    results["mask later"] = run_case(layers, masked, {}, batches=later * 4)
+    results["noise later"] = run_case(layers, noisy, {}, steps=16)
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()
     Path(sys.argv[1], f"rank_{dist.get_rank()}.json").write_text(json.dumps(results))

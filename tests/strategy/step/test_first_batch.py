@@ -101,11 +101,20 @@ def test_labels_with_gaps_that_come_later_are_told_of_once_on_the_rank_of_the_lo
         assert all(map(math.isfinite, found["gaps later, labels"]["losses"]))
 
 
+def test_a_mask_that_comes_later_is_told_of_once_by_the_first_rank(ranks):
+    first, second = (found["mask later"] for found in ranks)
+    assert second["said"] == []
+    (said,) = first["said"]
+    assert re.match(r"The loss of training batch 16 is .* different weights in it", said)
+    assert f"which is {first['losses'][15]:.6g} " in said
+    assert ranks[0]["noise later"]["said"] == ranks[1]["noise later"]["said"] == []
+
+
 def test_nothing_of_the_comparison_remains(ranks):
     for found in ranks:
         checked, unchecked = found["stateful"]
         assert checked == unchecked
-    assert ranks[1]["stateful"][0][1] == 3  # steps, as on one device
+    assert ranks[1]["stateful"][0][1] == 17  # steps, as on one device; the first and the sixteenth are looked at
 
 
 def test_a_loss_that_is_nan_is_an_error_on_every_rank_unless_data_or_parameters_are(ranks):

@@ -1,4 +1,4 @@
-"""What is looked at on the first batches only: do microbatches come to what the batch comes to on one device?
+"""What is looked at on the first batches: do microbatches come to what the batch comes to on one device?
 
 `comparison` runs the step both ways; `losses` and `numbers` say what differs, and what follows. `not_a_number` refuses
 to train on a loss that is NaN.

@@ -1,11 +1,11 @@
-"""What is looked at on the first batches only: do losses and numbers suit microbatches?"""
+"""What is looked at on the first batches, do losses and numbers suit microbatches, and now and then of a later one."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,16 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
+_LATER = frozenset(4**power for power in range(2, 16))
+"""Numbers of the training batches whose loss is compared again: 16, 64, 256 and so on."""
+
+
+class _Said(NamedTuple):
+    """What is to be said of a batch."""
+
+    is_error: bool
+    is_of_loss: bool
+    text: str
 
 
 class RunsSteps(Protocol):
@@ -87,6 +97,8 @@ class Comparison:
         self._output_bytes = 0
         self._dtypes: set[torch.dtype] = set()
         self._tries: dict[str, int] = {}
+        self._number_trained = 0
+        self._looks_later = True
         self._numbers: dict[str, NumberCheck] = {}
         self._everywhere = True
         self._grown: Numbers = {}
@@ -101,18 +113,16 @@ class Comparison:
                 or not. If it is a weighted mean, or nearly the mean, there is a warning.
         """
         engine, kind = self._engine, first.kind
+        self._number_trained += kind == "train"
         if not self._tries.setdefault(kind, _TRIES):
+            if kind == "train" and self._looks_later and self._number_trained in _LATER:
+                self._check_later(first)
             return
         self._everywhere = kind == "train" or self._divided
         self._tries[kind] -= 1
-        said: list[tuple[bool, str]] = []
+        said: list[_Said] = []
         if len(first.parts) > 1:
-            with ExitStack() as stack:
-                stack.enter_context(torch.no_grad())
-                stack.enter_context(random_state.isolated(engine.device))
-                if self._compiled:
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
+            with self._aside():
                 said = self._compare(first)
         is_open = kind in self._numbers and bool(self._numbers[kind].open)
         layers = self._runner.layers
@@ -120,15 +130,54 @@ class Comparison:
         layers.share({place for *_, places in everyone for place in places})
         if not any(is_open for _, is_open, _ in everyone):
             self._tries[kind] = 0
-        verdicts = sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True)
-        for is_error, message in verdicts:
-            if is_error:
-                raise ConfigurationError(message)
+        for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):
+            if verdict.is_error:
+                raise ConfigurationError(verdict.text)
+            self._looks_later = self._looks_later and not (verdict.is_of_loss and kind == "train")
             if engine.rank == 0 and engine.place == (0, 0):
-                _log.warning(message)
+                _log.warning(verdict.text)
 
-    def _compare(self, first: StepOnBatch) -> list[tuple[bool, str]]:
-        """What to say, and whether that is an error; nothing on all ranks but the last."""
+    def _check_later(self, of: StepOnBatch) -> None:
+        """Compare the loss of a later training batch, and warn once: in the first, masks may have been all alike."""
+        engine = self._engine
+        numbers = engine.all_gather(len(of.parts), everywhere=True)
+        if self._runner.batching.joins_microbatches or len(set(numbers)) > 1 or numbers[0] == 1:
+            return
+        self._everywhere = True
+        with self._aside():
+            said = self._compare_later(of)
+        found = sorted(filter(None, engine.all_gather(said, everywhere=True)))
+        self._looks_later = not found
+        if found and engine.rank == 0 and engine.place == (0, 0):
+            _log.warning(found[0])
+
+    def _compare_later(self, of: StepOnBatch) -> str:
+        by_parts = self._run(of, of.parts, 0)
+        run = self._in_one_piece(of, by_parts, self._most() if by_parts else 0)
+        if run is None:
+            return ""
+        parts, pairs, _ = run
+        tolerance = self._tolerance()
+        if any(self._tell(differ(list(map(_losses_of, pairs)), tolerance) if pairs else False)):
+            self._draw_again(of, parts, pairs, None)
+        losses = list(map(_losses_of, pairs))
+        if not losses or not differ(losses, tolerance):
+            return ""
+        return describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Where the step runs forward without that anything of torch remains of it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(random_state.isolated(self._engine.device))
+            if self._compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
+            yield
+
+    def _compare(self, first: StepOnBatch) -> list[_Said]:
+        """What to say; nothing on all ranks but the last."""
         batching, num_microbatches = self._runner.batching, len(first.parts)
         is_training = first.kind == "train"
         whole = None
@@ -137,31 +186,18 @@ class Comparison:
                 return []
             whole = Whole(first.batch, lambda: first.step(first.batch, *first.rest), first.parts.sizes)
         by_parts = self._run(first, first.parts, 0, whole)
-        grown = self._grown
         most = 0
-        counts = any(self._engine.all_gather(bool(grown), everywhere=self._everywhere))
+        counts = any(self._engine.all_gather(bool(self._grown), everywhere=self._everywhere))
         if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training or counts):
-            most = max(2, LARGEST_BYTES // max(1, self._output_bytes))
+            most = self._most()
         if whole is not None:  # the end of the step has all of the batch in any case
             most = num_microbatches * bool(by_parts)
-        most = min(self._tell(most))
-        if not most:
+        run = self._in_one_piece(first, by_parts, most, whole)
+        if run is None:
             return []
-        possible = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
-        for number in sorted(possible, reverse=True):  # two may fit where all do not
-            of_all = self._run(first, self._joined(first, number), 0)
-            if all(self._tell(bool(of_all))):
-                break
-        else:
-            return []
-        parts = first.parts[:number]
-        of_whole = self._grown
-        if number < num_microbatches:
-            by_parts = self._run(first, parts, 0)
-            grown = self._grown
+        parts, pairs, grown = run
         if whole is None:
-            self._runner.layers.learn(grown, of_whole, number)
-        pairs = [Pair(by_parts, of_all)] if by_parts and of_all else []
+            self._runner.layers.learn(*grown, len(parts))
         tolerance = self._tolerance()
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
         is_other = bool(losses) and differ(losses, tolerance)
@@ -171,22 +207,59 @@ class Comparison:
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._tell(is_other)):
             self._draw_again(first, parts, pairs, whole)
-        said: list[tuple[bool, str]] = []
+        said: list[_Said] = []
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
         if losses and differ(losses, tolerance):
             is_error = is_no_sum(losses) or is_no_weighted_mean(losses, tolerance)
-            said.append((is_error, describe(losses, None if whole is not None else num_microbatches, tolerance)))
-        if check is None or any(self._tell(any(is_error for is_error, _ in said))):
+            text = describe(losses, None if whole is not None else num_microbatches, tolerance)
+            said.append(_Said(is_error, True, text))
+        if check is None or any(self._tell(any(each.is_error for each in said))):
             return said
-        situations = [pairs, self._go_on(first, min(number, 2), pairs, check, tolerance)]
+        situations = [pairs, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
             if said:  # the loss that is logged too
                 loss = f"{losses[0].mean:.6g} instead of {losses[0].of_all:.6g}"
                 unfit = {place: how for place, how in unfit.items() if how != loss}
             if unfit:
-                said.append((False, describe_numbers(unfit)))
+                said.append(_Said(False, False, describe_numbers(unfit)))
         return said
+
+    def _most(self) -> int:
+        """How many microbatches may be run as one."""
+        return max(2, LARGEST_BYTES // max(1, self._output_bytes))
+
+    def _in_one_piece(
+        self, first: StepOnBatch, by_parts: StepRun | None, most: int, whole: Whole | None = None
+    ) -> tuple[Microbatches, list[Pair], tuple[Numbers, Numbers]] | None:
+        """Run as many microbatches as one as fit, and where that is not all, these by themselves once more.
+
+        Args:
+            first: The batch.
+            by_parts: What its microbatches have come to.
+            most: On the last rank how many to try at most; 0: none.
+            whole: The batch, where the step ends on it.
+
+        Returns:
+            These microbatches; what they come to, on the last rank; and how numbers of layers have grown by both. None
+            where nothing is compared.
+        """
+        num_microbatches, grown = len(first.parts), self._grown
+        most = min(self._tell(most))
+        if not most:
+            return None
+        possible = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
+        for number in sorted(possible, reverse=True):  # two may fit where all do not
+            of_all = self._run(first, self._joined(first, number), 0)
+            if all(self._tell(bool(of_all))):
+                break
+        else:
+            return None
+        parts, of_whole = first.parts[:number], self._grown
+        if number < num_microbatches:
+            by_parts = self._run(first, parts, 0)
+            grown = self._grown
+        return parts, [Pair(by_parts, of_all)] if by_parts and of_all else [], (grown, of_whole)
 
     def _joined(self, first: StepOnBatch, number: int) -> Microbatches:
         """The samples of the first microbatches as one."""
@@ -291,7 +364,7 @@ class Comparison:
                 problems = [f"{type(error).__name__}: {error}"]
         if problems:
             what = "as one batch" if len(parts) == 1 else "by microbatches"
-            _log.info("The first batch did not run forward %s, so it is not compared. %s", what, problems[0])
+            _log.info("A batch did not run forward %s, so it is not compared. %s", what, problems[0])
         return run if results and not problems else None
 
     def _tolerance(self) -> float:

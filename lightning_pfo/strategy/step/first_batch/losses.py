@@ -98,18 +98,21 @@ def _finite(numbers: Sequence[float]) -> bool:
     return all(abs(number) < float("inf") for number in numbers)
 
 
-def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: float) -> str:
+def describe(
+    draws: Sequence[Losses], num_microbatches: int | None, tolerance: float, batch: str = "the first batch"
+) -> str:
     """Both numbers, and ways out.
 
     Args:
         draws: The losses.
         num_microbatches: Number of microbatches of the batch; None: what they come to is joined before the loss.
         tolerance: The relative difference that rounding explains.
+        batch: Which one it is.
     """
     first = draws[0]
     if num_microbatches is None:
         return (
-            f"The loss of the first batch is {first.of_all:.6g} on one device, but {first.mean:.6g} of what its "
+            f"The loss of {batch} is {first.of_all:.6g} on one device, but {first.mean:.6g} of what its "
             f"microbatches come to, joined by loss_over='batch' (both forward only, in evaluation mode). Only the end "
             f"of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
             f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
@@ -142,7 +145,7 @@ def describe(draws: Sequence[Losses], num_microbatches: int | None, tolerance: f
             "loss_over='batch' with schedule='gpipe'."
         )
     return (
-        f"The loss of the first batch is {first.of_all:.6g} on one device, but a pipeline trains on {trains_on} of its "
+        f"The loss of {batch} is {first.of_all:.6g} on one device, but a pipeline trains on {trains_on} of its "
         f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
         f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
