@@ -16,10 +16,12 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.microbatches import (
     can_be_read_again,
     default_num_microbatches,
     evaluation_microbatches,
+    too_few_samples,
 )
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -84,7 +86,10 @@ class ModelCall:
         if self.num_microbatches is not None:
             return self.num_microbatches
         size = self.batching.size_of(batch, self.num_ranks)
-        return default_num_microbatches(size, self.num_ranks, self.make_schedule)
+        number = default_num_microbatches(size, self.num_ranks, self.make_schedule)
+        if said := too_few_samples(size, number, self.num_ranks):
+            warn_once(said)
+        return number
 
     def of_evaluation(self, batch: Batch) -> int:
         """The number of microbatches of a batch that is only run forward."""

@@ -40,6 +40,13 @@ def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
     check(seen[rank][loop], seen["alone"][loop], loop)
 
 
+@pytest.mark.parametrize("rank", RANKS)
+def test_code_between_steps_may_have_the_parameters_of_all_stages(seen, rank):
+    found, alone = seen[rank]["whole_parameters"], seen["alone"]["whole_parameters"]
+    assert found["absent"], "the rank has all parameters anyway"
+    check(found | {"absent": False}, alone, "whole_parameters")
+
+
 def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen):
     check(seen["pipeline_0"]["prepared_later"], seen["alone"]["prepared_later"], "prepared_later")
     assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1, 1]

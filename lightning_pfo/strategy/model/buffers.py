@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.model.tracing.tracked import Tracked, no_longer_tracked
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, no_longer_tracked
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 from lightning_pfo.strategy.parallel.groups import Shared, global_rank
 
@@ -32,9 +32,13 @@ class StepBuffers:
         owner: The user's module.
         changes: What its step changes.
         num_stages: Number of stages of this rank; with several of them each needs a copy.
+        looks: Whether it is noted which buffers change again with later microbatches.
+
+    Attributes:
+        gone_on: Buffers of which a later microbatch has made something else than an earlier one.
     """
 
-    def __init__(self, owner: nn.Module, changes: Changes, num_stages: int) -> None:
+    def __init__(self, owner: nn.Module, changes: Changes, num_stages: int, *, looks: bool = False) -> None:
         self._owner = owner
         self._changes = changes
         self._several = num_stages > 1
@@ -48,6 +52,8 @@ class StepBuffers:
         buffers = {name: tensor.detach() for name, tensor in changed.items() if not isinstance(tensor, nn.Parameter)}
         self._before = buffers if self._several else {}
         self._left: dict[int, dict[str, torch.Tensor]] = {}
+        self._looks = looks
+        self.gone_on: set[str] = set()
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
@@ -58,6 +64,7 @@ class StepBuffers:
                 own = self._of_stage.get(stage, {})
                 self._set(name, own[name] if name in own else value.clone())
         objects = dict(self._changed())
+        looked_at = self._looked_at(stage)
         try:
             yield
         finally:
@@ -66,8 +73,21 @@ class StepBuffers:
                 if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
                     self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
             self._of_stage[stage] = dict(self._changed())
+            now_there = self._looked_at(stage)
+            self.gone_on |= {name for name, before in looked_at.items() if not _is_same(before, now_there[name])}
             if self._several:  # stages that end the step before it changes a parameter may run later
                 self._left[stage] = {name: tensor.detach().clone() for name, (tensor, _) in self._parameters.items()}
+
+    def _looked_at(self, stage: int) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that a stage has changed in an earlier microbatch, where it has the values for them."""
+        if not self._looks or stage not in self._of_stage:
+            return {}
+        with following(None):
+            return {
+                name: tensor.detach().clone()
+                for name, tensor in self._changed()
+                if self._changes[name] in (None, stage) and not isinstance(tensor, nn.Parameter)
+            }
 
     def put_back(self) -> None:
         """Give parameters the values that they had before."""
@@ -107,3 +127,8 @@ class StepBuffers:
     def _set(self, name: str, value: torch.Tensor) -> None:
         path, _, key = name.rpartition(".")
         tensors_of(self._owner.get_submodule(path)).buffers[key] = value
+
+
+def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    with following(None):
+        return before.shape == now.shape and torch.equal(before, now)

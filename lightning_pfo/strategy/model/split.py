@@ -13,7 +13,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.calls import LayerCalls, layer_calls
 from lightning_pfo.strategy.model.ownership import Part, find_users
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
-from lightning_pfo.strategy.model.reach.variables import is_of_library, packages_of
 from lightning_pfo.strategy.model.tracing.dividing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow, stages_by_owner
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
@@ -28,6 +27,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import (
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
+from lightning_pfo.strategy.model.variables import is_of_library, packages_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"

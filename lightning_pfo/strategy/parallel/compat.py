@@ -81,6 +81,9 @@ PRIVATE = {
         "Two values that share memory, one of which is changed later, would be sent without a word; `data_ptr` is the "
         "same for all that is empty."
     ),
+    "torch.Tensor._post_accumulate_grad_hooks": (
+        "Hooks on gradients that were added up would run for each microbatch, and not on the gradient of the batch."
+    ),
     "torch.nn.Module._forward_hooks": (
         "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "
         "attentions; no public name tells of hooks."
@@ -203,6 +206,11 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
                 found[child] = None
                 queue.append(child)
     return list(found)
+
+
+def accumulation_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[nn.Parameter], None]]:
+    """What `register_post_accumulate_grad_hook` has registered; a change of the dict counts."""
+    return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined, no-any-return]
 
 
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:

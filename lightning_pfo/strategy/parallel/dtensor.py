@@ -1,17 +1,24 @@
-"""Tensors that are divided over several processes (torch's DTensor), from tensor parallelism or FSDP2.
+"""Tensors that a process has not as a whole: divided over several (torch's DTensor), or of others and without values.
 
 Sums, averages and scaling of gradients are linear, so they are done on each process's part. What is not (the norm) asks
-here how a tensor is divided.
+here how a tensor is divided. Tensors without values lie on the meta device: torch leaves some things undone with them,
+and has several words for what it cannot do.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.parallel.compat import local_tensor
+
+_ASSIGNS = frozenset({torch.Tensor.data.__set__})  # type: ignore[attr-defined]
+_IN_PLACE = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,3 +61,38 @@ def from_local(part: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         stride=reference.stride(),
     )
     return cast(torch.Tensor, whole)
+
+
+def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function writes into tensors that it is given; by their names, and `data = ...`."""
+    try:
+        if function in _ASSIGNS or "out" in kwargs:
+            return True
+    except TypeError:  # unhashable
+        pass
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") if not name.endswith("__") else name in _IN_PLACE)
+
+
+def is_written_from_nowhere(
+    function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_missing: Callable[[Any], bool]
+) -> bool:
+    """Whether a tensor that has values would be changed by one that has none: torch says nothing, and does nothing."""
+    target, *others = [alike(argument) for argument in (args or kwargs.values())] or [[]]
+    if not writes(function, kwargs):
+        return False
+    for other in others:
+        pairs = zip(target, other if len(other) == len(target) else other[:1] * len(target), strict=False)
+        if any(isinstance(t, torch.Tensor) and not is_missing(t) and is_missing(o) for t, o in pairs):
+            return True
+    return False
+
+
+def alike(argument: Any) -> list[Any]:
+    """The tensors of an argument, which functions of many tensors have in lists."""
+    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
+
+
+def lacks_values(error: Exception) -> bool:
+    """Whether torch could not do something since a tensor has no values, in its several words for that."""
+    return isinstance(error, (RuntimeError, TypeError)) and "meta" in str(error).lower()

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.dtensor import is_written_from_nowhere, lacks_values
 
 _REFUSAL = (
     "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved or moved. Call "
@@ -39,12 +40,18 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_written_from_nowhere(func, args, kwargs or {}, _is_missing):
+            raise ConfigurationError(_REFUSAL)
         try:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "meta" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if not lacks_values(error):
                 raise
             raise ConfigurationError(_REFUSAL) from error
+
+
+def _is_missing(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 _handles: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()

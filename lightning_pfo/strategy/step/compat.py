@@ -45,6 +45,22 @@ def synchronise_with(metric: Metric, synchronise: Callable[[Callable[..., None]]
     patches.set(metric, "_sync_dist", lambda *args, **kwargs: synchronise(ordinary))
 
 
+def count_updates_with(metric: Metric, agree: Callable[[int], int], patches: Patches) -> None:
+    """Let `agree` say how often a metric was updated, each time it is computed with other processes.
+
+    Where it was not, it would say so, and return what it computed before while others wait for it.
+    """
+    ordinary = metric.compute
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if metric._to_sync:
+            metric._update_count = agree(metric._update_count)
+            metric._computed = None
+        return ordinary(*args, **kwargs)
+
+    patches.set(metric, "compute", compute)
+
+
 @contextmanager
 def without_synchronisation(metrics: Sequence[Metric]) -> Iterator[None]:
     """Compute metrics from this rank's state only: inside a step the other ranks do not take part."""

@@ -8,6 +8,7 @@ loss division and the hooks around backward work as they are, in loops of users'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import scale_in_place, tree_map_only
+from lightning_pfo.strategy.parallel.compat import accumulation_hooks_of, scale_in_place, tree_map_only
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import (
@@ -43,6 +44,20 @@ def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> N
         parameter.grad = None
     for parameter, gradient in gradients.items():
         parameter.grad = gradient
+
+
+@contextmanager
+def without_accumulation_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let hooks on added up gradients wait for `attach_gradients`: a microbatch's are not those of the batch."""
+    hooks = [registered for parameter in parameters if (registered := accumulation_hooks_of(parameter))]
+    before = [dict(registered) for registered in hooks]
+    for registered in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, functions in zip(hooks, before, strict=True):
+            registered.update(functions)
 
 
 def _taken(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -136,7 +151,11 @@ def attach_gradients(
     handle = torch.zeros((), device=loss.device, requires_grad=True)
 
     def install(factor: torch.Tensor) -> None:
+        parameters = [*gradients]
         _add_gradients(gradients, factor if loss_scale is None else factor / loss_scale)
+        for parameter in parameters:
+            for hook in [*accumulation_hooks_of(parameter).values()]:
+                hook(parameter)
         then()
 
     attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]

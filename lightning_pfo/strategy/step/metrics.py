@@ -18,7 +18,7 @@ from typing_extensions import TypeIs
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.compat import state_of, synchronise_with
+from lightning_pfo.strategy.step.compat import count_updates_with, state_of, synchronise_with
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 
 if TYPE_CHECKING:
@@ -65,7 +65,11 @@ def take_state_from(
             ordinary(process_group=replica_group)
         _take_state(metric, source_rank, device, group)
 
+    def count_from_there(num_updates: int) -> int:
+        return num_updates if within_step() else int(tell_all(num_updates, group, source_rank))
+
     synchronise_with(metric, take, patches)
+    count_updates_with(metric, count_from_there, patches)
 
 
 def _take_state(metric: Metric, source_rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 
 _PER_RANK = 4
@@ -22,10 +23,11 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
     work for each instruction; four per rank are wanted, and of a single rank, which has no bubbles, one. Of the numbers
     that the schedule can run, this takes the first of: divisors of the batch size, from four per rank down to two, then
     up to eight, since equal microbatches take equal times; other numbers, from four per rank down to two; all others,
-    those nearest to four per rank first.
+    those nearest to four per rank first. Where a batch has not that many samples it is the least number that the
+    schedule can run: each batch is a short one, of which `too_few_samples` tells.
 
     Raises:
-        BatchError: If the schedule can run none up to the batch size.
+        BatchError: If the schedule can run none up to four per rank.
     """
     wanted = _PER_RANK * num_ranks if num_ranks > 1 else 1
     numbers = range(1, batch_size + 1)
@@ -34,7 +36,8 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
     divisors = [n for n in [*near, *above] if batch_size % n == 0]
     nearest = sorted(numbers, key=lambda n: abs(n - wanted))
     reason: ConfigurationError | None = None
-    for number in dict.fromkeys([*divisors, *near, *nearest]):
+    tried: list[int] = [*divisors, *near, *nearest, *range(batch_size + 1, wanted + 1)]
+    for number in dict.fromkeys(tried):
         try:
             make_schedule(number)
         except ConfigurationError as error:
@@ -44,6 +47,17 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
     raise BatchError(
         f"A batch of {batch_size} samples cannot be divided into microbatches that the schedule can run: {reason} "
         f"Use batches of {wanted} samples."
+    )
+
+
+def too_few_samples(batch_size: int, num_microbatches: int, num_ranks: int) -> str:
+    """What is said of batches that have fewer samples than the schedule runs microbatches; nothing of others."""
+    if batch_size >= num_microbatches:
+        return ""
+    return (
+        f"A batch of {counted(batch_size, 'sample')} is too small for a pipeline of {counted(num_ranks, 'rank')}: it "
+        f"is trained in fewer microbatches than the {num_microbatches} that the schedule runs, so ranks wait for each "
+        f"other, no plan is applied and nothing is profiled. Use batches of {_PER_RANK * num_ranks} samples."
     )
 
 
@@ -69,32 +83,21 @@ def shapes_of(microbatch: Any) -> str:
     return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
 
 
-def training_batch_sizes(loaders: Any, num_batches: float) -> list[int]:
-    """List the batch sizes that DataLoaders will yield, as far as they can be known beforehand.
+def declared_batch_size(loaders: Any) -> int | None:
+    """How many samples a batch will have, as DataLoaders say beforehand.
 
     Args:
-        loaders: A DataLoader, or several in lists and dicts; other iterables are skipped.
-        num_batches: How many batches of an epoch are used.
+        loaders: A DataLoader, or several in lists and dicts, of which the first that knows is asked.
 
     Returns:
-        For each loader its batch size, followed by that of a smaller last batch if there is one.
+        The number; None if that is not known, as where a `collate_fn` may make batches of any size.
     """
-    sizes: list[int] = []
-    for loader in tree_leaves(loaders, is_leaf=lambda node: hasattr(node, "batch_sampler")):
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-            continue
-        size = getattr(loader.batch_sampler, "batch_size", None)
-        if not isinstance(size, int):
-            continue
-        sizes.append(size)
-        sampler = getattr(loader.batch_sampler, "sampler", None)
-        drop_last = getattr(loader.batch_sampler, "drop_last", True)
-        if drop_last or sampler is None or not hasattr(sampler, "__len__"):
-            continue
-        remainder = len(sampler) % size
-        if remainder and num_batches > len(sampler) // size:
-            sizes.append(remainder)
-    return sizes
+    for loader in tree_leaves(loaders, is_leaf=lambda node: isinstance(node, DataLoader)):
+        if isinstance(loader, DataLoader) and loader.collate_fn is default_collate:
+            size = getattr(loader.batch_sampler, "batch_size", None)
+            if isinstance(size, int):
+                return size
+    return None
 
 
 def can_be_read_again(loaders: Any) -> bool:

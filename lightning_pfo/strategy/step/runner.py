@@ -24,7 +24,7 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
-from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
@@ -355,7 +355,8 @@ class StepRunner:
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
-            buffers = StepBuffers(self.owner, changes, len(engine.stages))
+            looks = train and effects is not None and self._earlier.number > 0
+            buffers = StepBuffers(self.owner, changes, len(engine.stages), looks=looks)
             try:
                 with self._deferred.batch() if train and self._deferred is not None else nullcontext():
                     memory = () if phase is None else phase.memory
@@ -365,6 +366,7 @@ class StepRunner:
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()
                 kept.check_switched()
+                tell_of_buffers(buffers.gone_on, len(microbatches))
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if phase is None:  # nothing of it counts

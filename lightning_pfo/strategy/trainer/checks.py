@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelPruning
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.layers import check_compiler
+from lightning_pfo.strategy.model.tracing.placeholders import check_values
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import check_averages
+from lightning_pfo.strategy.trainer.coupling import couples_parameters
 from lightning_pfo.strategy.trainer.precision import check_precision
 
 
@@ -49,7 +53,7 @@ def check_configuration(
     check_precision(trainer.precision_plugin)
     if compiles:
         check_compiler(device)
-    check_averages(trainer, in_stages=is_divided, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
+    check_averages(trainer, divided=divides_layers, sharded_checkpoints=shards_checkpoints)
     if is_divided and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ConfigurationError(
             "ModelPruning reads and replaces the weights of all layers, but a pipeline rank holds those of its own "
@@ -58,7 +62,7 @@ def check_configuration(
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Check that optimizers can make their steps from the parameters of one rank.
+    """Check that optimizers can make their steps from the parameters of one rank; warn of those that make others so.
 
     Raises:
         ConfigurationError: If not.
@@ -68,6 +72,14 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             raise ConfigurationError(
                 "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
                 "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
+            )
+        if couples_parameters(optimizer):
+            rank_zero_warn(
+                f"pfo_pipeline: {type(optimizer).__name__} treats parameters together: what it does to one depends on "
+                f"the gradients of others, as by a norm or a step size of all. Each rank makes its step from the "
+                f"parameters of its own stages, so it trains otherwise than on one device. Use an optimizer that "
+                f"treats every parameter on its own, such as torch.optim.AdamW; or let it take the norm of all stages "
+                f"from trainer.strategy.grad_norm()."
             )
 
 
@@ -82,3 +94,19 @@ def set_example_aside(module: pl.LightningModule, patches: Patches) -> None:
         "pfo_pipeline: example_input_array is not used while the model is split, because no process can call all "
         "of it: summaries have no sizes of inputs and outputs, and loggers no graph."
     )
+
+
+def refuse_missing_values(patches: Patches) -> None:
+    """Let `self.log` in hooks refuse what comes of layers of other ranks: Lightning would at the end of the run.
+
+    Args:
+        patches: Undoes it.
+    """
+    ordinary = pl.LightningModule.log
+
+    @wraps(ordinary)
+    def log(module: pl.LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        check_values(value)
+        ordinary(module, name, value, *args, **kwargs)
+
+    patches.set(pl.LightningModule, "log", log)

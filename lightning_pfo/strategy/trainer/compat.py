@@ -171,7 +171,11 @@ WEIGHTS_ONLY = None if "weights_only" in inspect.signature(pl.Trainer.fit).param
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Move the states of optimizers to a device."""
+    """Move the states of optimizers to a device; what they began with for parameters of other ranks is left out."""
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        for parameter in [key for key in optimizer.state if isinstance(key, torch.Tensor) and key.is_meta]:
+            del optimizer.state[parameter]  # as Adagrad's: most begin with nothing
     _optimizers_to_device(optimizers, device)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_pfo.strategy.model.reach.variables import is_library
+from lightning_pfo.strategy.model.variables import is_library
 from lightning_pfo.strategy.step.effects.within import step_ends_here
 
 

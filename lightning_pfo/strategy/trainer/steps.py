@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
@@ -31,9 +31,10 @@ from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
     can_be_read_again,
+    declared_batch_size,
     default_num_microbatches,
     evaluation_microbatches,
-    training_batch_sizes,
+    too_few_samples,
 )
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
@@ -62,6 +63,7 @@ class StepStrategy(CheckpointStrategy):
     _norms: Norms | None = None
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
+    _first_size: int | None = None
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -111,16 +113,17 @@ class StepStrategy(CheckpointStrategy):
 
     @override
     def on_train_start(self) -> None:
-        trainer = self._module().trainer
-        sizes = training_batch_sizes(trainer.train_dataloader, trainer.num_training_batches)
-        if not sizes:
-            return
         if self._num_microbatches is None:
-            self._choose_num_microbatches(sizes[0])
+            size = self._first_size or declared_batch_size(self._module().trainer.train_dataloader)
+            if size is not None:
+                self._choose_num_microbatches(size)
 
     def _choose_num_microbatches(self, batch_size: int) -> None:
         self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
         self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
+        if said := too_few_samples(batch_size, self._num_microbatches, self.mesh.num_ranks):
+            rank_zero_warn(f"pfo_pipeline: {said}")
+            return
         rank_zero_info(
             f"pfo_pipeline: batches of {batch_size} are split into "
             f"{counted(self._num_microbatches, 'microbatch', 'microbatches')}."
@@ -144,7 +147,7 @@ class StepStrategy(CheckpointStrategy):
                 return None
             batch, _, dataloader_idx = item
         number = self._num_microbatches
-        size = self._batching.size_of(batch, self.mesh.num_ranks)
+        self._first_size = size = self._batching.size_of(batch, self.mesh.num_ranks)
         number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
         microbatch = self._batching.split(batch, number)[0]
         training_step = module.training_step

@@ -41,7 +41,12 @@ from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_rep
 from lightning_pfo.strategy.trainer.callbacks.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.callbacks.throughput import count_pipelines
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import split_averages
-from lightning_pfo.strategy.trainer.checks import check_configuration, check_optimizers, set_example_aside
+from lightning_pfo.strategy.trainer.checks import (
+    check_configuration,
+    check_optimizers,
+    refuse_missing_values,
+    set_example_aside,
+)
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
     allow_skipping,
@@ -291,6 +296,7 @@ class PfoPipelineStrategy(StepStrategy):
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)
+        refuse_missing_values(self._patches)
         path = self.broadcast(self._restore.path)
         has_shards = path is not None and is_sharded(Path(path))
         if not has_shards:  # as early as Lightning does

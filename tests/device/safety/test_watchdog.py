@@ -118,11 +118,16 @@ def test_the_watchdog_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_nothing_is_changed_before_the_watchdog_is_ready(fake_driver: FakeDriver) -> None:
-    script = """
+def test_nothing_is_changed_before_the_watchdog_is_ready(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    never_ready = tmp_path / "python"
+    never_ready.write_text("#!/bin/sh\nexec sleep 60\n")
+    never_ready.chmod(0o755)
+    script = f"""
+import sys
 from lightning_pfo.device import open_gpu
 from lightning_pfo.device.safety import watching
 watching._READY_TIMEOUT_S = 0.0
+sys.executable = {str(never_ready)!r}
 gpu = open_gpu("nvml", 0)
 try:
     gpu.lock_graphics_clock(1200)

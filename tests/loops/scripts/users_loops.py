@@ -1,10 +1,11 @@
 """Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
 
 import weakref
+from contextlib import nullcontext
 
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils import broadcast_object_list, find_executable_batch_size
 from net import NetWithLoss, make_loaders
 from safetensors.torch import load_file
 from torch import nn
@@ -301,7 +302,39 @@ def batch_sizes_that_fit():
     return [*found, tried, [model() is not None for model in models], left]
 
 
+def whole_parameters():
+    """Code between steps reads and writes parameters of all stages, or of a part; what it writes is trained on."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[1]))
+    net = accelerator.unwrap_model(model)
+    whole = model.whole_parameters if is_pipeline() else lambda *_: nullcontext()
+    losses, norms = [], []
+    for batch in loader:
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        with whole(), torch.no_grad():
+            norm = torch.stack([p.norm() for p in net.parameters()]).norm()
+            for p in net.parameters():
+                p.mul_(4 / norm)
+        with whole(net.stem, net.head), torch.no_grad():
+            net.head.bias.copy_(net.stem.weight[:3, 0])
+            norms.append([float(norm), *net.head.bias.tolist()])
+    absent = [name for name, p in net.named_parameters() if p.is_meta]
+    return {"losses": losses, "norms": norms, "absent": absent != [], "weights": sums(state_of(accelerator, model))}
+
+
+def state_of(accelerator, model):
+    """That of all stages, on every rank."""
+    state = accelerator.get_state_dict(model)
+    return {name: value.cpu() for name, value in broadcast_object_list([state])[0].items()}
+
+
 LOOPS = (
+    whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,
     gathered_and_cut_by_hand,

@@ -74,9 +74,9 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def trainer_of(load_batches, **options):
+def trainer_of(load_batches, *, num_microbatches=3, **options):
     return L.Trainer(
-        strategy=PfoPipelineStrategy(num_microbatches=3, check_loss=False, load_batches=load_batches),
+        strategy=PfoPipelineStrategy(num_microbatches=num_microbatches, check_loss=False, load_batches=load_batches),
         accelerator="cpu",
         devices=3,
         logger=False,
@@ -129,6 +129,20 @@ def predict():
     return {"calls": data.calls, "sizes": [len(one) for one in found]}
 
 
+def collated(make, load_batches):
+    """The items of the dataset are batches, of which the loader is told to take one."""
+    x = Augmented(24).x
+    batches = [(part, part.sum(1)) for part in x.split(6)]
+    seen = []
+    for number in (None, 6):
+        torch.manual_seed(0)
+        module = Module()
+        trainer = trainer_of(load_batches, num_microbatches=number, max_epochs=1)
+        trainer.fit(module, DataLoader(make(batches), batch_size=1, collate_fn=lambda items: items[0]))
+        seen.append([trainer.strategy.instruction_source.schedule.num_microbatches, *module.seen])
+    return seen
+
+
 CASES = {
     "shuffled, augmented": {"make": same},
     "stream": {"make": Stream},
@@ -142,6 +156,7 @@ def main():
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     found = {name: {by: run(by, **options) for by in ("all", "first")} for name, options in CASES.items()}
+    found["collated"] = [collated(make, by) for make in (same, Stream) for by in ("all", "first")]
     found["predict"] = predict()
     found["error"] = fail()
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))

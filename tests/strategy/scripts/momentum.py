@@ -114,6 +114,18 @@ class Alone(InAHook):
             p.mul_(0.9).add_(q, alpha=0.1)
 
 
+class LogsNorm(InAHook):
+    """Logs what Lightning looks at when the run ends."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log_dict({"norm": sum(p.norm() for p in self.parameters())})
+
+
+class LogsNormOfState(InAHook):
+    def on_train_epoch_end(self):
+        self.log("norm", sum(value.norm() for value in self.state_dict().values() if value.is_floating_point()))
+
+
 class AllOfMine(InAHook):
     """Writes into all parameters what needs no others."""
 
@@ -157,10 +169,12 @@ def run(number):
         trainer.fit(module, loader)
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
-    try:
-        trainer_of(number, {}).fit(Alone(), loader)
-    except ConfigurationError as error:
-        found["refused"] = str(error)
+    found["refused"] = {}
+    for case in (Alone, LogsNorm, LogsNormOfState):
+        try:
+            trainer_of(number, {}).fit(case(), loader)
+        except ConfigurationError as error:
+            found["refused"][case.__name__] = str(error)
     (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 

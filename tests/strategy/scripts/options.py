@@ -83,6 +83,13 @@ class Descends(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class HasStateFromTheBegin(Module):
+    """Adagrad makes its state when it is made, for all parameters."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+
 class Divided(Overflows):
     """On the pipeline its layers are divided by tensor parallelism; on one device there is no mesh."""
 
@@ -93,6 +100,22 @@ class Divided(Overflows):
             for layer in self.model:
                 plan = {"0": ColwiseParallel(output_layouts=Replicate())}
                 parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+
+
+class Normed(Module):
+    """On one device a batch norm has the microbatches of the pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in (self.model[0], self.model[5]):
+            layer.append(nn.BatchNorm1d(8, momentum=0.3))
+
+    def loss(self, batch):
+        if not self.training or self.trainer.world_size > 1:
+            return super().loss(batch)
+        parts = zip(*(part.tensor_split(4) for part in batch), strict=True)
+        losses, accuracies = zip(*map(super().loss, parts), strict=True)
+        return sum(losses) / 4, sum(accuracies) / 4
 
 
 class Finetuned(Module):
@@ -207,8 +230,10 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
     "recomputed_in_part": (Module, dict, {"activation_checkpointing": "selective"}),
     "looks_at_gradients": (LooksAtGradients, dict, {}),
+    "adagrad": (HasStateFromTheBegin, lambda: {"max_epochs": 3}, {}),
     "ema": (Module, ema, {}),
     "swa": (Module, swa, {}),
+    "swa_normed": (Normed, swa, {}),
     "compiled": (Module, dict, {"compile": True}),
 }
 # with torch 2.6 schedulers of averages hold what weights_only=True refuses; Lightning 2.5 takes no such argument
@@ -245,7 +270,8 @@ def fit(name, where):
             break
     if trainer.global_rank == 0:
         clip_grad_norm_(module.parameters(), 1e9)  # torch's own again
-    weights = {n: whole(p).double().flatten().tolist() for n, p in module.named_parameters() if not p.is_meta}
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    weights = {n: whole(p).double().flatten().tolist() for n, p in tensors if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
     histories = {key: module.history.get(key) for key in ("train", "val", "scale", "norms")}
     return {**histories, "held": sorted(module.history["held"]), "weights": weights, "dtypes": dtypes}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.precision import Precision
 from plain_module import PlainModule, make_loaders
 from torch import nn
@@ -339,7 +339,6 @@ def refusals():
         "sharded_by_the_user": lambda: fit(ShardsItself()),
         "pruned": lambda: fit(PlainModule(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)]),
         "lbfgs": lambda: fit(SearchesALine()),
-        "swa_with_batch_norm": lambda: fit(BatchNormModule(), callbacks=[StochasticWeightAveraging(0.1)]),
         "compiled_zero_bubble": lambda: fit(
             PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=6, schedule="zbv", compile=True)
         ),

@@ -70,6 +70,63 @@ class Iterates(Plain):
         self.average.n_averaged.add_(1)
 
 
+class Codebook(Plain):
+    """Moves a buffer between layers, in training only, and sets another one to the same in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("same", torch.zeros(4))
+
+    def training_step(self, batch, batch_idx):
+        rows = self.layers[0](batch[0])
+        if self.training:
+            with torch.no_grad():
+                self.sums.mul_(0.9).add_(rows.sum(0), alpha=0.1)
+                self.same.copy_(torch.zeros_like(rows[0]))
+        for layer in self.layers[1:]:
+            rows = layer(rows + 1e-3 * self.sums + self.same)
+        return rows.square().mean()
+
+
+class FarCodebook(Codebook):
+    """Its loss on the batch is none between those of microbatches, since a buffer moves."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.layers[0](batch[0])
+        if self.training:
+            self.sums.mul_(0.5).add_(rows.detach().abs().sum(0))
+        for layer in self.layers[1:]:
+            rows = layer(rows)
+        return rows.square().mean() + self.sums.mean()
+
+
+class SumsAtTheEnd(Codebook):
+    """Moves a buffer where only the last stage comes to, in training only."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.layers(batch[0])
+        if self.training:
+            with torch.no_grad():
+                self.sums.mul_(0.9).add_(rows.sum(0), alpha=0.1)
+        return rows.square().mean()
+
+
+class CodebookInAHook(Codebook):
+    """The same as one device has it."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.layers[0](batch[0])
+        self.rows = rows.detach()
+        for layer in self.layers[1:]:
+            rows = layer(rows + 1e-3 * self.sums)
+        return rows.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        assert len(self.rows) == len(batch[0])
+        self.sums.mul_(0.9).add_(self.rows.sum(0), alpha=0.1)
+
+
 class OfTorch(Plain):
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 100.0)
@@ -206,7 +263,44 @@ class Prints(Plain):
         return loss
 
 
-CASES = (Iterates, Prints, Sends, Reads, OfLightning, OfTorch, InStep, Alone, ByHand, ByItself, OfLibraries, Opens)
+class Keeps(Plain):
+    """Keeps what its layers return, which by microbatches is another one by what rounding leaves.
+
+    What it collects in a list is gone when the step ends, and the list as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = types.SimpleNamespace(losses=[])
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0]) * (1 + 1e-7 * len(batch[0]))
+        self.tracker.losses.append(output.detach().flatten().median() ** 3)
+        self.tracker.losses = []
+        self.kept = output.detach()
+        self.largest = output.abs().detach().amin()
+        return output.square().mean()
+
+
+CASES = (
+    Keeps,
+    Codebook,
+    FarCodebook,
+    SumsAtTheEnd,
+    CodebookInAHook,
+    Iterates,
+    Prints,
+    Sends,
+    Reads,
+    OfLightning,
+    OfTorch,
+    InStep,
+    Alone,
+    ByHand,
+    ByItself,
+    OfLibraries,
+    Opens,
+)
 
 
 def run(number):

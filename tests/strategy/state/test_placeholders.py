@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 
 import pytest
@@ -33,6 +34,24 @@ def test_placeholders_are_not_moved(root):
     for move in (torch.Tensor.cpu, lambda tensor: tensor.to("cpu")):
         with pytest.raises(ConfigurationError, match="placeholders"):
             move(root.state_dict()["1.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mine, other: mine.add_(other, alpha=0.1),  # torch says nothing, and does nothing
+        lambda mine, other: operator.iadd(mine, other),
+        lambda mine, other: mine.copy_(other),
+        lambda mine, other: torch._foreach_add_([mine, mine], [mine, other]),
+        lambda mine, other: torch._foreach_lerp_([mine], [other], 0.1),
+        lambda mine, other: torch.equal(mine, other),
+        lambda mine, other: other.numpy(),
+        lambda mine, other: other.norm().item(),
+    ],
+)
+def test_values_are_not_taken_from_placeholders(root, use):
+    with pytest.raises(ConfigurationError, match=r"placeholders.*whole_parameters"):
+        use(torch.ones(2, 2), root.state_dict()["1.0.weight"])
 
 
 def test_state_dicts_are_copied_and_loaded_as_ever(root):

@@ -1,7 +1,12 @@
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.step.gradients import attach_gradients, put_gradients, take_gradients
+from lightning_pfo.strategy.step.gradients import (
+    attach_gradients,
+    put_gradients,
+    take_gradients,
+    without_accumulation_hooks,
+)
 
 
 def test_gradients_are_handed_out_by_backward_times_its_factor():
@@ -17,3 +22,17 @@ def test_gradients_are_handed_out_by_backward_times_its_factor():
     (loss / 2).backward()
     assert torch.equal(a.grad, torch.tensor([2.0, 3.0]))
     assert b.grad is None
+
+
+def test_hooks_on_added_up_gradients_see_those_of_the_batch():
+    parameter, seen = nn.Parameter(torch.ones(1)), []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad)))
+    with without_accumulation_hooks([parameter]):
+        for _ in range(3):
+            (parameter * 2).sum().backward()
+    assert not seen
+    loss = attach_gradients(torch.tensor(1.0), take_gradients([parameter]))
+    loss.backward()
+    assert seen == [6.0]
+    parameter.sum().backward()
+    assert seen == [6.0, 7.0]

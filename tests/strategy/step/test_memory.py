@@ -146,4 +146,5 @@ def test_what_a_trace_has_run_for_real_is_let_go_of():
     NeedsValues.last = None
     assert outline.from_values
     assert outline.saved_bytes
+    del outline  # which has what the module has left
     assert NeedsValues.made[-1]() is None

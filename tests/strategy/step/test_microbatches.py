@@ -1,3 +1,4 @@
+import re
 from functools import partial
 
 import pytest
@@ -6,10 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
-from lightning_pfo.strategy.step.microbatches import (
-    default_num_microbatches,
-    training_batch_sizes,
-)
+from lightning_pfo.strategy.step.microbatches import declared_batch_size, default_num_microbatches, too_few_samples
 
 
 def one_f_one_b_of(num_ranks, num_microbatches):
@@ -46,27 +44,30 @@ def test_the_default_number_is_one_that_the_schedule_can_run():
     assert default_num_microbatches(4, 3, in_threes) == 3
 
 
-def test_a_batch_smaller_than_the_pipeline_is_refused():
-    with pytest.raises(
-        BatchError, match=r"batch of 3 samples cannot be divided.*Use num_microbatches=4 or more.*Use batches of 16"
-    ):
-        default_num_microbatches(3, 4, partial(one_f_one_b_of, 4))
+def test_a_batch_smaller_than_the_pipeline_is_a_short_one():
+    assert default_num_microbatches(3, 4, partial(one_f_one_b_of, 4)) == 4
+    assert default_num_microbatches(1, 2, partial(one_f_one_b_of, 2)) == 2
+    assert re.match(r"A batch of 1 sample is too small.*Use batches of 8 samples", too_few_samples(1, 2, 2))
+    assert not too_few_samples(2, 2, 2)
 
 
-def test_batch_sizes_are_known_before_training():
+def test_a_schedule_that_can_run_no_number_is_told_of():
+    def none(num_microbatches):
+        raise ConfigurationError("Use another schedule.")
+
+    with pytest.raises(BatchError, match=r"batch of 3 samples cannot be divided.*Use another schedule.*batches of 16"):
+        default_num_microbatches(3, 4, none)
+
+
+def test_batch_sizes_are_known_before_training_unless_loaders_make_batches_by_themselves():
     data = TensorDataset(torch.zeros(21, 1))
 
     class Stream(IterableDataset):
         def __iter__(self):
             yield from range(3)
 
-    def sizes(num_batches=float("inf"), **options):
-        return training_batch_sizes([DataLoader(data, batch_size=8, **options)], num_batches)
-
-    assert sizes() == [8, 5]
-    assert sizes(num_batches=2) == [8]
-    assert sizes(drop_last=True) == [8]
-    assert sizes(shuffle=True) == [8, 5]
-    assert training_batch_sizes(
-        [DataLoader(Stream(), batch_size=4), range(3), DataLoader(data, batch_size=None)], 9
-    ) == [4]
+    assert declared_batch_size([DataLoader(data, batch_size=8)]) == 8
+    assert declared_batch_size({"a": DataLoader(Stream(), batch_size=4), "b": DataLoader(data, batch_size=2)}) == 4
+    without = (range(3), DataLoader(data, batch_size=None), DataLoader(data, collate_fn=lambda items: items[0]))
+    assert declared_batch_size(without) is None
+    assert declared_batch_size([*without, DataLoader(data, batch_size=3)]) == 3

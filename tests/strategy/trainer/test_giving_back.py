@@ -18,6 +18,7 @@ def test_all_is_given_back_after_each_run(tmp_path):
             "fit.on_advance_end",
             "layer.forward",
             "metric._sync_dist",
+            "metric.compute",
             "plugin.backward",
             "plugin.clip_grad_by_norm",
             "plugin.clip_grad_by_value",

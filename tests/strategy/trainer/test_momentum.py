@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 CASES = (
     *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
@@ -38,10 +38,21 @@ def test_parameters_that_steps_and_hooks_write_into_are_those_of_one_device(trai
     assert names == alone["held"].keys()
 
 
-def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(trained):
-    assert "refused" not in trained["1_0"]
+@pytest.mark.parametrize("case", ["Alone", "LogsNorm", "LogsNormOfState"])
+def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(trained, case):
+    assert not trained["1_0"]["refused"]
     for rank in ("2_0", "2_1"):
-        assert re.match(
-            r".*momentum\.py, line \d+ needs values of layers that other ranks hold", trained[rank]["refused"]
-        )
-        assert "whole_parameters" in trained[rank]["refused"]
+        refused = trained[rank]["refused"][case]
+        assert re.match(r".*momentum\.py, line \d+ needs values of layers that other ranks hold", refused)
+        assert "whole_parameters" in refused
+
+
+def test_a_rank_that_raises_alone_among_whole_parameters_is_named_by_the_others(tmp_path):
+    script = SCRIPT.with_name("alone_in_whole.py")
+    run_script(
+        script, tmp_path, timeout_s=60, expect_success=False
+    )  # the watch would end a rank that waits without a word
+    told, raised = of_ranks(tmp_path, 2)
+    assert raised == ["ValueError", "a mistake of one rank", True]  # and it has its own parameters again
+    assert told[0] == "RankDiedError"
+    assert re.match(r"rank 1 \(pid \d+ on .*\) failed with ValueError: a mistake of one rank", told[1])

@@ -32,8 +32,10 @@ TOLERANCE = {
     "recomputed": 2e-5,
     "recomputed_in_part": 2e-5,
     "looks_at_gradients": 2e-5,
+    "adagrad": 2e-5,
     "ema": 2e-5,
     "swa": 2e-5,
+    "swa_normed": 1e-4,  # variances magnify what rounding changes
 }
 if not hasattr(callbacks, "EMAWeightAveraging"):  # new in Lightning 2.6
     del TOLERANCE["ema"]
@@ -99,7 +101,7 @@ def test_compiled_stages_train_like_one_device(folder):
     check(folder, "compiled", 2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in ("ema", "swa") if name in TOLERANCE])
+@pytest.mark.parametrize("name", [name for name in ("ema", "swa", "swa_normed") if name in TOLERANCE])
 def test_checkpoints_with_averages_are_those_of_one_device(folder, name):
     """The pipeline's is also the one its second run went on from."""
 

@@ -160,7 +160,6 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
         ("sharded_by_the_user", "ConfigurationError", ["'model.0'", "PfoPipelineStrategy(fully_shard=True)"]),
         ("pruned", "ConfigurationError", ["ModelPruning", "leave the callback out"]),
         ("lbfgs", "ConfigurationError", ["LBFGS", "torch.optim.AdamW"]),
-        ("swa_with_batch_norm", "ConfigurationError", ["statistics of batch norm", "callbacks.WeightAveraging"]),
         ("compiled_zero_bubble", "ConfigurationError", ["'zbv'", "schedule='1f1b'"]),
     ],
 )

@@ -36,6 +36,18 @@ def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
     assert re.search(r"buffer self\.layers\.0\.0.*each of 2 microbatches", said["2_0"]["Iterates"][0])
 
 
+def test_a_buffer_that_the_step_moves_between_layers_is_named_once_with_a_way_out(said):
+    assert [len(found["Codebook"]) for found in said.values()] == [1, 1, 0]  # on the rank that has its values
+    assert re.search(
+        r"buffer self\.sums between layers.*each of 2 microbatches.*on_train_b", said["2_0"]["Codebook"][0]
+    )
+    for rank in ("1_0", "2_0"):  # a warning, since in evaluation mode nothing is wrong
+        assert re.match(r"The loss of the first batch is .*No weights", said[rank]["FarCodebook"][0])
+    (text,) = said["2_0"]["SumsAtTheEnd"]
+    assert re.search(r"neither their mean nor their sum.*self\.sums", text)
+    assert [found["CodebookInAHook"] for found in said.values()] == [[], [], []]
+
+
 def test_torchs_clipping_knows_all_stages_in_hooks(said):
     assert [found["OfTorch"] for found in said.values()] == [[], [], []]
     for rank in ("2_0", "2_1"):
@@ -45,6 +57,10 @@ def test_torchs_clipping_knows_all_stages_in_hooks(said):
 
 def test_nothing_is_said_of_optimizers_and_of_norms_over_all_stages(said):
     assert [found["ByItself"] for found in said.values()] == [[], [], []]
+
+
+def test_nothing_is_said_of_what_rounding_leaves(said):
+    assert [found["Keeps"] for found in said.values()] == [[], [], []]
 
 
 def test_objects_of_libraries_that_a_step_changes_are_named_once(said):

@@ -1,5 +1,5 @@
 """What a step reaches besides the tensors that flow through it, and how a trial leaves nothing there.
 
-`places` finds attributes and containers, `variables` those outside of objects, and says what is the user's own.
+`places` finds attributes and containers, with `model.variables` those outside of objects.
 `untouched` puts places back, `caches` keeps those of the process empty.
 """

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.variables import (
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.variables import (
     Known,
     Variables,
     changes_by_itself,
@@ -29,7 +30,6 @@ from lightning_pfo.strategy.model.reach.variables import (
     known_to_function,
     packages_of,
 )
-from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 
 _CALLED = frozenset((types.FunctionType, types.MethodType, types.BuiltinMethodType, partial))
 """Types of what a step may call that holds something."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pfo.strategy.model.tracing.forms.left import Place
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
@@ -98,6 +99,7 @@ class Event:
             together with their arguments and named arguments as they are then.
         returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
+        left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
     """
 
     what: Any
@@ -112,6 +114,7 @@ class Event:
     rewrites: bool = False
     returns: int = -1
     saved_bytes: int = 0
+    left: tuple[Place, ...] = ()
 
     @cached_property
     def only_label(self) -> int | None:
@@ -185,7 +188,8 @@ class Trace:
         stale: Ordinary tensors that are used after a stage has changed their values through another view: the event
             that changes them, and the user's line.
         differentiations: Calls of `torch.autograd.grad`.
-        listened: Units of which somebody hooks into a part, which does not see tracked tensors therefore.
+        listened: Units that are to be followed into: somebody hooks into a part, which does not see tracked tensors; or
+            the step fails on zeros, and they prepare the batch alone.
         optimizing: What the step does to optimize by itself, in order.
     """
 
@@ -237,6 +241,18 @@ class Trace:
         for value in self.values:
             found[value.memory] = max(found.get(value.memory, -1), value.changed_at)
         return found
+
+    def units_of_the_batch(self) -> list[Any]:
+        """Units without tensors that take nothing of a stage, so that all ranks may compute what they return."""
+        taking = {use for value in self.values for use in value.uses}
+        return [
+            event.what
+            for position, event in enumerate(self.events)
+            if event.units == [event.what]
+            and position not in taking
+            and not event.what.is_layer
+            and not any(True for named in (event.what.module.parameters(), event.what.module.buffers()) for _ in named)
+        ]
 
     def live(self, position: int) -> list[int]:
         """The values that are there before an event, and needed by it or later."""

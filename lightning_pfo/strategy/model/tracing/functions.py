@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -78,11 +78,6 @@ HOOKS = frozenset(
 )
 """Functions that only leave something with a tensor."""
 
-_ASSIGNS = frozenset({torch.Tensor.data.__set__})  # type: ignore[attr-defined]
-_IN_PLACE = frozenset(
-    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-
 _SWITCHES = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, *HOOKS})  # type: ignore[attr-defined]
 
 
@@ -103,14 +98,6 @@ def whose_values_count(function: Any, args: tuple[Any, ...], leaves: Iterable[An
     index = form_argument(function)
     form = args[index] if index is not None and len(args) > index else None
     return [leaf for leaf in leaves if leaf is not form]
-
-
-def writes(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function writes into tensors that it is given; by their names, and `data = ...`."""
-    if _is_in(_ASSIGNS, function) or "out" in kwargs:
-        return True
-    name = getattr(function, "__name__", "")
-    return name == "__setitem__" or (name.endswith("_") if not name.endswith("__") else name in _IN_PLACE)
 
 
 def is_metadata(function: Any) -> bool:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
-from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count, writes
+from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
@@ -30,6 +30,7 @@ from lightning_pfo.strategy.parallel.compat import (
     transform_with,
     version_of,
 )
+from lightning_pfo.strategy.parallel.dtensor import writes
 from lightning_pfo.strategy.parallel.patches import Patches
 
 

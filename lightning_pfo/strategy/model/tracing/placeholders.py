@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place, writes
+from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
+from lightning_pfo.strategy.parallel.dtensor import alike, is_written_from_nowhere, lacks_values, writes
 
 _log = logging.getLogger(__name__)
 
@@ -161,32 +162,30 @@ def _explain(
     kwargs = kwargs or {}
     if is_metadata(function):
         return natively(function, args, kwargs)
-    target, *others = [_alike(argument) for argument in (args or kwargs.values())] or [[]]
-    changes = writes(function, kwargs)
-    if changes and any(_is_written_from_nowhere(target, other) for other in others):
-        raise ConfigurationError(_explained())  # torch says nothing, and does nothing
+    if is_written_from_nowhere(function, args, kwargs, is_placeholder):
+        raise ConfigurationError(_explained())
     try:
         return _marked(natively(function, args, kwargs))
-    except RuntimeError as error:
-        if "meta" not in str(error):
+    except (RuntimeError, TypeError) as error:
+        if not lacks_values(error):
             raise
-        if changes and target and all(map(is_placeholder, target)):
-            return args[0] if args else None  # that is done by the rank that holds it
+        if args and writes(function, kwargs) and all(map(is_placeholder, alike(args[0]))):
+            return args[0]  # that is done by the rank that holds it
         raise ConfigurationError(_explained()) from error
-
-
-def _alike(argument: Any) -> list[Any]:
-    return list(argument) if isinstance(argument, (list, tuple)) else [argument]
-
-
-def _is_written_from_nowhere(target: list[Any], other: list[Any]) -> bool:
-    """Whether a tensor that is here would get values of one that is not."""
-    pairs = zip(target, other if len(other) == len(target) else other[:1] * len(target), strict=False)
-    return any(isinstance(t, torch.Tensor) and not is_placeholder(t) and is_placeholder(o) for t, o in pairs)
 
 
 def _explained() -> str:
     return _text.format(place=place_of(inspect.currentframe()))
+
+
+def check_values(value: Any) -> None:
+    """Refuse a value that comes of placeholders, where only later somebody would need what it is.
+
+    Raises:
+        ConfigurationError: If it has none, with the user's line.
+    """
+    if any(map(is_placeholder, tree_leaves(value))):
+        raise ConfigurationError(_explained())
 
 
 def _follow(answer: Any) -> None:

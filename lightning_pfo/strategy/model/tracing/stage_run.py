@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     differs,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New
+from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
@@ -47,10 +49,11 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
     value_of,
 )
-from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_map_only, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     Recompute,
+    memory_of,
     recompute_with,
 )
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -148,6 +151,7 @@ class StageRun:
         self._around = around
         self._entered = False
         self._adopted: list[torch.Tensor] = []
+        self._left = LeftByCalls()
         self._recomputes = 0
         self.uncompiled = Uncompiled()
 
@@ -237,7 +241,7 @@ class StageRun:
         Raises:
             ConfigurationError: If one is not as in the trace.
         """
-        sent = []
+        sent, lasting = [], self._lasting()
         for label in self._program.sent:
             if label not in self._kept:
                 raise deviates()
@@ -256,9 +260,17 @@ class StageRun:
                 ):
                     raise differs(tensor, form)
                 tensor = tensor.contiguous()
-                sent.append(tensor.view_as(tensor))
+                sent.append(tensor.clone() if memory_of(tensor) in lasting else tensor.view_as(tensor))
         self._remember()
         return tuple(sent)
+
+    def _lasting(self) -> set[int]:
+        """The memory of what the next microbatch may change while the values of this one are being sent."""
+        if not (self._program.sent and (self._adopted or self._program.restless)):
+            return set()
+        buffers = (buffer for module in self._program.restless for buffer in module.buffers())
+        with following(None), DisableTorchFunctionSubclass():
+            return set(map(memory_of, chain(self._adopted, buffers)))
 
     def _imported(self, label: int) -> torch.Tensor:
         """A value of an earlier phase; what it was made of is gone, but it says of itself what it did."""
@@ -278,6 +290,7 @@ class StageRun:
         """Let go of everything."""
         for tensor in self._adopted:
             untracked(tensor)
+        self._left.put_back()
         self._kept.clear()
         self._received.clear()
 
@@ -322,7 +335,7 @@ class StageRun:
             else leaf
             for leaf in event.results
         ]
-        return returned_of(event, tree_unflatten(found, event.structure), (args, kwargs))
+        return self._left.left_out(event, tree_unflatten(found, event.structure), (args, kwargs))
 
     def _compute(self, position: int, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args, kwargs
@@ -335,10 +348,11 @@ class StageRun:
         repeated = (
             buffers_kept(event.units) if position < self._program.begin and event.changes_state else nullcontext()
         )
+        before = self._left.before(event) if event.left else ()
         with following(None), self._around(position), ordinary(ours), repeated:
             result = compute(*args, **kwargs)
-        if event.rewrites:
-            result = result if event.returns < 0 else None, (args, kwargs)
+        if event.left or event.rewrites:
+            result = with_all_left(result, (args, kwargs), event, self._left.take(event, before))
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
             raise deviates()

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
@@ -35,7 +36,6 @@ from lightning_pfo.strategy.model.tracing.functions import (
     Uncompiled,
     is_in_compiled_function,
     whose_values_count,
-    writes,
 )
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
@@ -57,7 +57,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
-from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,
@@ -66,6 +66,7 @@ from lightning_pfo.strategy.parallel.compat import (
     reserved_memory,
     version_of,
 )
+from lightning_pfo.strategy.parallel.dtensor import writes
 
 
 def trace_step(
@@ -91,6 +92,7 @@ def trace_step(
             result = step()
         except Exception as error:
             run.trace.failure = error
+            run.trace.listened += run.trace.units_of_the_batch()  # it may have looked at what these return
             # what is still held somewhere may be needed
             for reference in run.alive:
                 run.trace.use(reference(), FOREVER)
@@ -118,6 +120,7 @@ class _TraceRun:
         self._changed_memory: dict[int, int] = {}  # of ordinary tensors, and the event that changed it
         self._glue_state: Any = None
         self._has_read = False
+        self._left = LeftInTrace()
         self._taken: list[tuple[int, torch.Tensor]] = []  # ordinary tensors with gradients, by events
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,14 +191,15 @@ class _TraceRun:
             with self._nothing_drawn(), following(None):
                 selects_all = self._selected is Selected.ALL
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
-        event.saved_bytes, event.changes_state = outline.saved_bytes, outline.changes_state
-        event.rewrites, event.returns = outline.rewrites, outline.returns
+        for known in ("saved_bytes", "changes_state", "rewrites", "returns", "left"):
+            setattr(event, known, getattr(outline, known))
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
         found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         result = self._end(event, leaves, found, outline.structure, changed, varying)
+        self._left.note(event, result)
         return returned_of(event, result, given)
 
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
@@ -232,7 +236,7 @@ class _TraceRun:
                 arguments = tree_unflatten(leaves, structure)
                 outline = outline_call(unit.module, unit.forward, arguments, self._device, selects_all=selects_all)
             event.held += seen.names  # of other modules; its own are replaced meanwhile
-            if kept and not seen.names and not inside.was_asked:
+            if kept and not (seen.names or inside.was_asked or outline.left):
                 outlines_of(unit).keep(key, leaves, outline)
             return outline
 
@@ -264,6 +268,7 @@ class _TraceRun:
     def finish(self, result: Any) -> None:
         """The step has returned."""
         self.note(result)
+        self._left.finish(lambda label: label < 0 or bool(self.trace.values[label].uses))
         for name, buffer in self._held.assigned().items():
             if isinstance(buffer, Tracked) and is_value(buffer):
                 self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
@@ -315,7 +320,8 @@ class _TraceRun:
         for index in changed:
             self._adopt(event, leaves[index], index)
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
-        if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or _returns_nothing(found)):
+        nothing = all(leaf is None for leaf in found)
+        if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or nothing):
             event.reads = True
             self.trace.deciding.append(users_module())
             event.line = users_line()
@@ -394,7 +400,3 @@ def _is_ordinary(leaf: Any) -> bool:
 
 def _any_varies(leaves: list[Any]) -> bool:
     return any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves)
-
-
-def _returns_nothing(found: list[Any]) -> bool:
-    return all(leaf is None for leaf in found)

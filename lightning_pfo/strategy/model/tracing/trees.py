@@ -10,7 +10,7 @@ import copy
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,24 +159,3 @@ def _rewritten(old: Any, new: Any) -> bool:
         return len(old) == len(new) and all([_rewritten(a, b) for a, b in zip(old, new, strict=True)])
     rewrite(old, new)
     return True
-
-
-class Rewriting(Protocol):
-    """What is known of a call: whether it rewrites containers that it is given, and which of them it returns."""
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether it writes into containers that it is given."""
-
-    @property
-    def returns(self) -> int:
-        """Position of the argument that it returns; -1: it returns something else."""
-
-
-def returned_of(call: Rewriting, result: Any, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """What a call returns, after what it has written into containers is written into those that it was given."""
-    if not call.rewrites:
-        return result
-    result, changed = result
-    rewrite(given, changed)
-    return result if call.returns < 0 else [*given[0], *given[1].values()][call.returns]

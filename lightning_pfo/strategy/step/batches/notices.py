@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -14,3 +15,15 @@ def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         _log.warning(message)
+
+
+def tell_of_buffers(names: Iterable[str], number: int) -> None:
+    """Name the first of some buffers that the step changes for each of so many microbatches before its last stage."""
+    if name := min(names, default=""):
+        warn_once(
+            f"The step changes the buffer self.{name} between layers: once for each of {number} microbatches, which "
+            f"find there what earlier ones have left, as when gradients are accumulated; on one device once for the "
+            f"batch (a moving average goes further). To change it once, keep in the step what it is made from "
+            f"(self.rows = rows.detach(), which is that of the whole batch on every rank) and change the buffer in "
+            f"on_train_batch_end."
+        )

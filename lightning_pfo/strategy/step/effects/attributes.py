@@ -130,14 +130,17 @@ class Attributes:
 
     def _take(self, size: int | None = None) -> Changes:
         changes: Changes = {}
-        for path, (container, before) in self._containers.items():
-            if _is_as_before(container, before):
-                continue
+        others = [path for path, noted in self._containers.items() if not _is_as_before(*noted)]
+        replaced = set(filter(self._is_replaced, others))
+        for path in others:
+            container, before = self._containers[path]
             found = dict(_changes_in(container, before))
             if self._left_alone and path == ("_buffers",):
                 found = {key: value for key, value in found.items() if (*path, key) not in self._left_alone}
             if found:
                 _take_back(container, before, list(found))
+                if path in replaced:
+                    continue
                 if size is not None:
                     found = self._meters.take(path, found, before, size)
                 changes.update({(*path, key): value for key, value in found.items()})
@@ -157,6 +160,15 @@ class Attributes:
                     array[...] = before
                 self._tensors[path] = (array, _version_of(array), before)
         return changes
+
+    def _is_replaced(self, path: Path) -> bool:
+        """Whether something else is at a place now, so that nobody finds there what the step did with this before."""
+        holder, (parent, _) = self._holders.get(path), self._containers.get(path[:-1], (None, None))
+        if holder is None or not isinstance(parent, MutableMapping):
+            return False
+        now = parent.get(path[-1], holder)
+        parts = now.values() if isinstance(now, dict) else now if isinstance(now, (list, tuple)) else ()
+        return now is not holder and not any(part is holder for part in parts)
 
     def growth(self, changes: Changes) -> dict[str, Any]:
         """By how much what has changed has grown, by where it is; see `rules`."""

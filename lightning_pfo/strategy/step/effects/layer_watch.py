@@ -122,8 +122,9 @@ class LayerWatch:
             name, key = changed[0]
             warn_once(
                 f"A layer changes its attribute self.{name}.{key} in a step. Layers run on the rank of their stage "
-                f"only, and once for each microbatch, so that this is another value than on one device. Let the layer "
-                f"return what is to be kept, and keep it in the step, in an attribute of the user's module."
+                f"only, and once for each microbatch. The step finds there the tensors that the layer has left for its "
+                f"microbatch; hooks find another value than on one device. For hooks let the layer return "
+                f"what is to be kept, and keep it in the step, in an attribute of the user's module."
             )
         self._before = now
         if changed or self._batches == _LOOKED_AT:

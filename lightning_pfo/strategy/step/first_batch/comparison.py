@@ -26,8 +26,7 @@ from lightning_pfo.strategy.step.first_batch.losses import (
     Losses,
     describe,
     differ,
-    is_no_sum,
-    is_no_weighted_mean,
+    no_weights_explain,
     tolerance_of,
 )
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
@@ -102,6 +101,7 @@ class Comparison:
         self._numbers: dict[str, NumberCheck] = {}
         self._everywhere = True
         self._grown: Numbers = {}
+        self._evaluates = False
 
     def check(self, first: StepOnBatch) -> None:
         """Compare for one batch, if it is one of the first of its kind.
@@ -209,8 +209,10 @@ class Comparison:
             self._draw_again(first, parts, pairs, whole)
         said: list[_Said] = []
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        is_error = no_weights_explain(losses, tolerance)
+        if any(self._tell(is_error)):
+            is_error = self._is_error_in_evaluation(first, parts, whole, tolerance) and is_error
         if losses and differ(losses, tolerance):
-            is_error = is_no_sum(losses) or is_no_weighted_mean(losses, tolerance)
             text = describe(losses, None if whole is not None else num_microbatches, tolerance)
             said.append(_Said(is_error, True, text))
         if check is None or any(self._tell(any(each.is_error for each in said))):
@@ -224,6 +226,17 @@ class Comparison:
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
         return said
+
+    def _is_error_in_evaluation(
+        self, first: StepOnBatch, parts: Microbatches, whole: Whole | None, tolerance: float
+    ) -> bool:
+        """Whether the loss is none of microbatches also if nothing moves that does in training only."""
+        self._evaluates = True
+        try:
+            pairs = self._pair(first, parts, 1, whole)
+        finally:
+            self._evaluates = False
+        return no_weights_explain(list(map(_losses_of, pairs)), tolerance)
 
     def _most(self) -> int:
         """How many microbatches may be run as one."""
@@ -270,12 +283,15 @@ class Comparison:
     def _draw_again(self, first: StepOnBatch, parts: Microbatches, pairs: list[Pair], whole: Whole | None) -> None:
         """Run the same with other random numbers, to see what differs by chance."""
         for draw in range(1, 1 + EXTRA_DRAWS):
-            by_parts = self._run(first, parts, draw, whole)
-            of_all = self._run(first, self._joined(first, len(parts)), draw)
-            if by_parts and of_all:
-                pairs.append(Pair(by_parts, of_all))
+            pairs += self._pair(first, parts, draw, whole)
         if len(pairs) <= EXTRA_DRAWS:
             pairs.clear()
+
+    def _pair(self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None) -> list[Pair]:
+        """Run microbatches, and the same samples in one piece; nothing where one of both is not known."""
+        by_parts = self._run(first, parts, draw, whole)
+        of_all = self._run(first, self._joined(first, len(parts)), draw)
+        return [Pair(by_parts, of_all)] if by_parts and of_all else []
 
     def _go_on(
         self, first: StepOnBatch, number: int, pairs: Sequence[Pair], check: NumberCheck, tolerance: float
@@ -290,13 +306,10 @@ class Comparison:
         exchange = ValueExchange(
             self._engine.device, self._engine.group, self._engine.host_group(), self._engine.last_rank
         )
-        found: list[Pair] = []
         with untouched(self._owner):
             Effects(self._owner, self._runner.programs.modules).change(exchange.share(changes))
             parts = first.parts[:number]
-            by_parts, of_all = self._run(first, parts, 0), self._run(first, self._joined(first, number), 0)
-            if by_parts and of_all:
-                found.append(Pair(by_parts, of_all))
+            found = self._pair(first, parts, 0)
             if any(self._tell(bool(found) and self._differ(check, found, tolerance))):
                 self._draw_again(first, parts, found, None)
         return found
@@ -333,8 +346,9 @@ class Comparison:
             return torch.zeros(())
 
         with untouched(self._owner):
-            for module in self._owner.modules():
-                module.training = False
+            for module in self._owner.modules():  # what the step does `if self.training` counts
+                is_moved = is_training and module is self._owner and not self._evaluates
+                module.training = is_moved and module.training
             effects = Effects(self._owner, self._runner.programs.modules)
             effects.draw_others(draw)
             problem, before = "", self._runner.layers.numbers()

@@ -3,7 +3,7 @@
 A pipeline trains on that mean, and on one device the user's step computes the loss of the whole batch. They are the
 same for a mean over samples, and they are not for a sum, for a loss that compares samples with each other, and for
 batches whose first dimension is not that of the samples. So the pipeline runs forward twice before its first training
-step: by microbatches, and with all of them as one. Both runs are in evaluation mode, without dropout and with the
+step: by microbatches, and with all of them as one. Layers are in evaluation mode in both, without dropout and with the
 running statistics of batch norm, so that only these things can make a difference.
 """
 
@@ -89,6 +89,12 @@ def is_no_sum(draws: Sequence[Losses]) -> bool:
     return _is_times(number, [draw.of_all for draw in draws], [draw.mean for draw in draws])
 
 
+def no_weights_explain(draws: Sequence[Losses], tolerance: float) -> bool:
+    """Whether the loss of all samples is another one, and no mean of losses; or those of means are added up."""
+    is_other = bool(draws) and differ(draws, tolerance)
+    return is_other and (is_no_sum(draws) or is_no_weighted_mean(draws, tolerance))
+
+
 def _scale(draws: Sequence[Losses]) -> float:
     """What differences are relative to: losses may cancel each other, in the mean or among the samples."""
     return max(_SMALLEST, *(abs(loss) for draw in draws for loss in (draw.of_all, *draw.of_microbatches)))
@@ -113,7 +119,7 @@ def describe(
     if num_microbatches is None:
         return (
             f"The loss of {batch} is {first.of_all:.6g} on one device, but {first.mean:.6g} of what its "
-            f"microbatches come to, joined by loss_over='batch' (both forward only, in evaluation mode). Only the end "
+            f"microbatches come to, joined by loss_over='batch' (both forward only, layers in eval mode). Only the end "
             f"of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
             f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
         )
@@ -146,7 +152,7 @@ def describe(
         )
     return (
         f"The loss of {batch} is {first.of_all:.6g} on one device, but a pipeline trains on {trains_on} of its "
-        f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, in evaluation mode). {cause} "
+        f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, layers in eval mode). {cause} "
         f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
     )

@@ -145,7 +145,7 @@ def _difference(
     difference = (ours.mean(0) - theirs.mean(0)).abs()
     chance = _RANDOM * (ours.amax(0) - ours.amin(0) + theirs.amax(0) - theirs.amin(0))
     seen = [numbers[place].abs().max() for numbers in of_parts if place in numbers and numbers[place].numel()]
-    scale = max(_SMALLEST, *map(float, (ours.abs().max(), theirs.abs().max(), *seen)))
+    scale = max(_SMALLEST, *map(float, (ours.abs().max(), theirs.abs().max(), *seen)), _rounded(place, wholes))
     beyond = difference - chance - tolerance * scale
     if not bool((beyond > 0).any()):
         return ""
@@ -153,6 +153,14 @@ def _difference(
     one, other = float(merged[0].reshape(-1)[index]), float(whole[0].reshape(-1)[index])
     how = "grows by " if place.endswith(GROWN) else f"at position {index} " if merged[0].numel() > 1 else ""
     return f"{how}{one:.6g} instead of {other:.6g}"
+
+
+def _rounded(place: str, wholes: Sequence[Numbers]) -> float:
+    """How large the number is that has grown and was rounded; 0 for integers, and for others than growths."""
+    if not place.endswith(GROWN):
+        return 0.0
+    found = [numbers.get(place.removesuffix(GROWN) + SET) for numbers in wholes]
+    return max((float(n.abs().max()) for n in found if n is not None and not torch.equal(n, n.round())), default=0.0)
 
 
 def _form(numbers: Sequence[torch.Tensor]) -> str:

@@ -12,7 +12,12 @@ from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
-from lightning_pfo.strategy.step.gradients import StepGradients, put_gradients, take_gradients
+from lightning_pfo.strategy.step.gradients import (
+    StepGradients,
+    put_gradients,
+    take_gradients,
+    without_accumulation_hooks,
+)
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 
@@ -61,7 +66,8 @@ class Iterations:
         if not keeps:
             earlier = {}
         try:
-            yield StepGradients(self._parameters_of, self._means if average else None, precise=self._precise)
+            with without_accumulation_hooks(self._parameters):
+                yield StepGradients(self._parameters_of, self._means if average else None, precise=self._precise)
         finally:
             put_gradients(self._parameters, earlier)
 

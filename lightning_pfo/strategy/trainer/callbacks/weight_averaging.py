@@ -27,9 +27,6 @@ _AVERAGING = tuple(
 )  # Lightning 2.5 has not both
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def _averages(trainer: pl.Trainer) -> Iterator[tuple[Any, nn.Module]]:
     """The callbacks that average weights, and their copies of the module."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -37,19 +34,18 @@ def _averages(trainer: pl.Trainer) -> Iterator[tuple[Any, nn.Module]]:
             yield callback, average.module if isinstance(average, AveragedModel) else average
 
 
-def check_averages(trainer: pl.Trainer, *, in_stages: bool, divided: bool, sharded_checkpoints: bool) -> None:
+def check_averages(trainer: pl.Trainer, *, divided: bool, sharded_checkpoints: bool) -> None:
     """Check that weights can be averaged.
 
     Args:
         trainer: The Trainer with its callbacks.
-        in_stages: Whether ranks hold different parts of the module.
         divided: Whether layers are divided over processes (tensor parallelism, FSDP2).
         sharded_checkpoints: Whether checkpoints are written in shards.
 
     Raises:
         ConfigurationError: If not.
     """
-    for callback, average in _averages(trainer):
+    for callback, _ in _averages(trainer):
         name = type(callback).__name__
         if divided:
             raise ConfigurationError(
@@ -61,12 +57,6 @@ def check_averages(trainer: pl.Trainer, *, in_stages: bool, divided: bool, shard
                 f"{name} puts its averages into the checkpoint as one state dict. Use "
                 f"save_distributed_checkpoint=False."
             )
-        has_batch_norm = any(isinstance(module, _BATCH_NORMS) for module in average.modules())
-        if in_stages and isinstance(callback, StochasticWeightAveraging) and has_batch_norm:
-            raise ConfigurationError(
-                f"{name} resets the statistics of batch norm also in layers that other ranks hold. Use "
-                f"lightning.pytorch.callbacks.WeightAveraging, which averages them with the weights."
-            )
 
 
 def split_averages(trainer: pl.Trainer, module: nn.Module, patches: Patches) -> None:
@@ -74,7 +64,10 @@ def split_averages(trainer: pl.Trainer, module: nn.Module, patches: Patches) -> 
 
     Until `patches` is closed, averages can be moved to a device, and torch does not warn when one is loaded.
     """
-    for _, average in _averages(trainer):
+    for callback, average in _averages(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            reset = _resetter(callback.reset_batch_norm_and_save_state)
+            patches.set(callback, "reset_batch_norm_and_save_state", reset)
         for path, own in module.named_modules():
             other = tensors_of(average.get_submodule(path))
             for name, parameter in own.named_parameters(recurse=False):
@@ -94,6 +87,23 @@ def _mover(average: nn.Module) -> Callable[..., nn.Module]:
         return average
 
     return to
+
+
+def _resetter(reset: Callable[[pl.LightningModule], None]) -> Callable[[pl.LightningModule], None]:
+    """Reset the statistics of batch norms that the rank holds; those of others stay placeholders."""
+
+    def reset_own(module: pl.LightningModule) -> None:
+        placeholders = [
+            (tensors_of(part).buffers, name, buffer)
+            for part in module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+            if buffer.is_meta
+        ]
+        reset(module)
+        for buffers, name, buffer in placeholders:
+            buffers[name] = buffer
+
+    return reset_own
 
 
 def gather_averages(

@@ -111,6 +111,48 @@ class Distributions(Block):
         return torch.distributions.Normal(super().forward(x), 0.5 + x.square(), validate_args=False)
 
 
+class Regularised(Block):
+    """Leaves a loss of its own in an attribute, and in one of its part what it returns."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        self.linear.latest = y
+        return y
+
+
+OF_ALL_LAYERS = []
+
+
+class Tracker:
+    def __init__(self):
+        self.losses = []
+        self.total = None
+
+
+class Collecting(Block):
+    """Leaves losses of its own in containers, of its own and of all layers, and what nobody reads."""
+
+    tracker = Tracker()
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.by_name, self.latest, self.unread = [], {}, [], []
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.losses.append(y.square().mean())
+        self.by_name.setdefault("losses", {}).setdefault("sums", []).append((y.sum(), "sum"))
+        self.latest.clear()
+        self.latest.append(y)
+        self.pair = [y.amax(), y.detach()]
+        self.unread.append(y.detach())
+        self.tracker.losses.append(y.abs().mean())
+        self.tracker.total = y.std() if self.tracker.total is None else self.tracker.total + y.std()
+        OF_ALL_LAYERS.append({"amin": y.amin()})
+        return y
+
+
 class TwoParts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -130,6 +172,7 @@ class Net(nn.Module):
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, 3)
+        self.prepares = Prepares()
         self.scale = nn.Parameter(torch.rand(num_layers))
 
     def forward(self, x, y):
@@ -732,6 +775,35 @@ def values_kept_on_the_module(net, x, y):
     return loss
 
 
+@case(layer=Regularised)
+def losses_that_layers_keep(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    loss = net.loss(x, y) + sum(layer.loss for layer in net.layers) + net.layers[2].linear.latest.mean()
+    for layer in net.layers:
+        layer.loss = layer.linear.latest = None  # they could not be copied
+    return loss
+
+
+@case(layer=Collecting)
+def losses_that_layers_collect(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    tracker = Collecting.tracker
+    loss = net.loss(x, y) + sum(tracker.losses) + 2 * tracker.total + sum(each["amin"] for each in OF_ALL_LAYERS)
+    for layer in net.layers:
+        ((of_sum, _),) = layer.by_name["losses"]["sums"]
+        loss = loss + sum(layer.losses) + 0.1 * of_sum + layer.latest[-1].mean() + layer.pair[0]
+        layer.losses.clear()
+        layer.by_name.clear()
+        layer.pair = layer.latest = []
+    tracker.losses, tracker.total = [], None
+    OF_ALL_LAYERS.clear()
+    return loss
+
+
 @case(refused=SHARES)
 def written_into_rows_of_a_buffer(net, x, y):
     buf = torch.zeros(len(net.layers), 8, WIDTH)
@@ -1094,3 +1166,20 @@ def nested_lists_of_selected(net, x, y):
     for layer in net.layers:
         x = layer(x)
     return net.loss(x, y) + padded.square().sum()
+
+
+class Prepares(nn.Module):
+    """A module without tensors that prepares the batch, of which the step looks at values then."""
+
+    def forward(self, x, y):
+        return x * 2, y.clamp(min=0)
+
+
+@case()
+def looks_at_a_prepared_batch(net, x, y):
+    x, y = net.prepares(x, y + 1)
+    assert (y > 0).all(), "zeros are no classes"
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y - 1)

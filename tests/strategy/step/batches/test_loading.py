@@ -42,6 +42,15 @@ def test_an_error_of_the_loader_is_everybodys(ranks):
         assert seen["error"].endswith("ValueError: an image is broken")
 
 
+def test_the_number_of_microbatches_is_chosen_by_what_the_loader_yields(ranks):
+    """Not by its `batch_size`, where a `collate_fn` makes batches of another size."""
+    for seen in ranks:
+        for chosen, given in seen["collated"]:
+            assert chosen[0] == given[0] == 6
+            assert len(chosen) == 5
+            assert chosen == pytest.approx(given, abs=1e-6)
+
+
 def test_predictions_are_loaded_by_all(ranks):
     assert [seen["predict"] for seen in ranks] == [{"calls": 8, "sizes": [4, 4]}] * 3
 

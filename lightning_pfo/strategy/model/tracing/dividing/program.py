@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import Obstacles
@@ -71,6 +74,13 @@ class StageProgram:
         """The events that it computes."""
         stop = len(self.events) if self.stop is None else self.stop
         return [self.events[position] for position in range(self.start, stop) if position not in self.others]
+
+    @cached_property
+    def restless(self) -> list[nn.Module]:
+        """The units that change buffers of their own, where one of these may be what it sends."""
+        if all(self.forms[label].requires_grad for label in self.sent):
+            return []
+        return [unit.module for event in self.computed if event.changes_state for unit in event.units]
 
     @property
     def ends_early(self) -> bool:

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.events import Event
+from lightning_pfo.strategy.model.tracing.forms.left import returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.noticing import in_transform
 from lightning_pfo.strategy.model.tracing.tracked import natively
-from lightning_pfo.strategy.model.tracing.trees import returned_of, tree_flatten, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 
 

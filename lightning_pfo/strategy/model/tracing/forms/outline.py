@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -57,6 +58,7 @@ class Outline:
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
             its arguments and named arguments are afterwards.
         returns: Which of these it returns, if it changes and returns one; else -1.
+        left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
     """
 
     leaves: list[Any]
@@ -68,6 +70,7 @@ class Outline:
     from_values: bool = False
     rewrites: bool = False
     returns: int = -1
+    left: tuple[Place, ...] = ()
 
 
 def outline_call(
@@ -174,7 +177,7 @@ def _call(
     versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = Holder(module, forward)
-    with mode:
+    with Kept(module) as kept, mode:
         tensors = _zero_tensors(bare, device)
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
@@ -184,20 +187,21 @@ def _call(
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
-    found, structure = tree_flatten((result if returns < 0 else None, (args, kwargs)) if rewrites else result)
+    left = kept.take_left()
+    outline = Outline([], None, [], rewrites=rewrites, returns=returns, left=tuple(place for place, _ in left))
+    found, structure = tree_flatten(with_all_left(result, (args, kwargs), outline, [values for _, values in left]))
     changed = [
         index
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
         if _is_tensor(leaf) and version_of(leaf) != version
     ]
-    return Outline(
-        [Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
-        structure,
-        changed,
-        saved.num_bytes,
-        any(version_of(tensors[name]) != version for name, version in state.items()),
-        rewrites=rewrites,
-        returns=returns,
+    return replace(
+        outline,
+        leaves=[Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
+        structure=structure,
+        changed=changed,
+        saved_bytes=saved.num_bytes,
+        changes_state=any(version_of(tensors[name]) != version for name, version in state.items()),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from lightning_pfo.strategy.model.reach.places import PLAIN, Path, named, takes_only
-from lightning_pfo.strategy.model.reach.variables import changes_by_itself
+from lightning_pfo.strategy.model.variables import changes_by_itself
 from lightning_pfo.strategy.parallel.compat import version_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_pfo.strategy.model.reach.variables import is_library
+from lightning_pfo.strategy.model.variables import is_library
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 

@@ -1,0 +1,313 @@
+"""What a call leaves beside what it returns: what it writes into its arguments, and tensors that its parts keep.
+
+A layer that keeps an auxiliary loss (`self.aux = ...`, `self.losses.append(...)`, a list that all layers know), for the
+step to add it up, gives it to the step as it gives what it returns: over all stages, with its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.ends import deviates
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, untracked
+from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves
+from lightning_pfo.strategy.model.variables import Variables, is_library, known_to
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of a call, and its named ones."""
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+_LONGEST = 1000
+"""Longer containers are data, which nobody looks into."""
+_DEEPEST = 3
+_NOTHING = object()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call leaves tensors.
+
+    Attributes:
+        root: The module that keeps them, or variables that its functions name.
+        path: The attribute, and keys in it, that lead to a dict, a list or an object; none: the root itself.
+        keys: The attributes or keys there that get other values.
+        added: How many items a list gets at its end, if it gets some.
+        is_taken: Whether the step takes them away again.
+    """
+
+    root: nn.Module | Variables
+    path: tuple[Any, ...]
+    keys: tuple[Any, ...] = ()
+    added: int = 0
+    is_taken: bool = False
+
+    def holder(self) -> Any:
+        """The dict or list, or the attributes as a dict, as it is now.
+
+        Raises:
+            ConfigurationError: If nothing like it is there.
+        """
+        found = _items(self.root)
+        try:
+            for key in self.path:
+                found = _items(found[key])
+        except LookupError:
+            raise deviates() from None
+        if not isinstance(found, list if self.added else (MutableMapping, list)):
+            raise deviates()
+        return found
+
+    def values(self) -> list[Any]:
+        """What is there now.
+
+        Raises:
+            ConfigurationError: If nothing is.
+        """
+        holder = self.holder()
+        try:
+            return holder[-self.added :] if self.added else [holder[key] for key in self.keys]
+        except LookupError:
+            raise deviates() from None
+
+    def fill(self, values: Sequence[Any]) -> None:
+        """Leave values there."""
+        holder = self.holder()
+        if self.added:
+            holder.extend(values)
+        else:
+            for key, value in zip(self.keys, values, strict=True):
+                holder[key] = value
+
+
+class Leaving(Protocol):
+    """What is known of a call: what it leaves beside what it returns."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether it writes into containers that it is given."""
+
+    @property
+    def returns(self) -> int:
+        """Position of the argument that it returns; -1: it returns something else."""
+
+    @property
+    def left(self) -> Sequence[Place]:
+        """Where its parts leave tensors."""
+
+
+def _items(value: Any) -> Any:
+    """What may hold tensors in a module, a container or an object of the user's; nothing of other values."""
+    if isinstance(value, (dict, list, Variables)):
+        return value
+    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and not callable(value) and _is_users(type(value))):
+        return vars(value)
+    return {}
+
+
+def _is_users(cls: type) -> bool:
+    return not issubclass(cls, torch.Tensor) and not is_library(cls.__module__)
+
+
+class Kept:
+    """What a module and its parts keep now, beside parameters, buffers and modules.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._seen: set[int] = set()
+        roots: list[Any] = list(module.modules())
+        for cls in dict.fromkeys(map(type, roots)):
+            if _is_users(cls):
+                known = known_to(cls)
+                roots += [known.around, *(variables for _, variables in known.variables)]
+        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any]] = [
+            (root, path, holder, list(holder) if isinstance(holder, list) else dict(holder))
+            for root in roots
+            for path, holder in self._find(
+                _items(root), (), _OF_MODULES if isinstance(root, nn.Module) else frozenset()
+            )
+        ]
+
+    def _find(self, holder: Any, path: tuple[Any, ...], without: frozenset[str] = frozenset()) -> Iterator[Any]:
+        if id(holder) in self._seen or len(holder) > _LONGEST:
+            return
+        self._seen.add(id(holder))
+        yield path, holder
+        for key, value in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
+            if key not in without and len(path) < _DEEPEST and not isinstance(value, nn.Module):
+                inner = _items(value)
+                if inner or isinstance(inner, list) or inner is value:
+                    yield from self._find(inner, (*path, key))
+
+    def take_left(self) -> list[tuple[Place, list[Any]]]:
+        """Where tensors have been left since, and what; lists lose what they were given."""
+        places = [_left_in(*each) for each in self._holders]
+        found = [(place, place.values()) for place in places if place is not None]
+        for place, _ in found:
+            if place.added:
+                del place.holder()[-place.added :]
+        return found
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Let all be as it was if a call has failed: it is tried in another way."""
+        for _, _, holder, before in self._holders if failed else ():
+            if isinstance(holder, list):
+                holder[:] = before
+                continue
+            for key in [key for key in holder if key not in before]:
+                del holder[key]
+            for key, value in before.items():
+                if key not in holder or holder[key] is not value:
+                    holder[key] = value
+
+
+def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any) -> Place | None:
+    """Where a dict or list has got tensors."""
+    if isinstance(holder, list):
+        is_longer = len(holder) > len(before) and all(map(is_, holder, before))
+        if is_longer and _has_tensor(holder[len(before) :]):
+            return Place(root, path, added=len(holder) - len(before))
+        pairs = list(enumerate(holder)) if len(holder) == len(before) else []
+        keys = [key for key, value in pairs if before[key] is not value and _has_tensor(value)]
+    else:
+        own = _OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
+        changed = [key for key, value in holder.items() if key not in own and before.get(key, _NOTHING) is not value]
+        keys = [key for key in changed if _has_tensor(holder[key])]
+    return Place(root, path, tuple(keys)) if keys else None
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
+
+
+def with_all_left(result: Any, given: Arguments, call: Leaving, values: Sequence[Any]) -> Any:
+    """What a call returns together with all that it leaves, as `returned_of` takes it apart."""
+    if call.rewrites:
+        result = (result if call.returns < 0 else None, given)
+    return (result, list(values)) if call.left else result
+
+
+def returned_of(call: Leaving, result: Any, given: Arguments) -> Any:
+    """What a call returns, after what it leaves is where it leaves it."""
+    if call.left:
+        result, values = result
+        for place, of_place in zip(call.left, values, strict=True):
+            place.fill(of_place)
+    if not call.rewrites:
+        return result
+    result, changed = result
+    rewrite(given, changed)
+    return result if call.returns < 0 else [*given[0], *given[1].values()][call.returns]
+
+
+class LeftInTrace:
+    """What the calls of a trace leave, of which only what the step needs matters."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Any, Any]] = []
+
+    def note(self, event: Any, result: Any) -> None:
+        """A call has returned this, together with all that it has left."""
+        if event.left:
+            self._found.append((event, result))
+
+    def finish(self, is_used: Callable[[int], bool]) -> None:
+        """The step has returned: forget what it has not used, by label, and see what it has taken away."""
+        for event, (returned, values) in self._found:
+            labels = {leaf.label for leaf in tree_leaves(values) if isinstance(leaf, Tracked)}
+            if any(map(is_used, labels)):
+                pairs = zip(event.left, values, strict=True)
+                event.left = tuple(replace(place, is_taken=not _is_there(place, left)) for place, left in pairs)
+            else:
+                leaves, event.structure = tree_flatten(returned)
+                event.results, event.left = event.results[: len(leaves)], ()
+
+
+def _is_there(place: Place, values: Sequence[Any]) -> bool:
+    try:
+        now = place.holder() if place.added else place.values()
+    except ConfigurationError:
+        return False
+    return any(item is value for item in now for value in values)
+
+
+class LeftByCalls:
+    """What parts of layers shall keep when a stage has run: what they have left there themselves, or what was there."""
+
+    def __init__(self) -> None:
+        self._own: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def before(self, call: Leaving) -> list[Any]:
+        """What is there before a call, for `take`."""
+        return [_now(place) for place in call.left]
+
+    def take(self, call: Leaving, before: Sequence[Any]) -> list[list[Any]]:
+        """What a call has left; lists lose it until `returned_of` gives it back.
+
+        Raises:
+            ConfigurationError: If it has left something else than in the trace.
+        """
+        found = [place.values() for place in call.left]
+        for place, values, (_, old) in zip(call.left, found, before, strict=True):
+            holder = place.holder()
+            if place.added:
+                if len(values) < place.added or any(value is item for value in values for item in old):
+                    raise deviates()
+                del holder[-place.added :]
+            if place.is_taken:  # perhaps where the step does so is another stage
+                self._undo.append(partial(_put_back, place, holder, old, values))
+        self._own += found
+        return found
+
+    def left_out(self, call: Leaving, result: Any, given: Arguments) -> Any:
+        """What a call would return that is left out; what stands in for the rest is not to stay."""
+        if call.left:
+            for place, values in zip(call.left, result[1], strict=True):
+                self._undo.append(partial(_put_back, place, *_now(place), values))
+        return returned_of(call, result, given)
+
+    def put_back(self) -> None:
+        """The stage has run."""
+        for undo in reversed(self._undo):
+            undo()
+        for leaf in tree_leaves(self._own) if self._own else ():
+            if isinstance(leaf, Tracked):
+                untracked(leaf)
+        self._undo.clear()
+        self._own.clear()
+
+
+def _now(place: Place) -> tuple[Any, Any]:
+    """Where it leaves something, and what is there."""
+    holder = place.holder()
+    if place.added:
+        return holder, list(holder)
+    there = range(len(holder)) if isinstance(holder, list) else holder
+    return holder, {key: holder[key] if key in there else _NOTHING for key in place.keys}
+
+
+def _put_back(place: Place, holder: Any, before: Any, values: Sequence[Any]) -> None:
+    """Let it be as before, but for what others have left there, or taken away."""
+    if place.added:
+        leaves = set(map(id, tree_leaves(values)))
+        holder[:] = [item for item in holder if not leaves.intersection(map(id, tree_leaves(item)))]
+        return
+    for key, value in before.items():
+        if value is not _NOTHING:
+            holder[key] = value
+        elif key in holder:
+            del holder[key]

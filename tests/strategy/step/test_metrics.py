@@ -1,0 +1,29 @@
+"""torchmetrics objects that hooks compute: on every rank what one device says, however often they are asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "metrics.py"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    run_script(SCRIPT, folder, timeout_s=60)  # ranks that remember other values would wait for one another
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.parametrize("rank", ["2_0", "2_1"])
+def test_hooks_compute_what_one_device_does(runs, rank):
+    alone = runs["1_0"]["seen"]
+    assert len(alone) == 2 * (4 * 2 + 2 + 1) + 1  # and the sanity check
+    assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
+
+
+def test_the_first_rank_warns_of_what_was_never_updated_alone(runs):
+    assert len(runs["1_0"]["told"]) == 1
+    assert runs["2_0"]["told"] == runs["1_0"]["told"]
