@@ -36,6 +36,7 @@ from lightning_pfo.strategy.model.ownership import (
 from lightning_pfo.strategy.model.partition import describe_partition, partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, remember_split, split_units
+from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
@@ -182,6 +183,7 @@ def build_pipeline(
     if compile:
         compile_layers(own_layers, patches)
     follow_units(split.units.all, patches)
+    take_backward_hooks(model, split.units.all, patches)
     engine = PipelineEngine(
         stages,
         placement,
@@ -322,6 +324,7 @@ def _trace(
     split = Split(units, layer_calls(units, None), (), {}, {})
     with Patches() as patches:
         follow_units(units.all, patches)
+        take_backward_hooks(model, units.all, patches)
         trace = trace_untouched(model, step, torch.device("cpu"), Caches())
         while split.follow_into(trace.listened, patches):
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())

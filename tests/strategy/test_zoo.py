@@ -37,6 +37,7 @@ EQUAL = [
     "asks_parameters",
     "switches",
     "calls_functions",
+    "hooks_on_backward",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

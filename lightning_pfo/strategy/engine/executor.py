@@ -85,7 +85,7 @@ class Executor:
                 if isinstance(step, Instruction):
                     self._compute(step)
                     if after_backward is not None and step.type in _OF_WEIGHTS:
-                        after_backward(step.stage, self._ends.get(step, ()))
+                        self._call_after(after_backward, step)
                 else:
                     self._post(number, step)
             self._transfers.finish()
@@ -104,6 +104,13 @@ class Executor:
         produced = self.stages[instruction.stage].run(instruction, received)
         # under the name of who needs it here, or of who made it if it leaves: its send follows
         self._ready[self._local_consumer.get(instruction, instruction)] = produced
+
+    def _call_after(self, after_backward: AfterBackward, step: Instruction) -> None:
+        stage = self.stages[step.stage]
+        try:
+            after_backward(step.stage, self._ends.get(step, ()))
+        except Exception as error:  # as an error of the stage: other ranks would wait for what it is to send
+            stage.failure = stage.failure or error
 
     def _post(self, number: int, steps: Sequence[Send | Receive]) -> None:
         for step in steps:

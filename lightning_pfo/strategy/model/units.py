@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.backward_hooks import call_with
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.parallel.compat import children_of, forward_hooks_of
+from lightning_pfo.strategy.parallel.compat import BackwardHooks, children_of, forward_hooks_of
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _LEAST_SHARE = 0.05
@@ -37,6 +38,7 @@ class Unit:
         forward: Its `forward`, as it is while the calls are followed.
         replacement: What runs instead of its `forward`, such as a compiled one; None: its `forward`.
         outside: How it is called where no step is under way, if not all ranks hold it; None: only those that do can.
+        backward_hooks: Hooks on its backward, which are called where it really runs.
     """
 
     name: str
@@ -46,11 +48,14 @@ class Unit:
     forward: Callable[..., Any] | None = None
     replacement: Holder | None = None
     outside: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    backward_hooks: list[BackwardHooks] = field(default_factory=list)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on ordinary tensors."""
         run = self.replacement or self.forward
         assert run is not None
+        if self.backward_hooks:
+            return call_with(self.backward_hooks, self.module, run, args, kwargs)
         return run(*args, **kwargs)
 
     @property

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.parallel.dtensor import from_local, is_divided_over, local, placed_like
-from lightning_pfo.strategy.parallel.reductions import Gradients, gradient_type, hand_out
+from lightning_pfo.strategy.parallel.reductions import Gradients, dense, gradient_type, hand_out, kind_of, of_kind
 
 BUCKET_BYTES = 32 << 20
 
@@ -27,13 +27,13 @@ class _Bucket:
     Attributes:
         parameters: Whose they are.
         flat: Their elements in a row.
-        used: How many replicas have a gradient of each parameter.
+        kinds: Of each parameter, the kind of its gradient; see `kind_of`.
         works: What to wait for.
     """
 
     parameters: Sequence[nn.Parameter]
     flat: torch.Tensor
-    used: torch.Tensor
+    kinds: torch.Tensor
     works: Sequence[dist.Work | None]
 
 
@@ -75,9 +75,10 @@ class ReplicaMeans:
                 assert work is not None
                 work.wait()
             pieces = bucket.flat.split([local(p).numel() for p in bucket.parameters])  # type: ignore[no-untyped-call]
-            for parameter, piece, used in zip(bucket.parameters, pieces, bucket.used.tolist(), strict=True):
-                if used:
-                    gradients[parameter] = from_local(_in_form_of(local(parameter), piece), parameter)
+            for parameter, piece, kind in zip(bucket.parameters, pieces, bucket.kinds.tolist(), strict=True):
+                if kind:
+                    mean = _in_form_of(local(parameter), piece)
+                    gradients[parameter] = of_kind(from_local(mean, parameter), kind)
         self._under_way.clear()
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -118,20 +119,20 @@ class ReplicaMeans:
 
     def _start(self, parameters: Sequence[nn.Parameter], gradients: list[torch.Tensor | None]) -> _Bucket:
         dtype = gradient_type(parameters[0], precise=self._precise)
-        used = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32)
+        kinds = torch.tensor(list(map(kind_of, gradients)), dtype=torch.int32)
         rows = [
             local(parameter).new_zeros(local(parameter).numel(), dtype=dtype)
             if gradient is None
-            else _in_a_row(local(gradient).to(dtype), local(parameter))
+            else _in_a_row(dense(local(gradient)).to(dtype), local(parameter))
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows)
         flat /= dist.get_world_size(self._group)  # before the sum, which could overflow in 16 bits
         works = (
             dist.all_reduce(flat, group=self._group, async_op=True),
-            dist.all_reduce(used, group=self._hosts, async_op=True),
+            dist.all_reduce(kinds, dist.ReduceOp.MAX, group=self._hosts, async_op=True),
         )
-        return _Bucket(parameters, flat, used, works)
+        return _Bucket(parameters, flat, kinds, works)
 
 
 def _is_dense(form: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -88,6 +89,11 @@ PRIVATE = {
         "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "
         "attentions; no public name tells of hooks."
     ),
+    "torch.nn.Module._backward_hooks": (
+        "Hooks on the backward of a layer would meet tensors that are followed, or are of other ranks: torch fails."
+    ),
+    "torch.nn.Module._backward_pre_hooks": "The same for those that are called before it.",
+    "torch.nn.Module._is_full_backward_hook": "Those of the old kind, which torch sets up otherwise, would go too.",
     "torch.nn.Module._forward_pre_hooks": (
         "A module that is put together from parts of tensor parallelism would go on dividing its inputs."
     ),
@@ -216,6 +222,28 @@ def accumulation_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[nn.Par
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
     """What is called after each forward of a module itself."""
     return module._forward_hooks.values()
+
+
+class BackwardHooks(NamedTuple):
+    """What is called with each backward of a module, by keys of their handles, which remove them here."""
+
+    before: dict[int, Callable[..., Any]]
+    after: dict[int, Callable[..., Any]]
+
+
+def backward_hooks_of(module: nn.Module) -> BackwardHooks:
+    """The hooks on the backward of a module itself; none of the old kind, which torch sets up on its output."""
+    is_old = module._is_full_backward_hook is False
+    return BackwardHooks(module._backward_pre_hooks, {} if is_old else module._backward_hooks)
+
+
+def take_backward_hooks_of(module: nn.Module, patches: Patches) -> BackwardHooks:
+    """The same, and let the module have none until `patches` is closed."""
+    hooks = backward_hooks_of(module)
+    patches.set(module, "_backward_pre_hooks", OrderedDict())
+    if module._is_full_backward_hook is not False:
+        patches.set(module, "_backward_hooks", OrderedDict())
+    return hooks
 
 
 def drop_hooks_of_tensor_parallelism(module: nn.Module) -> None:

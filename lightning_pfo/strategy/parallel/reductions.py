@@ -31,6 +31,27 @@ def in_type(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return gradient if gradient.dtype is dtype else gradient.to(dtype)
 
 
+SPARSE = 2
+"""The kind of gradients with some rows only, of embeddings that ask for them; some optimizers take no others."""
+
+
+def kind_of(gradient: torch.Tensor | None) -> int:
+    """The kind of a gradient: 0 if there is none, 1 for ordinary ones, or `SPARSE`; the largest of all ranks counts."""
+    if gradient is None:
+        return 0
+    return SPARSE if gradient.layout == torch.sparse_coo else 1
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient with all its elements, in which it can be reduced with others."""
+    return gradient.to_dense() if gradient.layout == torch.sparse_coo else gradient
+
+
+def of_kind(gradient: torch.Tensor, kind: int) -> torch.Tensor:
+    """A gradient that was reduced, in its kind."""
+    return gradient.to_sparse(1) if kind == SPARSE else gradient
+
+
 def hand_out(gradients: Gradients) -> None:
     """Add gradients to those that parameters have, in the type of the parameters; none are left.
 
@@ -53,14 +74,17 @@ def sum_shared_gradients(shared: Sequence[Shared], gradients: Gradients, *, prec
     for each in shared:
         trainable = [parameter for parameter in each.parameters if parameter.requires_grad]
         if trainable:
-            used = torch.tensor([parameter in gradients for parameter in trainable], dtype=torch.int32)
-            dist.all_reduce(used, group=each.hosts)
+            used = torch.tensor([kind_of(gradients.get(parameter)) for parameter in trainable], dtype=torch.int32)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=each.hosts)
             by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter, is_used in zip(trainable, used.tolist(), strict=True):
-                if is_used:
+            for parameter, kind in zip(trainable, used.tolist(), strict=True):
+                if kind:
                     by_type.setdefault(gradient_type(parameter, precise=precise), []).append(parameter)
             for dtype, parameters in by_type.items():
                 _sum_gradients(parameters, dtype, gradients, each.group)
+            for parameter, kind in zip(trainable, used.tolist(), strict=True):
+                if kind:
+                    gradients[parameter] = of_kind(gradients[parameter], kind)
 
 
 def _sum_gradients(
@@ -68,7 +92,9 @@ def _sum_gradients(
 ) -> None:
     own = [local(parameter.detach()) for parameter in parameters]
     pieces = [
-        local(gradients[parameter]).flatten() if parameter in gradients else part.new_zeros(part.numel(), dtype=dtype)
+        dense(local(gradients[parameter])).flatten()
+        if parameter in gradients
+        else part.new_zeros(part.numel(), dtype=dtype)
         for parameter, part in zip(parameters, own, strict=True)
     ]
     flat = torch.cat(pieces)

@@ -17,6 +17,7 @@ from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
 from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected
@@ -172,6 +173,7 @@ class Programs:
         return found
 
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
+        take_backward_hooks(self._owner, self._split.units.all, self._patches)
         with torch.set_grad_enabled(train):
             trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
             while self._split.follow_into(trace.listened, self._patches):
@@ -180,9 +182,18 @@ class Programs:
 
 
 def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:
-    """The buffers that a step changes before its end, and the stages that do; what its end changes is left by it."""
-    changes = programs[0].changes
-    return {name: stage for name, stage in changes.items() if "." in name or stage not in (None, last)}
+    """The buffers that a step changes before its end, and the stages that do; what its end changes is left by it.
+
+    Args:
+        programs: What the stages do; and then what its end does on the whole batch, on the last stage's rank.
+        last: The last stage.
+    """
+    end = len(programs) - 1
+    return {
+        name: stage if stage is None else min(stage, last)
+        for name, stage in programs[0].changes.items()
+        if "." in name or stage not in (None, end)
+    }
 
 
 def trace_untouched(

@@ -60,6 +60,29 @@ class Whitened(nn.Module):
         return (centred.T @ centred / len(hidden) - torch.eye(4)).square().sum()
 
 
+class Queue(nn.Module):
+    """Momentum contrast: the end of the step fills a queue from where a buffer points, which moves on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5)), nn.Linear(6, 4))
+        self.key = nn.Linear(6, 4)
+        self.register_buffer("queue", nn.functional.normalize(torch.randn(4, 16), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x, labels):
+        query = nn.functional.normalize(self.layers(x), dim=1)
+        with torch.no_grad():
+            key = nn.functional.normalize(self.key(x), dim=1)
+        positive, negative = (query * key).sum(1, keepdim=True), query @ self.queue.clone()
+        loss = nn.functional.cross_entropy(torch.cat([positive, negative], 1) / 0.2, torch.zeros_like(labels))
+        if self.training:
+            places = (int(self.pointer) + torch.arange(len(x))) % 16
+            self.queue[:, places] = key.T
+            self.pointer[0] = (int(self.pointer) + len(x)) % 16
+        return loss
+
+
 def with_gaps(size, length=5):
     """Sequences with other numbers of labels; the first has none."""
     labels = torch.randint(0, 4, (size, length))
@@ -103,6 +126,7 @@ CASES = {
     "split by the user": (plain, {}, {"split_batch": halves}, (8, 7)),
     "whole, two views": (plain, TwoViews, WHOLE, (8, 7)),
     "whole, correlations": (sequences, Correlations, WHOLE, (8, 7)),
+    "whole, queue": (plain, Queue, WHOLE, (8, 7, 4, 8)),
     "whole, weighted sum": (with_gaps, {"weight": torch.tensor([1.0, 3, 2, 0.5]), "reduction": "sum"}, FIRST, (8, 3)),
 }
 
@@ -188,7 +212,11 @@ def main():
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        state = model.full_state_dict()
+        for key, value in single.named_buffers() if dist.get_rank() == 0 else ():
+            torch.testing.assert_close(state[key], value)
         model.eval()
+        single.eval()
         x, labels = make_batch(7)
         torch.testing.assert_close(model(x=x, labels=labels), single(x, labels).detach(), rtol=2e-5, atol=1e-6)
         if dist.get_rank() == 0:

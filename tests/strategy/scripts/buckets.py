@@ -3,6 +3,7 @@
 import weakref
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +13,7 @@ from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
+from lightning_pfo.strategy.step.gradients import StepGradients
 from tests.ranks import run_ranks
 
 NUM_MICROBATCHES, MICROBATCH, WIDTH = 4, 2, 6
@@ -93,10 +95,67 @@ def one_device():
     return [parameter.grad for parameter in net.parameters()]
 
 
+class Tied(nn.Module):
+    """An embedding with sparse gradients that first and last layers use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, WIDTH, sparse=True)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, tokens):
+        return self.layers(self.embedding(tokens)) - self.embedding(tokens + 1)
+
+
+def sparse():
+    """Optimizers of sparse gradients take no others: two steps on stages, and on replicas of fewer."""
+    tokens, target = torch.arange(8)[:, None], torch.ones(8, 1, WIDTH)
+    net = Tied()
+    optimizer = torch.optim.SparseAdam(net.embedding.parameters(), lr=0.1)
+    for _ in range(2):
+        loss_fn(net(tokens), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for num_replicas in (1, 2):
+        split = Tied()
+        model = PipelinedModel(split, loss_fn, num_microbatches=4, data_parallel_size=num_replicas, check_loss=False)
+        optimizer = torch.optim.SparseAdam(split.embedding.parameters(), lr=0.1)
+        for _ in range(2):
+            model.step(*(each.tensor_split(num_replicas)[model.replica] for each in (tokens, target)))
+            if not split.embedding.weight.is_meta:
+                assert split.embedding.weight.grad.is_sparse
+                optimizer.step()
+            model.zero_grad()
+        if not split.embedding.weight.is_meta:
+            torch.testing.assert_close(split.embedding.weight, net.embedding.weight)
+        model.release()
+
+
+def fails_in_the_middle():
+    """What goes wrong on one rank while gradients are reduced is raised on all: nobody waits for its transfers."""
+    model = PipelinedModel(Net(), loss_fn, num_microbatches=4, check_loss=False)
+    after_backward = StepGradients.after_backward
+
+    def fail(*args):
+        raise MemoryError("no place for a bucket")
+
+    if dist.get_rank() == 1:
+        StepGradients.after_backward = fail
+    try:
+        with pytest.raises(MemoryError, match="no place"):
+            model.step(*batch_of(0))
+    finally:
+        StepGradients.after_backward = after_backward
+    model.release()
+
+
 def check():
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
         replicas(schedule)
     buckets()
+    sparse()
+    fails_in_the_middle()
 
 
 def buckets():

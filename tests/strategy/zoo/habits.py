@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.strategy.zoo.case import Module, case, vectors
-from tests.strategy.zoo.own import WIDTH, InALoop
+from tests.strategy.zoo.own import WIDTH, InALoop, block
 
 
 class Layered(Module):
@@ -98,3 +98,38 @@ class CallsFunctions(Layered):
 @case("steps")
 def calls_functions() -> Any:
     return CallsFunctions(), vectors()
+
+
+class Halved(nn.Module):
+    """A layer that halves the gradients of its input by a hook on its backward, and passes a mask on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+        self.register_full_backward_hook(
+            lambda _, gradients, __: tuple(None if g is None else g / 2 for g in gradients)
+        )
+        self.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 1.5, *gradients[1:]))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.inner(x) * mask, mask
+
+
+class HooksOnBackward(Module):
+    """Hooks on the backward of layers that change gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halved() for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        mask = (x > 0).float()
+        for layer in self.layers:
+            x, mask = layer(x, mask)
+        return functional.mse_loss(x * mask, y)
+
+
+@case("steps")
+def hooks_on_backward() -> Any:
+    return HooksOnBackward(), vectors()
