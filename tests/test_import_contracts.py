@@ -105,8 +105,10 @@ MAY_KNOW = {
     },
     "strategy.trainer.callbacks": {"core", "strategy.model", "strategy.parallel", "strategy.trainer.compat"},
     "strategy.trainer.manual": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
+    "strategy.divide": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",
+        "strategy.divide",
         "strategy.step",
         "strategy.engine",
         "strategy.model",

@@ -1,0 +1,178 @@
+"""How a model is divided into stages: by what its step does with a first microbatch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.calls import check_measurable, layer_calls
+from lightning_pfo.strategy.model.partition import partition_layers
+from lightning_pfo.strategy.model.reach.caches import Caches
+from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
+from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
+from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.tracked import follow_units
+from lightning_pfo.strategy.model.units import Units, find_units
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
+from lightning_pfo.strategy.step.programs import trace_untouched
+
+_log = logging.getLogger(__name__)
+
+
+def divide(
+    model: nn.Module,
+    pipeline_module: str | None,
+    partition: str,
+    num_stages: int,
+    first_step: Callable[[], Callable[[torch.device], Any] | None] | None,
+    device: torch.device,
+) -> tuple[Split, list[float]]:
+    """Divide a model into stages.
+
+    Args:
+        model: The user's module.
+        pipeline_module: Dotted name of what is split; None finds it.
+        partition: See `partition_layers`.
+        num_stages: Number of stages.
+        first_step: Makes what runs the step on a first microbatch, on a device; None where there is no batch yet.
+        device: Where layers are measured.
+
+    Returns:
+        The divided model, and the times (s) of its layers, where they were measured for it.
+
+    Raises:
+        ConfigurationError: If it cannot be divided so.
+    """
+    units = find_units(model, pipeline_module, num_stages)
+    before = earlier_split(model, units)  # layers can be measured, and their order found, only while all are there
+    if before is not None and partition == "profile":
+        return before, []
+    is_wanted = before is None and (num_stages > 1 or partition == "profile")
+    step = first_step() if first_step is not None and is_wanted else None
+    trace = None
+    if before is not None:
+        units, calls = before.units, before.calls
+    else:
+        if step is not None:
+            on_cpu = partial(step, torch.device("cpu"))
+            find = partial(find_units, model, pipeline_module, num_stages)
+            units, trace = _trace(
+                model, units, on_cpu, find, may_look_elsewhere=pipeline_module is None, at_least=num_stages
+            )
+        calls = layer_calls(units, trace)
+    times_s: list[float] = []
+    if partition == "profile":
+        check_measurable(trace)
+        measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
+        times_s = agree_on_layer_times(measure)
+    boundaries = partition_layers(
+        partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
+    )
+    split = split_units(model, units, calls, boundaries, trace)
+    if before is not None:  # which had a trace
+        split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})
+    return split, times_s
+
+
+def _trace(
+    model: nn.Module,
+    units: Units,
+    step: Callable[[], Any],
+    find: Callable[..., Units],
+    *,
+    at_least: int,
+    may_look_elsewhere: bool,
+    opened: frozenset[str] = frozenset(),
+    whole: tuple[str, ...] = (),
+) -> tuple[Units, Trace | None]:
+    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet.
+
+    Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
+    layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
+    enough are left. Where the step calls none of the layers, as those of a large image encoder with a batch of text,
+    they are looked for in what it does call.
+
+    Args:
+        model: The user's module.
+        units: Its units.
+        step: The step.
+        find: Finds other units; see `find_units`.
+        at_least: How many layers there should be.
+        may_look_elsewhere: Whether layers may be others than those of a module that was named.
+        opened: Layers that have been found not to be called.
+        whole: Modules that have been found to look at values.
+    """
+    again = partial(
+        _trace,
+        model,
+        step=step,
+        find=find,
+        at_least=at_least,
+        may_look_elsewhere=may_look_elsewhere,
+        opened=opened,
+        whole=whole,
+    )
+    split = Split(units, layer_calls(units, None), (), {}, {})
+    with Patches() as patches:
+        follow_units(units.all, patches)
+        take_backward_hooks(model, units.all, patches)
+        trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+        while split.follow_into(trace.listened, patches):
+            trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+    if trace.failure is not None and not trace.marks:
+        _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
+        return units, None
+    if trace.skips:
+        _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
+        return units, None
+    in_parts = opened | _used_in_parts(units, trace)
+    if in_parts != opened:
+        return again(find(opened=in_parts, whole=whole), opened=in_parts)
+    deciding = _deciding(model, units, trace)
+    if deciding is not None:
+        fewer = find(opened=opened, whole=(*whole, deciding))
+        if len(fewer.layers) >= at_least:
+            return again(fewer, whole=(*whole, deciding))
+    if not trace.marks:
+        called = {unit.name for event in trace.events for unit in event.units}
+        if may_look_elsewhere and called:
+            with suppress(ConfigurationError):  # what is said of those that were found first helps more
+                others = find(called=called)
+                if len(others.layers) >= at_least:
+                    return again(others, may_look_elsewhere=False)
+        raise ConfigurationError(
+            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
+            f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
+        )
+    return units, trace
+
+
+def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
+    """The name of a module with some of the layers, but not all, whose own code looks at values."""
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    for module in trace.deciding:
+        name = names.get(module, "")
+        within = [unit for unit in units.layers if name and unit.name.startswith(f"{name}.")]
+        if within and len(within) < len(units.layers):
+            return name
+    return None
+
+
+def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:
+    """The names of layers that are not called, but of which a part is."""
+    called = {unit for unit, _ in trace.marks}.union(*(event.units for event in trace.events))
+    used = {name for event in trace.events for name in event.held}
+    return frozenset(
+        unit.name
+        for unit in units.layers
+        if unit not in called and any(name.rpartition(".")[0].startswith(f"{unit.name}.") for name in used)
+    )
