@@ -47,6 +47,9 @@ class ReplicaMeans:
         hosts: The same processes for tensors on the CPU, see `Groups.hosts`.
         precise: Whether gradients in 16 bits are added up in 32.
         bucket_bytes: How much is reduced together, if no gradient is larger.
+
+    Attributes:
+        hosts: The same.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class ReplicaMeans:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._group = group
-        self._hosts = hosts
+        self.hosts = hosts
         self._precise = precise
         self._bucket_bytes = bucket_bytes
         self._under_way: list[_Bucket] = []
@@ -79,6 +82,10 @@ class ReplicaMeans:
                 if kind:
                     mean = _in_form_of(local(parameter), piece)
                     gradients[parameter] = of_kind(from_local(mean, parameter), kind)
+        self._under_way.clear()
+
+    def forget(self) -> None:
+        """Let go of what was begun, after an error; all replicas have one."""
         self._under_way.clear()
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -130,7 +137,7 @@ class ReplicaMeans:
         flat /= dist.get_world_size(self._group)  # before the sum, which could overflow in 16 bits
         works = (
             dist.all_reduce(flat, group=self._group, async_op=True),
-            dist.all_reduce(kinds, dist.ReduceOp.MAX, group=self._hosts, async_op=True),
+            dist.all_reduce(kinds, dist.ReduceOp.MAX, group=self.hosts, async_op=True),
         )
         return _Bucket(parameters, flat, kinds, works)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
-from lightning_pfo.strategy.step.values import ValueExchange
+from lightning_pfo.strategy.step.values import ValueExchange, share_error
 from lightning_pfo.strategy.step.whole.end import Ends
 
 Step = Callable[..., Any]
@@ -102,6 +102,7 @@ class StepRunner:
         self._ends = Ends(engine, owner, self.programs)
         self._metrics = metrics_of(owner)
         self._deferred = deferred
+        self._means = means
         self._shared = shared
         self._hosts = engine.host_group()
         self._earlier = Earlier()
@@ -167,13 +168,15 @@ class StepRunner:
             *earlier_phases, of = self._phases.find(of)
             for phase in earlier_phases:
                 with self._iterations.gathering(phase, average=average) as gathered:
-                    shared = self._phases.run(phase, loss_scale, gathered.after_backward, between)
+                    with self._error_of_replicas(average):
+                        shared = self._phases.run(phase, loss_scale, gathered.after_backward, between)
                     gradients = self._iterations.finish(phase, gathered)
                 between.act(attach_gradients(shared["loss"], gradients, loss_scale), shared["calls"])
         self._first_looks.look(of)
         is_first = self._is_first_batch
         with self._iterations.gathering(of, average=average, keeps=keep_gradients) as gathered:
-            outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
+            with self._error_of_replicas(average):
+                outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
             gradients = self._iterations.finish(of, gathered)
         loss = outcome["loss"]
         if loss is not None:
@@ -186,6 +189,19 @@ class StepRunner:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
+
+    @contextmanager
+    def _error_of_replicas(self, average: bool) -> Iterator[None]:
+        """Where replicas wait for each other next, an error of one is everybody's."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failed:
+            error = failed
+        if average and self._means is not None:
+            share_error(error, self._means.hosts)
+        if error is not None:
+            raise error
 
     def evaluate(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,21 +124,9 @@ class ValueExchange:
         return tensors
 
     def _share_anew(self, parcel: Parcel, error: BaseException | None) -> Any:
-        text = "" if error is None else "".join(traceback.format_exception_only(error)).strip()
-        quoted = "".join(traceback.format_exception(error)) if error is not None else ""
-        mine = (text, quoted, parcel.outline, _sendable(error))
-        found = tell_each_other(mine, self._hosts)
-        first = next((rank for rank, (text, *_) in enumerate(found) if text), None)
-        if first is not None:
-            if error is not None and text == found[first][0]:
-                raise error
-            where = ", which runs the last stage" if first == self._last_rank else ""
-            failed = StepFailedError(f"The step failed on rank {first}{where}:\n{found[first][1]}")
-            sent = found[first][3]
-            if sent:  # so that what catches errors does so on every rank
-                raise pickle.loads(sent) from failed
-            raise failed
-        outline = found[self._last_rank][2]
+        found = tell_each_other((_told(error), parcel.outline), self._hosts)
+        _raise_first([told for told, _ in found], error, self._group, self._last_rank)
+        outline = found[self._last_rank][1]
         self._known = (outline, *forms_of(outline))
         _, count, forms = self._known
         numbers = torch.zeros(count, dtype=torch.float64, device=self._device)
@@ -156,6 +145,48 @@ def _sendable(error: BaseException | None) -> bytes:
     except Exception:  # classes do what they like there
         return b""
     return data if is_same and error is not None and len(data) <= _LARGEST_ERROR_BYTES else b""
+
+
+def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None) -> None:
+    """Raise an error of any process of a group in all of them; a collective call.
+
+    Args:
+        error: That of this process.
+        hosts: The processes; see `Groups.hosts`.
+
+    Raises:
+        BaseException: As by `ValueExchange.share`.
+    """
+    if spread(torch.tensor([error is not None], dtype=torch.uint8), torch.maximum, hosts)[0]:
+        _raise_first(tell_each_other(_told(error), hosts), error, hosts)
+
+
+def _told(error: BaseException | None) -> tuple[str, str, bytes]:
+    """What others are told of an error: its class and text, where it was raised, and itself if it can be sent."""
+    if error is None:
+        return "", "", b""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text, "".join(traceback.format_exception(error)), _sendable(error)
+
+
+def _raise_first(
+    everyone: Sequence[tuple[str, str, bytes]],
+    error: BaseException | None,
+    group: dist.ProcessGroup | None,
+    last_rank: int | None = None,
+) -> None:
+    """Raise the first error that processes of a group tell of, if there is one; that of this process is itself."""
+    first = next((rank for rank, (text, *_) in enumerate(everyone) if text), None)
+    if first is None:
+        return
+    text, quoted, sent = everyone[first]
+    if error is not None and text == _told(error)[0]:
+        raise error
+    where = ", which runs the last stage" if first == last_rank else ""
+    failed = StepFailedError(f"The step failed on rank {global_rank(group, first)}{where}:\n{quoted}")
+    if sent:  # so that what catches errors does so on every rank
+        raise pickle.loads(sent) from failed
+    raise failed
 
 
 def _known_to_both(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

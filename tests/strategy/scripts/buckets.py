@@ -1,6 +1,7 @@
 """Gradients of replicas are averaged in buckets while the pipeline goes on; sums of microbatches can be precise."""
 
 import weakref
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -228,5 +229,28 @@ def sum_in_16_bits():
         assert [gradient.tolist() for gradient in found] == [[64.0, 64.0], [65.0, 65.0]]  # 519 / 8
 
 
+class RunsOutOfMemory(Sums):
+    """On one rank of one replica, with more than four samples."""
+
+    def training_step(self, batch, batch_idx):
+        if dist.get_rank() == 2 and len(batch[0]) > 2:
+            raise MemoryError("too large")
+        return self.layers(batch[0]).mean()
+
+
+def error_of_a_replica():
+    """It is everybody's; gradients that were under way are forgotten."""
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2)
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, **silent)
+    module = RunsOutOfMemory()
+    for batch_size in (8, 4):
+        loader = DataLoader(TensorDataset(torch.ones(32, 2)), batch_size=batch_size)
+        with pytest.raises(MemoryError, match="too large") if batch_size > 4 else nullcontext():
+            trainer.fit(module, loader)
+    assert trainer.global_step == 4
+
+
 run_ranks(check, 4)
+run_ranks(error_of_a_replica, 4)
 run_ranks(sum_in_16_bits, 2)

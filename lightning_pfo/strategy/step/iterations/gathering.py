@@ -68,6 +68,10 @@ class Iterations:
         try:
             with without_accumulation_hooks(self._parameters):
                 yield StepGradients(self._parameters_of, self._means if average else None, precise=self._precise)
+        except BaseException:
+            if self._means is not None:
+                self._means.forget()
+            raise
         finally:
             put_gradients(self._parameters, earlier)
 
