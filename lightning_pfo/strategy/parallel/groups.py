@@ -354,4 +354,8 @@ def share(
 def copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give all processes of a group the values that its first one has; a collective call."""
     for tensor in tensors:
-        dist.broadcast(local(tensor.detach()), src=global_rank(group, 0), group=group)
+        own = local(tensor.detach())
+        if own.layout == torch.strided:
+            dist.broadcast(own, src=global_rank(group, 0), group=group)
+        else:  # sparse ones may have other numbers of elements
+            own.copy_(tell_all(own.cpu(), group))
