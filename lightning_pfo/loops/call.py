@@ -17,6 +17,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.microbatches import (
     can_be_read_again,
     default_num_microbatches,
@@ -79,7 +80,12 @@ class ModelCall:
         if isinstance(example, Mapping):
             batch = ((), dict(example))
         microbatch = self.batching.split(batch, self.of_training(batch))[0]
-        return lambda device: self.loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch))
+
+        def step(device: torch.device) -> Any:
+            own = anew(microbatch, copies=True)  # it is run several times
+            return self.loss(tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), own))
+
+        return step
 
     def of_training(self, batch: Batch) -> int:
         """The number of microbatches of a training batch."""

@@ -26,6 +26,7 @@ def seen(tmp_path_factory):
     [
         "loaders_prepared_before",
         "gathered_for_metrics",
+        "evaluated_in_inference_mode",
         "gathered_and_cut_by_hand",
         "stopped_early",
         "loss_over_items_of_several_batches",

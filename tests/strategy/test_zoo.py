@@ -38,6 +38,7 @@ EQUAL = [
     "switches",
     "calls_functions",
     "hooks_on_backward",
+    "takes_from_its_batch",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

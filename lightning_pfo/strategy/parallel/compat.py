@@ -255,8 +255,8 @@ def drop_hooks_of_tensor_parallelism(module: nn.Module) -> None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or a view of it, has been changed in place."""
-    return tensor._version
+    """How often a tensor, or a view of it, has been changed in place; those of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def memory_of(tensor: torch.Tensor) -> int:

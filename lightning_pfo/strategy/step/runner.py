@@ -28,6 +28,7 @@ from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_on
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.fresh import FreshBatches
 from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
@@ -113,6 +114,7 @@ class StepRunner:
         self._iterations = Iterations(engine, parameters, shared, means, self.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
+        self._fresh = FreshBatches()
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
@@ -163,7 +165,7 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
-        of = StepOnBatch("train", step, microbatches, step_seed, batch, rest)
+        of = StepOnBatch("train", self._fresh.given_to("train", step), microbatches, step_seed, batch, rest)
         if between is not None and not self.batching.joins_microbatches:
             *earlier_phases, of = self._phases.find(of)
             for phase in earlier_phases:
@@ -228,12 +230,13 @@ class StepRunner:
         Returns:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
-        microbatches = self.batching.split(batch, num_microbatches)
-        of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
-        self._first_looks.look(of)
-        outcome, _ = self._run(of, outputs=outputs)
-        self._leave_behind(outcome, microbatches.size)
-        return outcome["output"]
+        with _without_inference_mode((batch, rest)) as (batch, rest):
+            microbatches = self.batching.split(batch, num_microbatches)
+            of = StepOnBatch(kind, self._fresh.given_to(kind, step), microbatches, step_seed, batch, rest)
+            self._first_looks.look(of)
+            outcome, _ = self._run(of, outputs=outputs)
+            self._leave_behind(outcome, microbatches.size)
+            return outcome["output"]
 
     def _run(
         self,
@@ -401,6 +404,16 @@ class StepRunner:
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them
             self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+
+
+@contextmanager
+def _without_inference_mode(values: Any) -> Iterator[Any]:
+    """Values as ordinary tensors, and no inference mode: in it tensors do not tell whether they have been changed."""
+    if not torch.is_inference_mode_enabled():
+        yield values
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, values)
 
 
 def _tell_of_draws() -> None:

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
@@ -158,7 +159,8 @@ class StepStrategy(CheckpointStrategy):
 
         def step(device: torch.device) -> Any:
             with self.precision_plugin.train_step_context(), step_under_way(ends_here=False):
-                return training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
+                own = anew(microbatch, copies=True)  # it is run several times
+                return training_step(self.batch_to_device(own, device, dataloader_idx), 0)
 
         return step
 

@@ -297,6 +297,8 @@ class PfoPipelineStrategy(StepStrategy):
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)
         refuse_missing_values(self._patches)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            self._patches.set(loop, "inference_mode", False)  # what a step writes into is made in hooks, too
         path = self.broadcast(self._restore.path)
         has_shards = path is not None and is_sharded(Path(path))
         if not has_shards:  # as early as Lightning does

@@ -66,6 +66,21 @@ def gathered_for_metrics():
     return {"number": len(losses), "mean": float(losses.mean()), "texts": texts, "in_loader": in_loader}
 
 
+def evaluated_in_inference_mode():
+    accelerator, model = make_accelerator(), make_net()
+    model, _, val = prepare(accelerator, model, None, named(make_loaders()[1]))
+    found = []
+    for is_training in (False, True, False):
+        model.train(is_training)
+        for batch in val:
+            with nullcontext() if is_training else torch.inference_mode():
+                loss = model(**batch)["loss"]
+                found += [float(loss), *([] if is_training else [float(outputs_of(model, **batch)["logits"].sum())])]
+            if is_training:
+                accelerator.backward(loss)
+    return found
+
+
 def gathered_and_cut_by_hand():
     """Accelerate's example `multi_process_metrics`, and what processes tell each other besides."""
     accelerator, model = make_accelerator(), make_net()
@@ -337,6 +352,7 @@ LOOPS = (
     whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,
+    evaluated_in_inference_mode,
     gathered_and_cut_by_hand,
     stopped_early,
     loss_over_items_of_several_batches,

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 import traceback
+import types
 import warnings
 from collections import UserDict
 from functools import partial, wraps
@@ -16,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import lightning as L
+import lightning.pytorch.loops.utilities as lightning_loops
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import (
@@ -826,6 +828,40 @@ def whole(where):
     return [[tensor.double().sum().item(), int((tensor == 0).sum())] for tensor in tensors]
 
 
+class Totals(L.LightningModule):
+    """Writes into what a hook has made, which in inference mode could be written into nowhere else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+
+    def on_validation_epoch_start(self):
+        self.total = torch.zeros(())
+
+    def validation_step(self, batch, batch_idx):
+        batch[0].mul_(2)
+        output = self.layers(batch[0])
+        self.total += output.sum()
+        self.log("loss", output.square().mean(), batch_size=len(output))
+
+    def predict_step(self, batch, batch_idx):
+        return self.layers(batch[0])
+
+
+def evaluates_on_gpus(where):
+    """Lightning evaluates in inference mode where the backend is not gloo."""
+    L.seed_everything(3, verbose=False)
+    module, loader = Totals(), DataLoader(TensorDataset(DATA), batch_size=6)
+    told = types.SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_backend=lambda *_: "nccl")
+    before, lightning_loops.dist = lightning_loops.dist, told
+    try:
+        metrics = trainer_of(where)[0].validate(module, loader, verbose=False)
+        predictions = trainer_of(where)[0].predict(module, loader)
+    finally:
+        lightning_loops.dist = before
+    return [metrics, float(module.total), plain(torch.cat(predictions))]
+
+
 class WithoutLayers(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -870,7 +906,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
-    parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes)
+    parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
     parts = (*parts, *([] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:

@@ -1,0 +1,71 @@
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_pfo.strategy.step.effects.fresh import FreshBatches, anew
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: torch.Tensor
+    names: list
+
+
+def parts(batch):
+    """Its tensor and its list of texts."""
+    if isinstance(batch, Sample):
+        return batch.x, batch.names
+    found = list(batch.values()) if isinstance(batch, (dict, UserDict)) else list(batch)
+    return found[0], found[1][0] if isinstance(found[1][0], list) else found[1]
+
+
+def batches():
+    x, texts = torch.zeros(2, 3), ["a", "b"]
+    return [{"x": x, "n": texts}, [x, texts], (x, [texts]), Pair(x, texts), Sample(x, texts), UserDict(x=x, n=texts)]
+
+
+@pytest.mark.parametrize("batch", batches(), ids=lambda batch: type(batch).__name__)
+@pytest.mark.parametrize("copies", [False, True])
+def test_containers_are_other_ones_and_tensors_are_copied_if_need_be(batch, copies):
+    own = anew(batch, copies=copies)
+    assert type(own) is type(batch)
+    assert own is not batch
+    (x, texts), (own_x, own_texts) = map(parts, (batch, own))
+    assert (own_x is x) == (not copies)
+    assert torch.equal(own_x, x)
+    assert own_texts == texts
+    assert own_texts is not texts
+
+
+def test_arrays_are_copied_with_tensors():
+    array = np.zeros(3)
+    assert anew([array], copies=True)[0] is not array
+
+
+def test_tensors_are_copied_once_a_step_has_written_into_them():
+    fresh, seen = FreshBatches(), []
+
+    def step(batch, writes):
+        seen.append(batch[0])
+        if writes:
+            batch[0].add_(1)
+            raise StopIteration  # as stages that are not the last
+
+    x = torch.zeros(2)
+    run = fresh.given_to("train", step)
+    run([x], False)
+    run([x], False)
+    assert seen[0] is not x
+    assert seen[1] is x
+    other = fresh.given_to("validate", step)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            other([x], True)
+    run([x], False)
+    assert all(each is not x for each in seen[2:])
+    assert x.tolist() == [0, 0]
