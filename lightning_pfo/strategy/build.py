@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.outside import allow_calls_outside_steps
 from lightning_pfo.strategy.step.runner import StepRunner
+from lightning_pfo.strategy.step.values import agree_on_trace
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
 
 
@@ -151,7 +153,8 @@ def build_pipeline(
     stages = sample.stages_of(dist.get_rank(group))
     explain_missing_values(in_hooks=True)
     mark_placeholders(model)  # where it was made on meta
-    split, times_s = divide(model, pipeline_module, partition, sample.num_stages, first_step, device)
+    agree = partial(agree_on_trace, hosts=groups.hosts(group))
+    split, times_s = divide(model, pipeline_module, partition, sample.num_stages, first_step, device, agree)
     remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)
     release_others(model, split.held, stages)

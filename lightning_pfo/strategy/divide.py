@@ -23,7 +23,7 @@ from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
-from lightning_pfo.strategy.step.programs import trace_untouched
+from lightning_pfo.strategy.step.programs import Agree, trace_untouched
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ def divide(
     num_stages: int,
     first_step: Callable[[], Callable[[torch.device], Any] | None] | None,
     device: torch.device,
+    agree: Agree,
 ) -> tuple[Split, list[float]]:
     """Divide a model into stages.
 
@@ -45,6 +46,7 @@ def divide(
         num_stages: Number of stages.
         first_step: Makes what runs the step on a first microbatch, on a device; None where there is no batch yet.
         device: Where layers are measured.
+        agree: Raises on all ranks what goes wrong with the trace on any; see `agree_on_trace`.
 
     Returns:
         The divided model, and the times (s) of its layers, where they were measured for it.
@@ -65,9 +67,8 @@ def divide(
         if step is not None:
             on_cpu = partial(step, torch.device("cpu"))
             find = partial(find_units, model, pipeline_module, num_stages)
-            units, trace = _trace(
-                model, units, on_cpu, find, may_look_elsewhere=pipeline_module is None, at_least=num_stages
-            )
+            make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
+            units, trace = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
         calls = layer_calls(units, trace)
     times_s: list[float] = []
     if partition == "profile":
@@ -83,6 +84,28 @@ def divide(
     return split, times_s
 
 
+def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace | None]:
+    """Units and a trace, with what all ranks have; no trace if it says nothing."""
+    found: tuple[Units, Trace] | None = None
+    error: Exception | None = None
+    try:
+        found = make()
+    except Exception as failed:
+        error = failed
+    agree(error, None if found is None else found[1].failure)
+    if found is None:
+        assert error is not None
+        raise error
+    units, trace = found
+    if trace.failure is not None and not trace.marks:
+        _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
+        return units, None
+    if trace.skips:
+        _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
+        return units, None
+    return units, trace
+
+
 def _trace(
     model: nn.Module,
     units: Units,
@@ -93,8 +116,8 @@ def _trace(
     may_look_elsewhere: bool,
     opened: frozenset[str] = frozenset(),
     whole: tuple[str, ...] = (),
-) -> tuple[Units, Trace | None]:
-    """The step on a first microbatch, and the units that it needs; no trace if it cannot run yet.
+) -> tuple[Units, Trace]:
+    """The step on a first microbatch, and the units that it needs.
 
     Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
@@ -128,12 +151,8 @@ def _trace(
         trace = trace_untouched(model, step, torch.device("cpu"), Caches())
         while split.follow_into(trace.listened, patches):
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
-    if trace.failure is not None and not trace.marks:
-        _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
-        return units, None
-    if trace.skips:
-        _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
-        return units, None
+    if (trace.failure is not None and not trace.marks) or trace.skips:
+        return units, trace
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:
         return again(find(opened=in_parts, whole=whole), opened=in_parts)

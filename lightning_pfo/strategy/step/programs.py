@@ -60,6 +60,10 @@ class Whole:
     sizes: tuple[int, ...]
 
 
+Agree = Callable[[BaseException | None, BaseException | None], None]
+"""Agrees with other ranks on what was raised, and on what a traced step has raised."""
+
+
 class Programs:
     """Finds what stages do of a step.
 
@@ -68,6 +72,7 @@ class Programs:
         split: How it is divided.
         device: Where the stages run.
         patches: Closing it gives modules back that are followed later than others.
+        agree: Raises on all ranks what goes wrong with a trace on any, given this rank's; see `agree_on_trace`.
 
     Attributes:
         modules: Further modules that a step may leave something in, by name.
@@ -75,11 +80,21 @@ class Programs:
             the same form.
     """
 
-    def __init__(self, owner: nn.Module, split: Split, device: torch.device, patches: Patches) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        split: Split,
+        device: torch.device,
+        patches: Patches,
+        agree: Agree,
+    ) -> None:
         self._owner = owner
         self._split = split
         self._device = device
         self._patches = patches
+        self._agree = agree
+        self._has_traced = False
+        self._failure: BaseException | None = None
         self._caches = Caches()
         self._known: OrderedDict[Any, Phases] = OrderedDict()
         self.follows_each_batch = False
@@ -113,6 +128,7 @@ class Programs:
 
         Raises:
             ConfigurationError: If stages cannot run the step one after the other.
+            Exception: What the step raises on any rank.
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
         training, trained = (flags or Flags(self._owner)).at_first
@@ -127,10 +143,23 @@ class Programs:
             torch.is_autocast_enabled(self._device.type),
             None if whole is None else signature_of(whole.batch),
         )
-        found = [
-            self._of((state, signature_of(microbatch)), lambda index=index: step(index), (*seed, index), train, whole)  # type: ignore[misc]
-            for index, microbatch in enumerate(microbatches)
-        ]
+        self._has_traced, self._failure = False, None
+        error: Exception | None = None
+        found = []
+        try:
+            for index, microbatch in enumerate(microbatches):
+                run = partial(step, index)
+                found.append(self._of((state, signature_of(microbatch)), run, (*seed, index), train, whole))
+        except Exception as failed:
+            error = failed
+        try:
+            if self._has_traced:
+                self._agree(error, self._failure)
+            if error is not None:
+                raise error
+        except Exception:
+            self._known.clear()  # that all ranks trace the next one
+            raise
         if len({len(phases) for phases in found}) > 1:
             raise ConfigurationError(
                 "A step that optimizes by itself does so alike for all microbatches of a batch; here some have other "
@@ -173,11 +202,13 @@ class Programs:
         return found
 
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
+        self._has_traced = True
         take_backward_hooks(self._owner, self._split.units.all, self._patches)
         with torch.set_grad_enabled(train):
             trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
             while self._split.follow_into(trace.listened, self._patches):
                 trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
+            self._failure = self._failure or trace.failure
             return trace
 
 

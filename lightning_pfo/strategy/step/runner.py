@@ -48,7 +48,7 @@ from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
-from lightning_pfo.strategy.step.values import ValueExchange, share_error
+from lightning_pfo.strategy.step.values import ValueExchange, agree_on_trace, share_error
 from lightning_pfo.strategy.step.whole.end import Ends
 
 Step = Callable[..., Any]
@@ -99,13 +99,13 @@ class StepRunner:
         self.engine = engine
         self.owner = owner
         self._split = split
-        self.programs = Programs(owner, split, engine.device, patches)
+        self._hosts = engine.host_group()
+        self.programs = Programs(owner, split, engine.device, patches, partial(agree_on_trace, hosts=self._hosts))
         self._ends = Ends(engine, owner, self.programs)
         self._metrics = metrics_of(owner)
         self._deferred = deferred
         self._means = means
         self._shared = shared
-        self._hosts = engine.host_group()
         self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
         self.rules = KnownRules(self.programs, batching)

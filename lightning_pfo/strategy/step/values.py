@@ -161,6 +161,30 @@ def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None) ->
         _raise_first(tell_each_other(_told(error), hosts), error, hosts)
 
 
+def agree_on_trace(
+    error: BaseException | None, failure: BaseException | None, *, hosts: dist.ProcessGroup | None
+) -> None:
+    """What goes wrong with a trace on any rank is everybody's; a collective call.
+
+    A step that fails in the trace of all ranks may do so because of what traces are made of, and run. If it fails on
+    some only, that is the step's own error there.
+
+    Args:
+        error: What was raised on this rank.
+        failure: What the traced step has raised, which need not be an error.
+        hosts: The processes; see `Groups.hosts`.
+
+    Raises:
+        BaseException: As by `ValueExchange.share`.
+    """
+    said = [error is not None, failure is not None, failure is None]
+    any_error, any_failed, any_ran = spread(torch.tensor(said, dtype=torch.uint8), torch.maximum, hosts)
+    if any_failed and any_ran:
+        _raise_first(tell_each_other(_told(failure), hosts), failure, hosts)
+    if any_error:
+        _raise_first(tell_each_other(_told(error), hosts), error, hosts)
+
+
 def _told(error: BaseException | None) -> tuple[str, str, bytes]:
     """What others are told of an error: its class and text, where it was raised, and itself if it can be sent."""
     if error is None:

@@ -378,6 +378,30 @@ class FailsBeforeTheModel(Skips):
         return self.loss(batch[0])
 
 
+class FailsInTheTrace(Skips):
+    """On one rank, before the model is called for the first time: where a step of a new form is traced."""
+
+    def fail(self, *args):
+        if self.global_rank == self.failing:
+            raise OSError("a file that this node does not have")
+        return self.loss(args[0][0])
+
+    training_step = validation_step = predict_step = fail
+
+
+def fails_in_the_trace(where):
+    found = []
+    for kind in ("fit", "validate", "predict"):
+        for rank in (0, 1):
+            module = FailsInTheTrace()
+            module.failing = rank
+            try:
+                getattr(trainer_of(where, max_epochs=1)[0], kind)(module, DataLoader(TensorDataset(DATA), batch_size=6))
+            except OSError as error:
+                found.append(f"{kind} {rank} {error}")
+    return found
+
+
 class LogsTwice(Skips):
     def training_step(self, batch, batch_idx):
         self.log("twice", 1.0)
@@ -907,7 +931,7 @@ def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
-    parts = (*parts, *([] if where == "two" else [whole, without_layers]))
+    parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:
         results[part.__name__] = part(where)

@@ -133,6 +133,13 @@ def test_ranks_do_not_write_state_dicts_that_have_placeholders(seen):
             assert re.search(r"placeholders.*gather_module", text, re.DOTALL)
 
 
+@pytest.mark.parametrize("rank", ["two_0", "two_1"])
+def test_an_error_of_one_rank_in_a_first_step_is_raised_by_all_at_once(seen, rank):
+    kinds = ("fit", "validate", "predict")
+    expected = [f"{kind} {failing} a file that this node does not have" for kind in kinds for failing in (0, 1)]
+    assert seen[rank]["fails_in_the_trace"] == expected
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
     errors = seen[rank]["errors"]

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import gradient_type
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.memory.costs import Cost, StageCosts
 from lightning_pfo.strategy.step.memory.exchanges import exchanging
 from lightning_pfo.strategy.step.memory.leavings import Left
@@ -107,10 +108,10 @@ class MemoryForecast:
         seed = (self.engine.seed, *step_seed)
         whole = None
         if self.batching.joins_microbatches and len(microbatches) > 1:
-            whole = Whole(batch, lambda: step(batch, *rest), microbatches.sizes)
+            whole = Whole(batch, lambda: step(anew(batch, copies=True), *rest), microbatches.sizes)
 
         def step_of(index: int) -> Any:
-            return step(microbatches[index], *rest)
+            return step(anew(microbatches[index], copies=True), *rest)
 
         with random_state.isolated(self.engine.device):
             some = microbatches if whole is not None else microbatches[:1]
@@ -122,7 +123,7 @@ class MemoryForecast:
         last = self.engine.num_stages - 1
         tried = Tried(
             programs,
-            lambda: step_of(0),
+            lambda: step(anew(microbatches[0], copies=False), *rest),
             [leaf for _, leaf in leaves_of([batch, *microbatches])],
             microbatches.sizes,
             self.batching.batch_dim,
