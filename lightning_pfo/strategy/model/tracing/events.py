@@ -81,13 +81,41 @@ class Value:
         return self.form.numel() * self.form.element_size()
 
 
+NUMBERS = (bool, int, float)
+"""Types of numbers that units may return beside tensors."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a unit returns, which may depend on values.
+
+    Attributes:
+        index: Which of the numbers of its event it is.
+        value: What it is in the trace.
+    """
+
+    index: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A text that a unit returns as it was given.
+
+    Attributes:
+        argument: Its position among all leaves of the arguments.
+    """
+
+    argument: int
+
+
 @dataclass
 class Event:
     """A call of a unit, or of a function of torch with a tracked tensor.
 
     Attributes:
         what: The unit, or the function.
-        results: The leaves of what it returns: `New`, `Same`, or what it is.
+        results: The leaves of what it returns: `New`, `Same`, `Number`, `Passed`, or what it is.
         structure: What puts them together.
         adopted: Ordinary tensors that it changes in place.
         units: The units that run in it.
@@ -100,6 +128,7 @@ class Event:
         returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
         left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
+        numbers: Of units, the value in which all numbers that they make are sent; None: they make none.
     """
 
     what: Any
@@ -115,6 +144,13 @@ class Event:
     returns: int = -1
     saved_bytes: int = 0
     left: tuple[Place, ...] = ()
+    numbers: int | None = None
+
+    @property
+    def made(self) -> list[int]:
+        """The labels of the values that it makes, but of those that it adopts."""
+        labels = [leaf.label for leaf in self.results if isinstance(leaf, New)]
+        return labels if self.numbers is None else [*labels, self.numbers]
 
     @cached_property
     def only_label(self) -> int | None:

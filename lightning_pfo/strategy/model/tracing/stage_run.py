@@ -27,8 +27,9 @@ from lightning_pfo.strategy.model.tracing.ends import (
     deviates,
     differs,
 )
-from lightning_pfo.strategy.model.tracing.events import Event, New
+from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
+from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, number_in
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
@@ -321,7 +322,8 @@ class StageRun:
                 return natively(compute, args, kwargs)
             except AbsentValueError as error:
                 raise ConfigurationError(f"{error} The line is {event.line}") from None
-        has_same = any(isinstance(leaf, Same) for leaf in event.results)
+        numbers = self._numbers_of(event)
+        has_same = any(isinstance(leaf, (Same, Passed)) for leaf in event.results)
         leaves = tree_flatten((args, kwargs))[0] if event.adopted or has_same else []
         for adopted in event.adopted:
             self._adopt(adopted.of(leaves), self._received.get(adopted.label))
@@ -331,11 +333,21 @@ class StageRun:
             self._received.get(leaf.label, self._program.forms[leaf.label])
             if isinstance(leaf, New)
             else leaves[leaf.argument]
-            if isinstance(leaf, Same)
+            if isinstance(leaf, (Same, Passed))
+            else number_in(leaf, numbers)
+            if isinstance(leaf, Number)
             else leaf
             for leaf in event.results
         ]
         return self._left.left_out(event, tree_unflatten(found, event.structure), (args, kwargs))
+
+    def _numbers_of(self, event: Event) -> list[Any]:
+        """The numbers that a unit has returned on an earlier stage, if these have come here."""
+        if event.numbers not in self._received:
+            return []
+        with following(None), DisableTorchFunctionSubclass():
+            found: list[Any] = value_of(self._received[event.numbers]).tolist()
+        return found
 
     def _compute(self, position: int, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args, kwargs
@@ -356,6 +368,7 @@ class StageRun:
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
             raise deviates()
+        numbers: list[Any] = []
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):
                 if value_of(leaves[expected.argument]) is not leaf:
@@ -369,6 +382,12 @@ class StageRun:
                 found[index] = value = tracked(leaf)
                 self._check_form(expected.label, value)
                 self._keep(expected.label, value)
+            elif event.units and not self._program.is_last:  # later stages take it as it is in the trace
+                check_same(event, leaf, expected, leaves)
+                numbers += [leaf] if isinstance(expected, Number) else []
+        if event.numbers is not None:
+            device = self._program.forms[event.numbers].device
+            self._keep(event.numbers, tracked(torch.tensor(numbers, dtype=torch.float64, device=device)))
         for adopted in event.adopted:
             tensor = tracked(adopted.of(leaves))
             self._adopted.append(tensor)

@@ -17,7 +17,17 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
-from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
+from lightning_pfo.strategy.model.tracing.events import (
+    FOREVER,
+    NUMBERS,
+    Adopted,
+    Event,
+    New,
+    Number,
+    Passed,
+    Trace,
+    Value,
+)
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
@@ -198,7 +208,8 @@ class _TraceRun:
                 self.trace.values[leaves[index].label].changed_at = position
         found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
-        result = self._end(event, leaves, found, outline.structure, changed, varying)
+        numbers = outline.from_values or any(type(leaf) in NUMBERS for leaf in leaves)
+        result = self._end(event, leaves, found, outline.structure, changed, varying, sends_numbers=numbers)
         self._left.note(event, result)
         return returned_of(event, result, given)
 
@@ -301,8 +312,12 @@ class _TraceRun:
         structure: Any,
         changed: list[int],
         varying: Sequence[frozenset[int]],
+        *,
+        sends_numbers: bool = False,
     ) -> Any:
         returned: list[Any] = []
+        numbers: list[Any] = []
+        texts = {leaf: index for index, leaf in enumerate(leaves) if type(leaf) is str} if event.units else {}
         event.structure = structure
         own = {id(plain(leaf)): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         for index_of, leaf in enumerate(found):
@@ -314,9 +329,20 @@ class _TraceRun:
                 value = tracked(leaf)
                 event.results.append(New(self._new(value, varying[index_of] if varying else frozenset())))
                 returned.append(value)
+            elif sends_numbers and type(leaf) in NUMBERS:
+                event.results.append(Number(len(numbers), leaf))
+                numbers.append(leaf)
+                returned.append(leaf)
+            elif type(leaf) is str and leaf in texts:
+                event.results.append(Passed(texts[leaf]))
+                returned.append(leaf)
             else:
                 event.results.append(leaf)
                 returned.append(leaf)
+        if numbers:
+            value = tracked(torch.tensor(numbers, dtype=torch.float64, device=self._device))
+            event.numbers = self._new(value)
+            self.trace.use(value, FOREVER)  # numbers do not tell who uses them
         for index in changed:
             self._adopt(event, leaves[index], index)
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)

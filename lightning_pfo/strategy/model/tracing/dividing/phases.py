@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
-from lightning_pfo.strategy.model.tracing.events import FOREVER, New, Optimizing, Trace
+from lightning_pfo.strategy.model.tracing.events import FOREVER, Optimizing, Trace
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class _Needs:
         losses = [each.loss for each in extent.losses if each.loss is not None and each.loss >= 0]
         differentiated = flow.closure({trace.values[loss].born for loss in losses})
         for position in range(extent.begin, extent.stop):
-            made = [leaf.label for leaf in trace.events[position].results if isinstance(leaf, New)]
+            made = trace.events[position].made
             differentiable = position in differentiated and any(trace.values[n].form.requires_grad for n in made)
             for label in flow.inputs[position]:
                 self._take(label, differentiable=differentiable)
