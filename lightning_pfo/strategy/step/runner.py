@@ -213,6 +213,7 @@ class StepRunner:
         rest: Any,
         *,
         outputs: Outputs = "all",
+        loader: int = 0,
     ) -> Any:
         """Run a validation, test or predict step.
 
@@ -224,12 +225,13 @@ class StepRunner:
             batch: What the step takes first.
             rest: Its other arguments.
             outputs: Which ranks are wanted to have what it returned.
+            loader: Which of several loaders the batch is of.
 
         Returns:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
         microbatches = self.batching.split(batch, num_microbatches)
-        of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest)
+        of = StepOnBatch(kind, step, microbatches, step_seed, batch, rest, loader=loader)
         self._first_looks.look(of)
         outcome, _ = self._run(of, outputs=outputs)
         self._leave_behind(outcome, microbatches.size)

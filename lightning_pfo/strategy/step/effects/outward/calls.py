@@ -126,7 +126,7 @@ def merged_calls(
 def _tell_of_texts(path: Path, given: Mapping[Any, Any], rules: Rules | None, place: str) -> None:
     """Name a text that all microbatches have said alike, and one device says otherwise: how many samples there are."""
     for key, value in given.items():
-        if isinstance(value, str) and rules is not None and rules.of(f"{place}[{key!r}]") == "apart":
+        if isinstance(value, str) and rules is not None and rules.of(f"{place}[{key!r}]", value) == "apart":
             called = ".".join(str(name) for kind, name in path if kind == "attribute")
             warn_once(
                 f"A step says {value!r} by {called}. All microbatches say so, and all of them together would say "
@@ -161,7 +161,7 @@ def texts(calls: Sequence[Call], rules: Rules | None, place: str) -> list[Call]:
         place: Where the arguments are.
     """
     are_same = len({args[0] for _, args, _ in calls}) == 1
-    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]") != "apart")):
+    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]", calls[0][1][0]) != "apart")):
         warn_once(
             f"A step writes into the file {named(calls[0][0][0][1])} what is another text for each microbatch, or for "
             f"all of them together. What differs is all written, by the first rank, one after the other; on one device "
