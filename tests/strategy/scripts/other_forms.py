@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -113,8 +114,12 @@ class Trains(Model):
         self.seen.append(plain(outputs))
 
 
-class CountsByConstant(Model):
-    """Says of each batch that it has as many samples as the others, or tokens."""
+class SaysSizes(Model):
+    """Says of all batches that they are as large, or of each what it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = torchmetrics.MaxMetric()
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -130,6 +135,8 @@ class CountsByConstant(Model):
             "large": int((batch[0] > 0).sum()),
         }.items():
             self.log(name, loss, batch_size=size)
+        self.largest.update(torch.tensor(float(batch_idx)))
+        self.log("largest", self.largest, batch_size=10)
 
 
 def trainer_of(where):
@@ -157,7 +164,7 @@ def run(where):
     trainer_of(where).fit(module, loader(), loader())
     found["trains"] = module.seen
     trainer = trainer_of(where)
-    trainer.fit(CountsByConstant(), loader(37), loader(25, 10))
+    trainer.fit(SaysSizes(), loader(37), loader(25, 10))
     found["batch sizes"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
     (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps(plain(found)))
 

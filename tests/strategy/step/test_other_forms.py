@@ -26,7 +26,7 @@ def seen(tmp_path_factory):
     [
         *(f"by batch: {case}" for case in BY_BATCH),
         *(f"by loader: {case}" for case in BY_LOADER),
-        *("logs", "trains"),
+        *("logs", "trains", "batch sizes"),
     ],
 )
 def test_other_forms_come_out_as_on_one_device(seen, case, rank):
