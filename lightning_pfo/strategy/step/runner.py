@@ -23,6 +23,7 @@ from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
+from lightning_pfo.strategy.step.aggregators import Aggregators
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
@@ -117,6 +118,7 @@ class StepRunner:
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
+        self._aggregators = Aggregators(owner, patches)
 
     def train(
         self,
@@ -348,6 +350,8 @@ class StepRunner:
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if self._metrics:
                 contexts.append(without_synchronisation(self._metrics))
+            if self._aggregators:
+                contexts.append(self._aggregators.as_at_begin())
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             return contexts[0] if len(contexts) == 1 else all_of(contexts)

@@ -1,4 +1,4 @@
-"""What a step says to others: `self.log`, `self.print`, and its loggers.
+"""What a step says to others: `self.log`, `self.print`, its loggers, and metrics that are told once for a batch.
 
 On the last stage it is noted, said again on every rank when the batch is done (loggers write on the first), and each
 once for a batch: what microbatches say alike, with values merged like outputs. Elsewhere, and in runs that only look
@@ -22,7 +22,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 
 Path = tuple[tuple[str, Any], ...]
-"""How what is called is reached from the module: names of attributes, and items."""
+"""How what is called is reached from the module: names of attributes, and items; a metric by its dotted name."""
 Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
@@ -146,6 +146,11 @@ def place_of(index: int) -> str:
     return f"the arguments of call {index}"
 
 
+def is_of_metric(call: Call) -> bool:
+    """Whether it tells a metric something."""
+    return call[0][0][0] == "metric"
+
+
 def is_text(call: Call) -> bool:
     """Whether text is written into a file."""
     path, _, _ = call
@@ -199,6 +204,8 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
                 target = trainer_of(owner).loggers[name]
             elif kind == "stream":
                 target = outlets[name]
+            elif kind == "metric":
+                target = owner.get_submodule(name)
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
         target(*args, **kwargs)
