@@ -15,9 +15,9 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
-from lightning_pfo.strategy.step.compat import batch_value
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
-from lightning_pfo.strategy.step.metrics import is_metric, path_of
+from lightning_pfo.strategy.step.metrics.compat import batch_value
+from lightning_pfo.strategy.step.metrics.states import is_metric, path_of
 
 
 class Logged(NamedTuple):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.compat import note_changes, progress_of, put_back
 from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.metrics.compat import note_changes, progress_of, put_back
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
