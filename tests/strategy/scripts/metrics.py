@@ -69,7 +69,9 @@ class Aggregates(Computes):
         self.largest, self.rows = torchmetrics.MaxMetric(), torchmetrics.CatMetric()
         self.positive, self.large = torchmetrics.SumMetric(), torchmetrics.SumMetric()
         self.weighted, self.so_far, self.latest = (torchmetrics.MeanMetric() for _ in range(3))
-        self.collected = torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MinMetric()])
+        self.collected = torchmetrics.MetricCollection(
+            {"a": torchmetrics.SumMetric(), "b": torchmetrics.SumMetric(), "c": torchmetrics.MinMetric()}
+        )
 
     def training_step(self, batch, batch_idx):
         (x,) = batch
@@ -81,6 +83,7 @@ class Aggregates(Computes):
         self.rows.update(found[:, 0])
         self.positive.update((x > 0).sum())
         self.large.update(int((found > 0.1).sum()))
+        self.collected.update(loss.detach())
         self.weighted.update(loss.detach(), weight=len(x))
         if batch_idx == 2:
             self.latest.reset()
@@ -105,6 +108,8 @@ class Aggregates(Computes):
         for metric in (*metrics, self.rows):
             self.seen += [*metric.compute().reshape(-1).tolist(), metric.update_count]
             metric.reset()
+        self.seen += [value.item() for value in self.collected.compute().values()]
+        self.collected.reset()
 
     def on_validation_epoch_end(self):
         pass

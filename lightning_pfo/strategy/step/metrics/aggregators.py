@@ -9,7 +9,7 @@ the batch is done, with values merged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,11 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import note_call
-from lightning_pfo.strategy.step.metrics.compat import note_changes, progress_of, put_back
+from lightning_pfo.strategy.step.metrics.compat import note_changes, progress_of, put_back, update_each
+from lightning_pfo.strategy.step.metrics.states import is_metric
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 
 class Aggregators:
@@ -36,6 +37,8 @@ class Aggregators:
         found = _aggregators_of(owner)
         for path, metric in found.items():
             note_changes(metric, partial(_note, path), patches)
+        for collection in _collections_of(owner, list(found.values())):
+            update_each(collection, patches)
         self._metrics = list(found.values())
 
     def __bool__(self) -> bool:
@@ -62,12 +65,21 @@ def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:
     if torchmetrics is None:
         return {}
     basic, running = torchmetrics.aggregation.BaseAggregator, torchmetrics.wrappers.Running
-    holders = (torchmetrics.Metric, torchmetrics.MetricCollection)
     modules = dict(owner.named_modules())
-    inside = tuple(f"{path}." for path, module in modules.items() if isinstance(module, holders))
+    inside = tuple(f"{path}." for path, module in modules.items() if is_metric(module))
     return {
         path: module
         for path, module in modules.items()
         if isinstance(module, basic) or (isinstance(module, running) and isinstance(module.base_metric, basic))
         if path and not path.startswith(inside)
     }
+
+
+def _collections_of(owner: nn.Module, metrics: Sequence[Metric]) -> list[MetricCollection]:
+    """Collections that hold several of these."""
+    if not metrics:
+        return []
+    kind = sys.modules["torchmetrics"].MetricCollection
+    collections = [module for module in owner.modules() if isinstance(module, kind)]
+    known = set(map(id, metrics))  # comparing metrics makes a metric
+    return [each for each in collections if len(known.intersection(map(id, each.children()))) > 1]

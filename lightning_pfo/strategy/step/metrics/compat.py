@@ -15,7 +15,7 @@ import torch
 from lightning_pfo.strategy.parallel.patches import Patches
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 SEEN_IN = "torchmetrics 1.9"
 PRIVATE = {
@@ -30,6 +30,10 @@ PRIVATE = {
     "torchmetrics.Metric._update_count": (
         "A metric would warn on most ranks that it was computed before it was updated."
     ),
+    "torchmetrics.MetricCollection._enable_compute_groups": (
+        "Metrics that are alike would be updated by the first microbatch each, by the others as one."
+    ),
+    "torchmetrics.MetricCollection._groups_checked": "One would let groups that are there already fall apart.",
     "torchmetrics.wrappers.Running._num_vals_seen": "A running mean would take microbatches for batches.",
 }
 """Private names, and what they are needed for."""
@@ -123,3 +127,9 @@ def note_changes(metric: Metric, note: Callable[[str, Any, Any], None], patches:
     patches.set(metric, "update", partial(noted, "update", update))
     patches.set(metric, "forward", partial(noted, "update", forward))
     patches.set(metric, "reset", partial(noted, "reset", reset))
+
+
+def update_each(collection: MetricCollection, patches: Patches) -> None:
+    """Let a collection update each of its metrics, also those that are alike, unless the user says which are."""
+    if collection._enable_compute_groups is True and not collection._groups_checked:
+        patches.set(collection, "_enable_compute_groups", False)
