@@ -79,6 +79,7 @@ class Rules:
         self._of_sizes: dict[tuple[str, Form, Size], Rule] = {}
         self._of_forms: dict[tuple[str, Form], Rule] = {}
         self._by_values: ByValues = {}
+        self._places: set[str] = set()
         self._look: Callable[[], object] | None = None
         self._tries: dict[tuple[str, Form], int] = {}
         self._looks = 0
@@ -104,6 +105,8 @@ class Rules:
             like: One of the values.
             ask: Whether it is worth looking.
         """
+        if path not in self._places and not (ask and self._look is not None):
+            return None  # of most places, at each batch
         form, size = _form(like)
         if self._by_values and (path, form) in self._by_values:
             return self._by_values[path, form]
@@ -137,6 +140,7 @@ class Rules:
         Returns:
             What there was, for `put_back`.
         """
+        self._places.update(rules)
         before = self._by_values
         self._by_values = before | {(place, (dimensions, kind)): rules[place] for place in rules for kind in _KINDS}
         return before
@@ -169,6 +173,7 @@ class Rules:
         else:
             rule = "parts"
         if rule is not None:
+            self._places.add(path)
             form, size = _form(first)
             self._of_sizes.setdefault((path, form, size), rule)
             self._of_forms.setdefault((path, form), rule)
