@@ -107,7 +107,7 @@ class StepRun:
             {
                 **self.effects.growth_in(outcome["changes"]),
                 **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
-                **{place_of(index): arguments_of(call) for index, call in enumerate(outcome["calls"])},
+                **{place_of(index, call): arguments_of(call) for index, call in enumerate(outcome["calls"])},
                 "output": outcome["output"],
             }
         )
@@ -119,7 +119,7 @@ class StepRun:
             {
                 **left.growth,
                 **left.logged_by_place(),
-                **{place_of(index): arguments_of(call) for index, call in enumerate(left.calls)},
+                **{place_of(index, call): arguments_of(call) for index, call in enumerate(left.calls)},
                 "output": beside_loss(left.output),
             }
         )

@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 import torchmetrics
+from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -139,12 +140,46 @@ class SaysSizes(Model):
         self.log("largest", self.largest, batch_size=10)
 
 
-def trainer_of(where):
+class Notes(Logger):
+    name = version = "notes"
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def note(self, name, value):
+        self.said.append([name, value])
+
+    def tell(self, name, value):
+        self.note(name, value)
+
+
+class Says(Model):
+    """Something else to its logger in each of three batches."""
+
+    def training_step(self, batch, batch_idx):
+        size = len(batch[0])
+        say, *what = [
+            (self.logger.note, "samples", size),
+            (self.logger.note, "index", 7),
+            (self.logger.tell, "samples", 2 * size),
+        ][batch_idx % 3]
+        say(*what)
+        return self.loss(batch)
+
+
+def trainer_of(where, logger=False):
     return L.Trainer(
         accelerator="cpu",
         devices=1 if where == "plain" else 2,
         strategy="auto" if where == "plain" else PfoPipelineStrategy(),
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -166,6 +201,9 @@ def run(where):
     trainer = trainer_of(where)
     trainer.fit(SaysSizes(), loader(37), loader(25, 10))
     found["batch sizes"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    trainer = trainer_of(where, logger := Notes())
+    trainer.fit(Says(), loader(37))
+    found["says"] = logger.said if trainer.global_rank == 0 else [["nothing", 0]]
     (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps(plain(found)))
 
 

@@ -32,3 +32,9 @@ def seen(tmp_path_factory):
 def test_other_forms_come_out_as_on_one_device(seen, case, rank):
     assert seen["plain_0"][case]
     check(seen[rank][case], seen["plain_0"][case], case)
+
+
+def test_what_is_said_in_other_batches_has_other_rules(seen):
+    expected = seen["plain_0"]["says"]
+    assert len(expected) == 10
+    assert seen["two_0"]["says"] == expected

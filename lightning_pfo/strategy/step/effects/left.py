@@ -58,7 +58,7 @@ def learn(rules: Rules, *runs: Left) -> None:
     rules.learn("output", *(beside_loss(run.output) for run in runs))
     if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
-            rules.learn(place_of(index), *map(arguments_of, alike))
+            rules.learn(place_of(index, alike[0]), *map(arguments_of, alike))
     *_, small, large = runs
     of_all = [run.growth | run.logged_by_place() | run.sizes_by_place() for run in runs]
     of_all[-1] |= _unchanged(small.growth, large.growth)

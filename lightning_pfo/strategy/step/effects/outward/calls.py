@@ -105,18 +105,18 @@ def merged_calls(
         return [call for each in calls for call in each]
     merged: list[Call] = []
     for index, alike in enumerate(zip(*calls, strict=True)):
-        given = [arguments_of(call) for call in alike]
+        given, place = [arguments_of(call) for call in alike], place_of(index, alike[0])
         if is_text(alike[0]):
-            merged.extend(texts(alike, rules, place_of(index)))
+            merged.extend(texts(alike, rules, place))
             continue
         try:
-            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place_of(index))
+            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place)
         except UnmergeableError:  # such as texts that differ
             merged.extend(alike)
         else:
             path, args, kwargs = alike[0]
             if len(calls) > 1:
-                _tell_of_texts(path, given[0], rules, place_of(index))
+                _tell_of_texts(path, given[0], rules, place)
             merged.append(
                 (path, tuple(arguments[i] for i in range(len(args))), {key: arguments[key] for key in kwargs})
             )
@@ -141,9 +141,12 @@ def arguments_of(call: Call) -> dict[Any, Any]:
     return dict(enumerate(args)) | kwargs
 
 
-def place_of(index: int) -> str:
-    """Where the arguments of a call are, which is one of several."""
-    return f"the arguments of call {index}"
+def place_of(index: int, call: Call) -> str:
+    """Where the arguments of a call are, which is one of several; in other batches others may come there."""
+    path, args, _ = call
+    called = ".".join(str(name) for kind, name in path if kind != "stream")
+    of = f"({args[0]!r})" if len(args) > 1 and isinstance(args[0], str) else ""  # the name of what is said
+    return f"the arguments of call {index}, of {called}{of}"
 
 
 def is_of_metric(call: Call) -> bool:
