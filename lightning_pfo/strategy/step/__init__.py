@@ -2,8 +2,7 @@
 
 Read `runner` first. It splits the batch (room `batches`; `microbatches` says into how many), finds what stages do of
 the step (`programs`), runs them, collects what the last stage logs (`recording`) and all that comes of the run
-(`outcome`), tells all ranks (`values`, `metrics`), and hands out the `gradients`. Room `iterations` runs several for a
-step that optimizes several times, room `first_batch` compares first batches with one device.
-`layer_times` measures layers for partition='profile'. `outside` lets hooks call the model
-between steps. `compat` has torchmetrics' private names.
+(`outcome`), tells all ranks (`values`, room `metrics`), and hands out the `gradients`. Room `iterations` runs several
+for a step that optimizes several times, room `first_batch` compares first batches with one device. `layer_times`
+measures layers for partition='profile'. `outside` lets hooks call the model between steps.
 """

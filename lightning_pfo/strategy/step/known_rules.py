@@ -9,12 +9,12 @@ from functools import partial
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.left import learn
-from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
+from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 
 
 class KnownRules:
-    """Rules of the values that each kind of step leaves.
+    """Rules of the values that each kind of step leaves with the batches of each loader.
 
     Args:
         programs: Traces steps.
@@ -24,11 +24,11 @@ class KnownRules:
     def __init__(self, programs: Programs, batching: Batching) -> None:
         self._programs = programs
         self._batching = batching
-        self._rules: dict[str, Rules] = {}
+        self._rules: dict[Source, Rules] = {}
 
-    def of(self, kind: str) -> Rules:
-        """What is known of what a kind of step leaves."""
-        return self._rules.setdefault(kind, Rules())
+    def of(self, source: Source) -> Rules:
+        """What is known of what a kind of step leaves with the batches of a loader."""
+        return self._rules.setdefault(source, Rules())
 
     @contextmanager
     def looking(self, of: StepOnBatch, run: StepRun, seed: int) -> Iterator[Rules]:
@@ -39,7 +39,7 @@ class KnownRules:
             run: What has come of it.
             seed: That of the whole run.
         """
-        rules, seeds = self.of(of.kind), (seed, *of.seed, 0)
+        rules, seeds = self.of(of.source), (seed, *of.seed, 0)
         batching, parts = self._batching, of.parts
 
         def look() -> None:

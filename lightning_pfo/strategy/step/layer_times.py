@@ -21,9 +21,9 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.compat import without_synchronisation
 from lightning_pfo.strategy.step.gradients import loss_of
-from lightning_pfo.strategy.step.metrics import metrics_of
+from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
+from lightning_pfo.strategy.step.metrics.states import metrics_of
 
 _REPEATS = 3
 

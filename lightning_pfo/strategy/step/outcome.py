@@ -20,6 +20,8 @@ from lightning_pfo.strategy.step.recording import LogRecorder
 
 Numbers = dict[str, torch.Tensor]
 """Numbers and tensors of them by their places, as `rules` call these; in 64 bits, on the CPU."""
+Source = tuple[str, int]
+"""A kind of step, and which of several loaders its batches are of: steps may return other things for each."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class StepOnBatch:
         memory: Of each microbatch the values that phases of the step have computed for later ones.
         phase: Which phase of the step it is.
         ends: Whether it is the last phase, which runs the step to its end.
+        loader: Which of several loaders the batch is of.
     """
 
     kind: str
@@ -49,6 +52,12 @@ class StepOnBatch:
     memory: Sequence[dict[int, torch.Tensor]] = ()
     phase: int = 0
     ends: bool = True
+    loader: int = 0
+
+    @property
+    def source(self) -> Source:
+        """What is known of it is known of others with the same."""
+        return self.kind, self.loader
 
     def of_microbatch(self, index: int) -> Any:
         """Run the step on a microbatch."""
@@ -98,7 +107,7 @@ class StepRun:
             {
                 **self.effects.growth_in(outcome["changes"]),
                 **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
-                **{place_of(index): arguments_of(call) for index, call in enumerate(outcome["calls"])},
+                **{place_of(index, call): arguments_of(call) for index, call in enumerate(outcome["calls"])},
                 "output": outcome["output"],
             }
         )
@@ -110,7 +119,7 @@ class StepRun:
             {
                 **left.growth,
                 **left.logged_by_place(),
-                **{place_of(index): arguments_of(call) for index, call in enumerate(left.calls)},
+                **{place_of(index, call): arguments_of(call) for index, call in enumerate(left.calls)},
                 "output": beside_loss(left.output),
             }
         )

@@ -310,9 +310,10 @@ def logs_noted(
         run = current_run()
         if run is not None:
             run.note(value)
-        if left is not None and isinstance(value, (int, float, torch.Tensor)):
+        if left is not None:
             with following(None):
-                left.logged.append((name, _form_of(value)))
+                number = _form_of(value) if isinstance(value, (int, float, torch.Tensor)) else None
+                left.logged.append((name, number, kwargs.get("batch_size")))
 
     note = partial(_note, left=left)
     nothing_written = all_of([others_stand_in(owner, modules, note), openings_told(counts=False)])

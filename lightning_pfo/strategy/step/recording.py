@@ -15,9 +15,9 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
-from lightning_pfo.strategy.step.compat import batch_value
-from lightning_pfo.strategy.step.effects.left import place_of_log
-from lightning_pfo.strategy.step.metrics import is_metric, path_of
+from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
+from lightning_pfo.strategy.step.metrics.compat import batch_value
+from lightning_pfo.strategy.step.metrics.states import is_metric, path_of
 
 
 class Logged(NamedTuple):
@@ -49,6 +49,7 @@ class LogRecorder:
         index: The microbatch whose step runs.
         values: What was logged, by name and how often the step had logged it before, and for which microbatch.
         arguments: The other arguments of `self.log`.
+        batch_sizes: What is said by `batch_size` that each microbatch stands for.
         metrics: For names under which a metric object was logged, where `owner` holds it.
         of_epochs: Whether a step logs on_epoch if it does not say otherwise, as all but that of training do.
     """
@@ -59,6 +60,7 @@ class LogRecorder:
     index: int = 0
     values: dict[tuple[str, int], list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    batch_sizes: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
     of_epochs: bool = False
 
@@ -85,8 +87,8 @@ class LogRecorder:
         key = (name, 0)
         while any(index == self.index for index, _ in self.values.get(key, ())):
             key = (name, key[1] + 1)
-        if kwargs.get("batch_size") is not None:  # the user counts microbatches; what is logged stands for the batch
-            kwargs["batch_size"] += self.arguments.get(key, {}).get("batch_size", 0)
+        if kwargs.get("batch_size") is not None:
+            self.batch_sizes.setdefault(key, {})[self.index] = kwargs["batch_size"]
         self.values.setdefault(key, []).append((self.index, value))
         self.arguments[key] = kwargs
 
@@ -104,14 +106,20 @@ class LogRecorder:
 
     def logged(self, rules: Rules | None = None) -> list[Logged]:
         """The calls for the batch, with values over its microbatches."""
+        known = rules or Rules()
         return [
-            Logged(key[0], self.metrics.get(key[0]), self.arguments[key], self._reduce(key, values, rules or Rules()))
+            Logged(key[0], self.metrics.get(key[0]), self._arguments_of(key, known), self._reduce(key, values, known))
             for key, values in self.values.items()
         ]
 
-    def values_of(self, index: int) -> list[tuple[str, Any]]:
-        """What a microbatch has logged, in order."""
-        return [(name, value) for (name, _), values in self.values.items() for n, value in values if n == index]
+    def values_of(self, index: int) -> list[tuple[str, Any, int | None]]:
+        """What a microbatch has logged, in order, and what it stands for."""
+        return [
+            (key[0], value, self.batch_sizes.get(key, {}).get(index))
+            for key, values in self.values.items()
+            for n, value in values
+            if n == index
+        ]
 
     def is_looked_at(self, key: tuple[str, int]) -> bool:
         """Whether the value of the batch counts: of a metric object that is logged for epochs it does not."""
@@ -140,12 +148,22 @@ class LogRecorder:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
         return self._mean([(index, loss.detach()) for index, loss in enumerate(losses)], is_loss=True)
 
+    def _arguments_of(self, key: tuple[str, int], rules: Rules) -> dict[str, Any]:
+        """What is said beside the value; a `batch_size` may be counted in each microbatch, or be a constant."""
+        if key not in self.batch_sizes:
+            return self.arguments[key]
+        said = list(self.batch_sizes[key].values())
+        by_rule = merged_by(rules.of(place_of_size(*key), said[0], ask=len(said) > 1), said)
+        is_constant = len(set(said)) == 1 < len(set(self.sizes))
+        of_batch = by_rule[0] if by_rule is not None else said[0] if is_constant else sum(said)
+        return self.arguments[key] | {"batch_size": of_batch}
+
     def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
         how = self.arguments[key].get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         found = [value for _, value in values]
-        by_rule = merged_by(rules.of(place_of_log(*key), ask=all(map(_is_count, found))), found)
+        by_rule = merged_by(rules.of(place_of_log(*key), found[0], ask=all(map(_is_count, found))), found)
         if by_rule is not None and key[0] not in self.metrics:
             return torch.as_tensor(by_rule[0], dtype=torch.float64)
         counts_samples = found == list(self.sizes) and max(found) > 1

@@ -26,7 +26,6 @@ from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
-from lightning_pfo.strategy.step.compat import set_batch_value, without_synchronisation
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches
 from lightning_pfo.strategy.step.effects.large import Earlier
@@ -43,7 +42,9 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.known_rules import KnownRules
-from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
+from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
+from lightning_pfo.strategy.step.metrics.compat import set_batch_value, without_synchronisation
+from lightning_pfo.strategy.step.metrics.states import metrics_of, take_state_from
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
@@ -119,6 +120,7 @@ class StepRunner:
         self._skipped: list[set[int]] = []
         for metric in self._metrics:
             take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
+        self._aggregators = Aggregators(owner, patches)
 
     def train(
         self,
@@ -215,6 +217,7 @@ class StepRunner:
         rest: Any,
         *,
         outputs: Outputs = "all",
+        loader: int = 0,
     ) -> Any:
         """Run a validation, test or predict step.
 
@@ -226,13 +229,16 @@ class StepRunner:
             batch: What the step takes first.
             rest: Its other arguments.
             outputs: Which ranks are wanted to have what it returned.
+            loader: Which of several loaders the batch is of.
 
         Returns:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
         with _without_inference_mode((batch, rest)) as (batch, rest):
             microbatches = self.batching.split(batch, num_microbatches)
-            of = StepOnBatch(kind, self._fresh.given_to(kind, step), microbatches, step_seed, batch, rest)
+            of = StepOnBatch(
+                kind, self._fresh.given_to(kind, step), microbatches, step_seed, batch, rest, loader=loader
+            )
             self._first_looks.look(of)
             outcome, _ = self._run(of, outputs=outputs)
             self._leave_behind(outcome, microbatches.size)
@@ -349,6 +355,8 @@ class StepRunner:
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if self._metrics:
                 contexts.append(without_synchronisation(self._metrics))
+            if self._aggregators:
+                contexts.append(self._aggregators.as_at_begin())
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             return contexts[0] if len(contexts) == 1 else all_of(contexts)

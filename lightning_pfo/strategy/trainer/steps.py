@@ -237,6 +237,7 @@ class StepStrategy(CheckpointStrategy):
             batch,
             rest,
             outputs=outputs,
+            loader=loader_of(rest),
         )
 
     def _step(self, name: str) -> Callable[..., Any]:
@@ -331,6 +332,12 @@ def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
         return batch, rest
     batch, *rest = next(batch)
     return batch, [_FETCHED, *rest]
+
+
+def loader_of(rest: list[Any]) -> int:
+    """Which of several loaders the batch of an evaluation is of: what a step is given after the index of the batch."""
+    given = [argument for argument in rest if argument is not _FETCHED]
+    return int(given[1]) if len(given) > 1 else 0
 
 
 _FETCHED = object()

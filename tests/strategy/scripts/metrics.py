@@ -58,7 +58,67 @@ class Computes(L.LightningModule):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def run(number):
+class Aggregates(Computes):
+    """Metrics that are told of the loss, once for a batch, and of what is counted, found or said of it."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = ("SumMetric", "MeanMetric", "MaxMetric", "CatMetric", "RunningMean")
+        self.of_loss = nn.ModuleDict({name: getattr(torchmetrics, name)() for name in kinds})
+        self.logged = nn.ModuleList(torchmetrics.MaxMetric() for _ in range(2))
+        self.largest, self.rows = torchmetrics.MaxMetric(), torchmetrics.CatMetric()
+        self.positive, self.large = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        self.weighted, self.so_far, self.latest = (torchmetrics.MeanMetric() for _ in range(3))
+        self.collected = torchmetrics.MetricCollection(
+            {"a": torchmetrics.SumMetric(), "b": torchmetrics.SumMetric(), "c": torchmetrics.MinMetric()}
+        )
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        found = self.net(x)
+        loss = found.square().mean()
+        for metric in self.of_loss.values():
+            metric.update(loss.detach())
+        self.largest.update(found.max())
+        self.rows.update(found[:, 0])
+        self.positive.update((x > 0).sum())
+        self.large.update(int((found > 0.1).sum()))
+        self.collected.update(loss.detach())
+        self.weighted.update(loss.detach(), weight=len(x))
+        if batch_idx == 2:
+            self.latest.reset()
+        self.latest(value=loss.detach())
+        self.logged[0](loss.detach())
+        self.log("logged", self.logged[0], on_step=True, on_epoch=True)
+        self.so_far.update(loss.detach())
+        self.log("so far", self.so_far.compute())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.logged[1](loss)
+        self.log("of validation", self.logged[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen += [self.of_loss["SumMetric"].compute().item(), self.of_loss["RunningMean"].compute().item()]
+        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_step", "so far")]
+
+    def on_train_epoch_end(self):
+        metrics = (*self.of_loss.values(), self.largest, self.positive, self.large, self.weighted, self.latest)
+        for metric in (*metrics, self.rows):
+            self.seen += [*metric.compute().reshape(-1).tolist(), metric.update_count]
+            metric.reset()
+        self.seen += [value.item() for value in self.collected.compute().values()]
+        self.collected.reset()
+
+    def on_validation_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_epoch", "of validation")]
+
+
+def run(number, kind, rows):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=number,
@@ -69,13 +129,15 @@ def run(number):
         enable_model_summary=False,
         max_epochs=2,
     )
-    module, loader = Computes(), DataLoader(TensorDataset(DATA), batch_size=8)
+    module, loader = kind(), DataLoader(TensorDataset(DATA[:rows]), batch_size=8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loader, loader)
     told = [str(warning.message) for warning in caught if "``compute`` method" in str(warning.message)]
-    (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps({"seen": module.seen, "told": told}))
+    found = json.dumps({"seen": module.seen, "told": told})
+    (FOLDER / f"{kind.__name__}_{number}_{trainer.global_rank}.json").write_text(found)
 
 
 for number in (1, 2):
-    run_ranks(run, number, number)
+    run_ranks(run, number, number, Computes, 32)
+    run_ranks(run, number, number, Aggregates, 28)

@@ -17,13 +17,21 @@ def runs(tmp_path_factory):
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-@pytest.mark.parametrize("rank", ["2_0", "2_1"])
+@pytest.mark.parametrize("rank", ["Computes_2_0", "Computes_2_1"])
 def test_hooks_compute_what_one_device_does(runs, rank):
-    alone = runs["1_0"]["seen"]
+    alone = runs["Computes_1_0"]["seen"]
     assert len(alone) == 2 * (4 * 2 + 2 + 1) + 1  # and the sanity check
     assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
 
 
+@pytest.mark.parametrize("rank", ["Aggregates_2_0", "Aggregates_2_1"])
+def test_what_adds_up_numbers_is_told_once_for_a_batch(runs, rank):
+    """Of a loss the mean, of what is counted the sum, of what is largest the largest, and rows joined."""
+    alone = runs["Aggregates_1_0"]["seen"]
+    assert len(alone) > 2 * 4 * 4
+    assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
+
+
 def test_the_first_rank_warns_of_what_was_never_updated_alone(runs):
-    assert len(runs["1_0"]["told"]) == 1
-    assert runs["2_0"]["told"] == runs["1_0"]["told"]
+    assert len(runs["Computes_1_0"]["told"]) == 1
+    assert runs["Computes_2_0"]["told"] == runs["Computes_1_0"]["told"]

@@ -51,6 +51,19 @@ def test_what_is_logged_twice_is_logged_twice():
         recorder.log("metric", nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "said", "expected"),
+    [((3, 2), (8, 8), 8), ((3, 3), (8, 8), 16), ((3, 2), (3, 2), 5), ((3, 3), (5, 7), 12), ((3, 3), (3, 3), 6)],
+)
+def test_batch_sizes_add_up_unless_they_are_alike_for_microbatches_that_are_not(sizes, said, expected):
+    """Where nothing has been learnt of them."""
+    recorder = LogRecorder(nn.Module(), sizes=sizes)
+    for recorder.index, size in enumerate(said):
+        recorder.log("loss", 1.0, batch_size=size)
+    (logged,) = recorder.logged()
+    assert logged.arguments["batch_size"] == expected
+
+
 def test_what_a_plain_module_cannot_log_is_said_in_our_words():
     owner = nn.Module()
     recorder = LogRecorder(owner)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.batches.rules import Rule, Rules, merged_by
+from lightning_pfo.strategy.step.batches.rules import OF_NUMBERS, Rule, Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
@@ -56,9 +56,9 @@ class _Merger:
     said: bool = False
     rules: Rules | None = None
 
-    def rule(self, path: str, *, ask: bool = True) -> Rule | None:
-        """What has been learnt of a place."""
-        return None if self.rules is None else self.rules.of(path, ask=ask)
+    def rule(self, path: str, like: Any, *, ask: bool = True) -> Rule | None:
+        """What has been learnt of a place, for such values."""
+        return None if self.rules is None else self.rules.of(path, like, ask=ask)
 
     def only(self, indices: Sequence[int]) -> _Merger:
         """The same for some of the microbatches; their weights add up to what those of all do."""
@@ -155,8 +155,8 @@ def _merge_mappings(values: list[Mapping[Any, Any]], how: _Merger, path: str) ->
 
 def _are_items(values: list[Any], how: _Merger, path: str) -> bool:
     """Whether lists have one item for each sample, or for each of something that samples have different numbers of."""
-    rule = how.rule(path)
-    if rule is not None:
+    rule = how.rule(path, values[0])
+    if rule in ("items", "parts"):
         return rule == "items"
     lengths = tuple(len(value) for value in values)
     items = [item for value in values for item in value]
@@ -248,11 +248,11 @@ def _merge_tensors(values: list[Any], how: _Merger, path: str) -> Any:
         if isinstance(values[0], torch.Tensor):
             return _merge_scalar_tensors(values, how, path)
         return np.asarray(_merge_numbers([value[()] for value in values], how, path))
-    rule = how.rule(path)
+    rule = how.rule(path, values[0])
     if rule == "apart":
         return _as_they_are(values, how, path, "has samples in several dimensions")
-    if isinstance(rule, str) and len({value.shape for value in values}) == 1:
-        return _merge_fixed(values, rule, how)
+    if rule in OF_NUMBERS and len({value.shape for value in values}) == 1:
+        return _merge_fixed(values, str(rule), how)
     try:
         return join_samples(values, rule if isinstance(rule, int) else how.batch_dim)
     except Exception as error:  # shapes that differ in other dimensions, mostly
@@ -273,7 +273,7 @@ def _merge_scalar_tensors(values: list[torch.Tensor], how: _Merger, path: str) -
     if stacked.dtype == torch.bool:
         return _as_they_are(values, how, path)
     is_count = not (stacked.is_floating_point() or stacked.is_complex())
-    by_rule = merged_by(how.rule(path, ask=is_count), values)
+    by_rule = merged_by(how.rule(path, values[0], ask=is_count), values)
     if by_rule is not None:
         return by_rule[0]
     if is_count:
@@ -292,7 +292,7 @@ def _weighted_mean(stacked: torch.Tensor, how: _Merger) -> torch.Tensor:
 def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     first = values[0]
     is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
-    by_rule = merged_by(how.rule(path, ask=is_count), values) if is_count or isinstance(first, _FLOATS) else None
+    by_rule = merged_by(how.rule(path, first, ask=is_count), values) if is_count or isinstance(first, _FLOATS) else None
     if by_rule is not None:
         return by_rule[0]
     if is_count and how.said and all(value == first for value in values):

@@ -25,22 +25,64 @@ Rule = str | int
 `items` are joined, `parts` are merged. Tensors: the dimension along which they are joined, `fixed` (floating-point
 numbers of which nothing is known), `counts` (such integers), or one for numbers. Texts: `first`, or `apart`: that of
 both as one batch is another."""
+OF_NUMBERS = frozenset(("sum", "first", "largest", "least", "begin", "end", "fixed", "counts"))
+"""Rules that say something of numbers, and of tensors and arrays of them."""
 CHOSEN = ("largest", "least", "begin", "end")
 """Those that take one of the numbers."""
 _log = logging.getLogger(__name__)
 _TRIES = 8
-"""So often the step is traced, since numbers may be 0 in the first batches, or other things be returned later."""
+"""So often the step is traced for a place, since numbers may be 0 in the first batches, or of other sizes later."""
+_MOST = 64
+"""So often it is traced at all: there may be other things in each batch."""
 _KNOWN = 64
 """Larger tensors have no values in a trace."""
 
 
+Form = Any
+"""Of numbers, also in tensors and arrays, how many dimensions they have, and whether these are floating-point numbers;
+of lists and tuples the type of their first item; of others their type."""
+Size = tuple[int, ...] | int | None
+
+
+def _form(value: Any) -> tuple[Form, Size]:
+    """The form of a value, and its size."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        dtype = value.dtype
+        is_float = dtype.is_floating_point or dtype.is_complex
+        size = None if value.is_nested else tuple(value.shape)
+        return (value.dim(), "f" if is_float else "b" if dtype is torch.bool else "i"), size
+    if kind in _OF_NUMBERS:
+        return _OF_NUMBERS[kind], ()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return (value.ndim, _OF_ARRAYS.get(value.dtype.kind, value.dtype.kind)), tuple(value.shape)
+    if isinstance(value, (list, tuple)):
+        item = value[0] if len(value) else None
+        return ("items", type(item), getattr(item, "ndim", None)), len(value)
+    return kind, None
+
+
+_OF_NUMBERS: dict[type, Form] = {int: (0, "i"), float: (0, "f"), complex: (0, "f"), bool: (0, "b")}
+_KINDS = "if"
+ByValues = dict[tuple[str, Form], Rule | None]
+_OF_ARRAYS = {"u": "i", "c": "f"}
+
+
 class Rules:
-    """What has been learnt of one kind of step."""
+    """What has been learnt of one kind of step.
+
+    A rule is for values of the form that it was learnt of, see `_form`: what a step returned as rows may be a list in
+    another batch. For a size that was not seen yet one looks again; if that tells nothing, the rule of others holds.
+    """
 
     def __init__(self) -> None:
-        self._rules: dict[str, Rule] = {}
+        self._of_sizes: dict[tuple[str, Form, Size], Rule] = {}
+        self._of_forms: dict[tuple[str, Form], Rule] = {}
+        self._by_values: ByValues = {}
+        self._places: set[str] = set()
         self._look: Callable[[], object] | None = None
-        self._tries = _TRIES
+        self._tries: dict[tuple[str, Form], int] = {}
+        self._looks = 0
 
     @contextmanager
     def comparing(self, look: Callable[[], object] | None) -> Iterator[None]:
@@ -55,38 +97,57 @@ class Rules:
         finally:
             self._look = None  # it holds the batch
 
-    def of(self, path: str, *, ask: bool = True) -> Rule | None:
+    def of(self, path: str, like: Any, *, ask: bool = True) -> Rule | None:
         """The rule of the values at a place; None: it is not known.
 
         Args:
             path: The place.
+            like: One of the values.
             ask: Whether it is worth looking.
         """
-        if ask and path not in self._rules and self._look is not None and self._tries:
+        if path not in self._places and not (ask and self._look is not None):
+            return None  # of most places, at each batch
+        form, size = _form(like)
+        if self._by_values and (path, form) in self._by_values:
+            return self._by_values[path, form]
+        if (found := self._of_sizes.get((path, form, size))) is not None:
+            return found
+        if ask and self._look is not None and self._looks < _MOST and self._tries.get((path, form), 0) < _TRIES:
             look, self._look = self._look, None
-            self._tries -= 1
+            self._looks += 1
             try:
                 look()
             except Exception as error:  # values may be anything
                 _log.info("What a step leaves cannot be compared with a trace of it: %s", error)
-        return self._rules.get(path)
+            self._tries[path, form] = self._tries.get((path, form), 0) + 1
+            if (found := self._of_sizes.get((path, form, size))) is not None:
+                return found
+        return self._of_forms.get((path, form))
 
-    def set(self, rules: Mapping[str, Rule | None]) -> dict[str, Rule | None]:
-        """Let rules be what they have turned out to be by values, not forms; None: there is none.
+    def is_number(self, path: str, dimensions: int) -> bool:
+        """Whether numbers of so many dimensions at a place may be no rows of samples."""
+        forms = {(dimensions, kind) for kind in _KINDS}
+        rules = [rule for (place, form, _), rule in self._of_sizes.items() if place == path and form in forms]
+        return any(rule in OF_NUMBERS for rule in (*rules, *(self._by_values.get((path, form)) for form in forms)))
+
+    def set(self, rules: Mapping[str, Rule | None], dimensions: int) -> ByValues:
+        """Let rules of numbers be what they have turned out to be by values, not forms.
 
         Args:
-            rules: Rules by place.
+            rules: Rules by place; None: there is none.
+            dimensions: How many the numbers have.
 
         Returns:
-            What there was.
+            What there was, for `put_back`.
         """
-        before = {place: self._rules.get(place) for place in rules}
-        for place, rule in rules.items():
-            if rule is None:
-                self._rules.pop(place, None)
-            else:
-                self._rules[place] = rule
+        self._places.update(rules)
+        before = self._by_values
+        self._by_values = before | {(place, (dimensions, kind)): rules[place] for place in rules for kind in _KINDS}
         return before
+
+    def put_back(self, before: ByValues) -> None:
+        """Let those be as they were."""
+        self._by_values = before
 
     def learn(self, path: str, first: Any, second: Any, small: Any, large: Any) -> None:
         """Compare what is at one place.
@@ -112,7 +173,10 @@ class Rules:
         else:
             rule = "parts"
         if rule is not None:
-            self._rules.setdefault(path, rule)
+            self._places.add(path)
+            form, size = _form(first)
+            self._of_sizes.setdefault((path, form, size), rule)
+            self._of_forms.setdefault((path, form), rule)
         if rule == "parts":
             of_values = [parts_of(value, objects=holds_tensors(value)) for value in found]
             named = [dict(zip(parts.names, parts.values, strict=True)) for parts in of_values if parts is not None]

@@ -201,7 +201,7 @@ class Attributes:
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                if len(there) < len(changes) and merge.compares(named(path)):
+                if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
                 of_these = merge if len(values) == len(changes) else merge.only(there)
                 merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))

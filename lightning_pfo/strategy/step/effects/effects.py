@@ -20,6 +20,7 @@ from lightning_pfo.strategy.step.effects.outward.calls import (
     Call,
     Note,
     Outlets,
+    is_of_metric,
     make_calls,
     merged_calls,
     redirected,
@@ -61,6 +62,7 @@ class Effects:
         self._changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self.dear: Changes = {}
+        self._here: list[Call] = []
         self._is_alone = False
 
     def of(
@@ -149,18 +151,21 @@ class Effects:
             sizes: How many samples the microbatches have.
             weights: How much they count.
             rules: What is known of values at the same place.
-            is_sent: Whether others get it; then changes that are dear stay here.
+            is_sent: Whether others get it; then changes that are dear stay here, and what metrics are told.
         """
         changes = self._attributes.merged(self._changes, sizes, weights, rules)
+        calls = merged_calls(self._calls, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
         if is_sent:
             self.dear = self._attributes.dear(changes)
+            self._here = [call for call in calls if is_of_metric(call)]
+            calls = [call for call in calls if not is_of_metric(call)]
         return {
             "changes": {path: change for path, change in changes.items() if path not in self.dear},
             "switched": self._switched,
             "drawn": self._attributes.generators.drawn(),
             "taken": self._attributes.streams.taken(),
-            "calls": merged_calls(self._calls, sizes, weights, rules),
+            "calls": calls,
         }
 
     def draw_others(self, number: int) -> None:
@@ -180,7 +185,7 @@ class Effects:
         self._attributes.generators.apply(outcome["drawn"], as_drawn=self._is_alone)
         self._attributes.streams.go_on(outcome["taken"])
         outlets = self._attributes.streams.outlets(is_first=is_first) if outcome["calls"] else {}
-        make_calls(self._owner, outcome["calls"], outlets, is_first=is_first)
+        make_calls(self._owner, [*self._here, *outcome["calls"]], outlets, is_first=is_first)
 
 
 class _Run(AbstractContextManager[None]):

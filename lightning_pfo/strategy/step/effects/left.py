@@ -19,20 +19,31 @@ class Left:
         output: What it returns.
         growth: By how much it changes what, see `Attributes.growth`.
         calls: Calls of others.
-        logged: What it logs: names and values.
+        logged: What it logs: names, values (None: no number), and the `batch_size` that is given with these.
     """
 
     output: Any = None
     growth: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    logged: list[tuple[str, Any]] = field(default_factory=list)
+    logged: list[tuple[str, Any, int | None]] = field(default_factory=list)
 
     def logged_by_place(self) -> dict[str, Any]:
         """What it logs, by where that is."""
         found: dict[str, Any] = {}
         seen: dict[str, int] = {}
-        for name, value in self.logged:
-            found[place_of_log(name, seen.get(name, 0))] = value
+        for name, value, _ in self.logged:
+            if value is not None:
+                found[place_of_log(name, seen.get(name, 0))] = value
+            seen[name] = seen.get(name, 0) + 1
+        return found
+
+    def sizes_by_place(self) -> dict[str, int]:
+        """What it says by `batch_size`, by where that is."""
+        found: dict[str, int] = {}
+        seen: dict[str, int] = {}
+        for name, _, size in self.logged:
+            if size is not None:
+                found[place_of_size(name, seen.get(name, 0))] = size
             seen[name] = seen.get(name, 0) + 1
         return found
 
@@ -47,9 +58,9 @@ def learn(rules: Rules, *runs: Left) -> None:
     rules.learn("output", *(beside_loss(run.output) for run in runs))
     if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
-            rules.learn(place_of(index), *map(arguments_of, alike))
+            rules.learn(place_of(index, alike[0]), *map(arguments_of, alike))
     *_, small, large = runs
-    of_all = [run.growth | run.logged_by_place() for run in runs]
+    of_all = [run.growth | run.logged_by_place() | run.sizes_by_place() for run in runs]
     of_all[-1] |= _unchanged(small.growth, large.growth)
     for place in of_all[0]:
         if all(place in each for each in of_all):
@@ -59,6 +70,11 @@ def learn(rules: Rules, *runs: Left) -> None:
 def place_of_log(name: str, nth: int) -> str:
     """Where a value is that the step logs under a name that it has used so often before."""
     return f"the value that is logged as {name!r}" + f", number {nth}" * (nth > 0)
+
+
+def place_of_size(name: str, nth: int) -> str:
+    """Where the `batch_size` is that a value is logged with."""
+    return f"the batch_size of {place_of_log(name, nth)}"
 
 
 def _unchanged(growth: dict[str, Any], of_run: dict[str, Any]) -> dict[str, Any]:

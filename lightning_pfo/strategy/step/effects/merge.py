@@ -60,9 +60,9 @@ class Merge:
         merge._are_some = True
         return merge
 
-    def compares(self, place: str) -> bool:
+    def compares(self, place: str, like: Any) -> bool:
         """Whether one of the numbers at a place is taken, so that those count too that were not changed."""
-        return self._rules.of(place + GROWN, ask=False) in CHOSEN
+        return self._rules.of(place + GROWN, like, ask=False) in CHOSEN
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
         """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
@@ -137,14 +137,14 @@ class Merge:
     ) -> tuple[Any] | None:
         """Numbers put together by what is known of them; see `growth_of`."""
         if not may_grow:
-            return merged_by(self._rules.of(place, ask=ask), values)
-        rule = self._rules.of(place + GROWN, ask=ask)
+            return merged_by(self._rules.of(place, values[0], ask=ask), values)
+        rule = self._rules.of(place + GROWN, growth[0], ask=ask)
         if rule in CHOSEN:  # what they have grown by is rounded
             return merged_by(rule, values)
         by_growth = merged_by(rule, growth)
         if by_growth is not None:
             return (values[0] - growth[0] + by_growth[0],)
-        rule = self._rules.of(place + SET, ask=ask)
+        rule = self._rules.of(place + SET, values[0], ask=ask)
         return None if rule == "counts" else merged_by(rule, values)  # which may go on from what was there
 
     def _arrays(self, values: list[Any], before: Any, place: str) -> Any:
@@ -152,7 +152,7 @@ class Merge:
         if type(before) is not type(values[0]) or {tuple(before.shape)} != shapes:
             return self._outputs(values, place)
         is_count = values[0].ndim == 0 and not _is_float(values[0])
-        if isinstance(self._rules.of(place + SET, ask=values[0].ndim > 0), int):
+        if isinstance(self._rules.of(place + SET, values[0], ask=values[0].ndim > 0), int):
             return self._outputs(values, place + SET)
         if not _is_number(before):
             return values[-1]
@@ -175,7 +175,7 @@ class Merge:
             grown: torch.Tensor = torch.tensordot(weights, growth, 1) / share
             return grown
         # a counter of batches, or of something in them, as what layers compute
-        counts_batches = max(self.sizes) > 1 and self._rules.of(place + SET, ask=False) != "counts"
+        counts_batches = max(self.sizes) > 1 and self._rules.of(place + SET, growth[0], ask=False) != "counts"
         is_counter = counts_batches and bool((growth == 1).all())
         return growth[0] if is_counter else growth.sum(0)
 
@@ -187,7 +187,7 @@ class Merge:
         if len(values) < len(self.sizes) or len(set(lengths)) > 1:
             return together
         columns = [list(column) for column in zip(*values, strict=True)]
-        rule = self._rules.of(place)
+        rule = self._rules.of(place, values[0])
         is_of_all = rule == "items" or one_per_sample
         if rule != "parts" and (is_of_all or any(_are_items(column, sizes) for column in columns)):
             return together

@@ -32,7 +32,7 @@ from lightning_pfo.strategy.step.first_batch.losses import (
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.known_rules import KnownRules
-from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Programs, Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import ValueExchange
@@ -95,16 +95,16 @@ class Comparison:
         self._compiled, self._divided = compiled, divided
         self._output_bytes = 0
         self._dtypes: set[torch.dtype] = set()
-        self._tries: dict[str, int] = {}
+        self._tries: dict[Source, int] = {}
         self._number_trained = 0
         self._looks_later = True
-        self._numbers: dict[str, NumberCheck] = {}
+        self._numbers: dict[Source, NumberCheck] = {}
         self._everywhere = True
         self._grown: Numbers = {}
         self._evaluates = False
 
     def check(self, first: StepOnBatch) -> None:
-        """Compare for one batch, if it is one of the first of its kind.
+        """Compare for one batch, if it is one of the first of its kind and loader.
 
         A collective call of the pipeline, for training steps of all processes.
 
@@ -112,24 +112,24 @@ class Comparison:
             ConfigurationError: On every rank, if the loss of the batch is no mean of the microbatches' losses, weighted
                 or not. If it is a weighted mean, or nearly the mean, there is a warning.
         """
-        engine, kind = self._engine, first.kind
+        engine, kind, source = self._engine, first.kind, first.source
         self._number_trained += kind == "train"
-        if not self._tries.setdefault(kind, _TRIES):
+        if not self._tries.setdefault(source, _TRIES):
             if kind == "train" and self._looks_later and self._number_trained in _LATER:
                 self._check_later(first)
             return
         self._everywhere = kind == "train" or self._divided
-        self._tries[kind] -= 1
+        self._tries[source] -= 1
         said: list[_Said] = []
         if len(first.parts) > 1:
             with self._aside():
                 said = self._compare(first)
-        is_open = kind in self._numbers and bool(self._numbers[kind].open)
+        is_open = source in self._numbers and bool(self._numbers[source].open)
         layers = self._runner.layers
         everyone = engine.all_gather((said, is_open, list(layers.means)), everywhere=self._everywhere)
         layers.share({place for *_, places in everyone for place in places})
         if not any(is_open for _, is_open, _ in everyone):
-            self._tries[kind] = 0
+            self._tries[source] = 0
         for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):
             if verdict.is_error:
                 raise ConfigurationError(verdict.text)
@@ -203,7 +203,7 @@ class Comparison:
         is_other = bool(losses) and differ(losses, tolerance)
         check = None
         if whole is None:
-            check = self._numbers.setdefault(first.kind, NumberCheck(self._runner.rules.of(first.kind)))
+            check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._tell(is_other)):
             self._draw_again(first, parts, pairs, whole)
@@ -326,7 +326,7 @@ class Comparison:
         def find() -> bool:
             with self._runner.rules.looking(first, run, self._engine.seed) as rules:
                 numbers = run.numbers(rules)
-            return any(not number.dim() or isinstance(rules.of(p), str) for p, number in numbers.items())
+            return any(not n.dim() or rules.is_number(place, n.dim()) for place, n in numbers.items())
 
         return bool(_tried(find))
 

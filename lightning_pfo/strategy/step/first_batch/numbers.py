@@ -59,6 +59,7 @@ class NumberCheck:
     rules: Rules
     open: dict[str, list[str]] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
+    _dimensions: dict[str, int] = field(default_factory=dict)
 
     def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
         """The numbers that are others by microbatches than in one piece, by more than rounding and chance."""
@@ -70,6 +71,8 @@ class NumberCheck:
         of_parts = [
             pair.parts.numbers_of(index) for pair in situation for index in range(len(pair.parts.recorder.sizes))
         ]
+        for place, number in ((place, number) for numbers in of_parts for place, number in numbers.items()):
+            self._dimensions[place.removesuffix(GROWN).removesuffix(SET)] = number.dim()
         found = {}
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
@@ -95,14 +98,14 @@ class NumberCheck:
         asked = dict.fromkeys((*wrong, *self.open))
         fitting: dict[str, list[str]] = {place: [] for place in asked}
         for name in _CANDIDATES if asked else ():
-            before: dict[str, Rule | None] = {}
+            before = self.rules.set({}, 0)
             for place in asked:
-                before |= self._set(place, name)
+                self._set(place, name)
             still = differing()
             for place in asked:
                 if place not in still and name in self.open.get(place, _CANDIDATES):
                     fitting[place].append(name)
-            self.rules.set(before)
+            self.rules.put_back(before)
         self.open = {place: names for place, names in fitting.items() if names}
         for place, names in self.open.items():
             self._set(place, names[0])
@@ -110,8 +113,9 @@ class NumberCheck:
         self.unfit |= set(unfit)
         return unfit
 
-    def _set(self, place: str, candidate: str) -> dict[str, Rule | None]:
-        return self.rules.set({place + how: rule for how, rule in _CANDIDATES[candidate].items()})
+    def _set(self, place: str, candidate: str) -> None:
+        rules = {place + how: rule for how, rule in _CANDIDATES[candidate].items()}
+        self.rules.set(rules, self._dimensions.get(place, 0))
 
 
 def _complete(numbers: Numbers, others: Numbers) -> None:

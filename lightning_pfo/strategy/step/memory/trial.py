@@ -29,7 +29,7 @@ from lightning_pfo.strategy.step.memory.costs import OF_WEIGHTS, Cost, StageCost
 from lightning_pfo.strategy.step.memory.exchanges import Exchanges
 from lightning_pfo.strategy.step.memory.leavings import Leavings, Left
 from lightning_pfo.strategy.step.memory.substitutes import Substitutes
-from lightning_pfo.strategy.step.metrics import metrics_of
+from lightning_pfo.strategy.step.metrics.states import metrics_of
 from lightning_pfo.strategy.step.whole.end import End, JoinedLoss
 from lightning_pfo.strategy.step.whole.joining import Join
 

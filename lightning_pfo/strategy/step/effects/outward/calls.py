@@ -1,4 +1,4 @@
-"""What a step says to others: `self.log`, `self.print`, and its loggers.
+"""What a step says to others: `self.log`, `self.print`, its loggers, and metrics that are told once for a batch.
 
 On the last stage it is noted, said again on every rank when the batch is done (loggers write on the first), and each
 once for a batch: what microbatches say alike, with values merged like outputs. Elsewhere, and in runs that only look
@@ -22,7 +22,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 
 Path = tuple[tuple[str, Any], ...]
-"""How what is called is reached from the module: names of attributes, and items."""
+"""How what is called is reached from the module: names of attributes, and items; a metric by its dotted name."""
 Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
@@ -105,18 +105,18 @@ def merged_calls(
         return [call for each in calls for call in each]
     merged: list[Call] = []
     for index, alike in enumerate(zip(*calls, strict=True)):
-        given = [arguments_of(call) for call in alike]
+        given, place = [arguments_of(call) for call in alike], place_of(index, alike[0])
         if is_text(alike[0]):
-            merged.extend(texts(alike, rules, place_of(index)))
+            merged.extend(texts(alike, rules, place))
             continue
         try:
-            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place_of(index))
+            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place)
         except UnmergeableError:  # such as texts that differ
             merged.extend(alike)
         else:
             path, args, kwargs = alike[0]
             if len(calls) > 1:
-                _tell_of_texts(path, given[0], rules, place_of(index))
+                _tell_of_texts(path, given[0], rules, place)
             merged.append(
                 (path, tuple(arguments[i] for i in range(len(args))), {key: arguments[key] for key in kwargs})
             )
@@ -126,7 +126,7 @@ def merged_calls(
 def _tell_of_texts(path: Path, given: Mapping[Any, Any], rules: Rules | None, place: str) -> None:
     """Name a text that all microbatches have said alike, and one device says otherwise: how many samples there are."""
     for key, value in given.items():
-        if isinstance(value, str) and rules is not None and rules.of(f"{place}[{key!r}]") == "apart":
+        if isinstance(value, str) and rules is not None and rules.of(f"{place}[{key!r}]", value) == "apart":
             called = ".".join(str(name) for kind, name in path if kind == "attribute")
             warn_once(
                 f"A step says {value!r} by {called}. All microbatches say so, and all of them together would say "
@@ -141,9 +141,17 @@ def arguments_of(call: Call) -> dict[Any, Any]:
     return dict(enumerate(args)) | kwargs
 
 
-def place_of(index: int) -> str:
-    """Where the arguments of a call are, which is one of several."""
-    return f"the arguments of call {index}"
+def place_of(index: int, call: Call) -> str:
+    """Where the arguments of a call are, which is one of several; in other batches others may come there."""
+    path, args, _ = call
+    called = ".".join(str(name) for kind, name in path if kind != "stream")
+    of = f"({args[0]!r})" if len(args) > 1 and isinstance(args[0], str) else ""  # the name of what is said
+    return f"the arguments of call {index}, of {called}{of}"
+
+
+def is_of_metric(call: Call) -> bool:
+    """Whether it tells a metric something."""
+    return call[0][0][0] == "metric"
 
 
 def is_text(call: Call) -> bool:
@@ -161,7 +169,7 @@ def texts(calls: Sequence[Call], rules: Rules | None, place: str) -> list[Call]:
         place: Where the arguments are.
     """
     are_same = len({args[0] for _, args, _ in calls}) == 1
-    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]") != "apart")):
+    if len(calls) > 1 and not (are_same and (rules is None or rules.of(place + "[0]", calls[0][1][0]) != "apart")):
         warn_once(
             f"A step writes into the file {named(calls[0][0][0][1])} what is another text for each microbatch, or for "
             f"all of them together. What differs is all written, by the first rank, one after the other; on one device "
@@ -199,6 +207,8 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
                 target = trainer_of(owner).loggers[name]
             elif kind == "stream":
                 target = outlets[name]
+            elif kind == "metric":
+                target = owner.get_submodule(name)
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
         target(*args, **kwargs)

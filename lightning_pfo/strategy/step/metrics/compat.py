@@ -15,7 +15,7 @@ import torch
 from lightning_pfo.strategy.parallel.patches import Patches
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 SEEN_IN = "torchmetrics 1.9"
 PRIVATE = {
@@ -30,6 +30,11 @@ PRIVATE = {
     "torchmetrics.Metric._update_count": (
         "A metric would warn on most ranks that it was computed before it was updated."
     ),
+    "torchmetrics.MetricCollection._enable_compute_groups": (
+        "Metrics that are alike would be updated by the first microbatch each, by the others as one."
+    ),
+    "torchmetrics.MetricCollection._groups_checked": "One would let groups that are there already fall apart.",
+    "torchmetrics.wrappers.Running._num_vals_seen": "A running mean would take microbatches for batches.",
 }
 """Private names, and what they are needed for."""
 
@@ -85,3 +90,46 @@ def set_batch_value(metric: Metric, value: torch.Tensor) -> None:
     metric._forward_cache = value  # type: ignore[assignment]
     metric._computed = None
     metric._update_count = max(metric._update_count, 1)
+
+
+_PROGRESS = ("_update_count", "_computed", "_num_vals_seen")
+
+
+def progress_of(metric: Metric) -> dict[str, Any]:
+    """What a metric has come to: its states, and how often it was updated."""
+    states = {name: v.clone() if isinstance(v, torch.Tensor) else list(v) for name, v in state_of(metric).items()}
+    attributes = vars(metric)
+    return states | {name: attributes[name] for name in _PROGRESS if name in attributes}
+
+
+def put_back(metric: Metric, progress: dict[str, Any]) -> None:
+    """Let a metric have come to what it had."""
+    vars(metric).update(progress)
+
+
+def note_changes(metric: Metric, note: Callable[[str, Any, Any], None], patches: Patches) -> None:
+    """Let `note` hear of what changes a metric: `update` (also by a call of the metric) and `reset`, with arguments."""
+    update, forward, reset = metric.update, metric.forward, metric.reset
+    is_within = False
+
+    def noted(method: str, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_within
+        if is_within or getattr(ordinary, "__self__", metric) is not metric:  # of a copy of the metric
+            return ordinary(*args, **kwargs)
+        is_within = True
+        try:
+            result = ordinary(*args, **kwargs)
+        finally:
+            is_within = False
+        note(method, args, kwargs)
+        return result
+
+    patches.set(metric, "update", partial(noted, "update", update))
+    patches.set(metric, "forward", partial(noted, "update", forward))
+    patches.set(metric, "reset", partial(noted, "reset", reset))
+
+
+def update_each(collection: MetricCollection, patches: Patches) -> None:
+    """Let a collection update each of its metrics, also those that are alike, unless the user says which are."""
+    if collection._enable_compute_groups is True and not collection._groups_checked:
+        patches.set(collection, "_enable_compute_groups", False)

@@ -18,8 +18,8 @@ from typing_extensions import TypeIs
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.compat import count_updates_with, state_of, synchronise_with
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
+from lightning_pfo.strategy.step.metrics.compat import count_updates_with, state_of, synchronise_with
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

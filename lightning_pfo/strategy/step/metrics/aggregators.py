@@ -1,0 +1,85 @@
+"""torchmetrics objects that add up what a step gives them (`SumMetric`, `MeanMetric`): they are told once for a batch.
+
+Other metrics are told of samples, of microbatches as of batches, and come to the same. These are told numbers, mostly a
+loss: a sum of those of microbatches is no sum of those of batches. So each run of a step finds them as they were at the
+begin of the batch, what it tells them is noted like what it says to loggers, and said to them where the step ends, when
+the batch is done, with values merged.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.metrics.compat import note_changes, progress_of, put_back, update_each
+from lightning_pfo.strategy.step.metrics.states import is_metric
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+
+class Aggregators:
+    """Those that a module holds.
+
+    Args:
+        owner: The module.
+        patches: Gives them back when it is closed.
+    """
+
+    def __init__(self, owner: nn.Module, patches: Patches) -> None:
+        found = _aggregators_of(owner)
+        for path, metric in found.items():
+            note_changes(metric, partial(_note, path), patches)
+        for collection in _collections_of(owner, list(found.values())):
+            update_each(collection, patches)
+        self._metrics = list(found.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    @contextmanager
+    def as_at_begin(self) -> Iterator[None]:
+        """Have them be, when the context is closed, as they are now."""
+        before = [progress_of(metric) for metric in self._metrics]
+        try:
+            yield
+        finally:
+            for metric, progress in zip(self._metrics, before, strict=True):
+                put_back(metric, progress)
+
+
+def _note(path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    note_call(((("metric", path), ("attribute", method)), args, kwargs))
+
+
+def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:
+    """Aggregators by their paths, but those that other metrics use for themselves."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    basic, running = torchmetrics.aggregation.BaseAggregator, torchmetrics.wrappers.Running
+    modules = dict(owner.named_modules())
+    inside = tuple(f"{path}." for path, module in modules.items() if is_metric(module))
+    return {
+        path: module
+        for path, module in modules.items()
+        if isinstance(module, basic) or (isinstance(module, running) and isinstance(module.base_metric, basic))
+        if path and not path.startswith(inside)
+    }
+
+
+def _collections_of(owner: nn.Module, metrics: Sequence[Metric]) -> list[MetricCollection]:
+    """Collections that hold several of these."""
+    if not metrics:
+        return []
+    kind = sys.modules["torchmetrics"].MetricCollection
+    collections = [module for module in owner.modules() if isinstance(module, kind)]
+    known = set(map(id, metrics))  # comparing metrics makes a metric
+    return [each for each in collections if len(known.intersection(map(id, each.children()))) > 1]

@@ -1,0 +1,61 @@
+"""What is learnt of values at a place, and for which values it holds."""
+
+import numpy as np
+import torch
+
+from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.rules import Rules
+
+ROWS = [torch.full((2, 3), value) for value in (1.0, 3.0)]
+
+
+def knowing(*found, path="output"):
+    rules = Rules()
+    rules.learn(path, *found)
+    return rules
+
+
+def merged(rules, values):
+    return merge_outputs(values, [2, 2], rules=rules)
+
+
+def test_a_rule_of_a_list_says_nothing_of_tensors_arrays_and_other_lists():
+    rules = knowing([1, 2], [1, 2], [1, 2], [1, 2])
+    assert merged(rules, [[1, 2], [1, 2]]) == [1, 2]
+    assert len(merged(rules, ROWS)) == len(merged(rules, [rows.numpy() for rows in ROWS])) == 4
+    assert len(merged(rules, [rows.tolist() for rows in ROWS])) == 4
+
+
+def test_a_rule_of_tensors_holds_for_their_number_of_dimensions():
+    means = torch.ones(3)
+    rules = knowing(means, means, *(torch.empty(3, device="meta"),) * 2)
+    assert merged(rules, [means, 3 * means]).tolist() == [2, 2, 2]
+    assert merged(rules, [np.ones(3), 3 * np.ones(3)]).tolist() == [2, 2, 2]
+    assert len(merged(rules, ROWS)) == 4
+    assert merged(rules, [torch.ones(3) > 0] * 2).tolist() == [True] * 6
+
+
+def test_a_rule_of_integers_says_nothing_of_other_numbers():
+    rules = knowing(2, 2, 2, 4)
+    assert (merged(rules, [7, 7]), merged(rules, [7.0, 7.0])) == (14, 7.0)
+
+
+def test_what_values_have_told_holds_for_numbers_of_these_dimensions():
+    rules = knowing(torch.ones(()), torch.ones(()), *(torch.empty((), device="meta"),) * 2)
+    before = rules.set({"output": "sum"}, 0)
+    assert (float(merged(rules, [torch.ones(())] * 2)), merged(rules, [1.5, 1.5])) == (2.0, 3.0)
+    assert len(merged(rules, ROWS)) == 4
+    rules.put_back(before)
+    assert float(merged(rules, [torch.ones(())] * 2)) == 1.0
+
+
+def test_sizes_that_were_not_seen_are_looked_at_a_few_times():
+    rules, looks = knowing(*(torch.ones(3),) * 2, *(torch.empty(3, device="meta"),) * 2), []
+    for size in (3, *range(4, 40)):
+        with rules.comparing(lambda size=size: looks.append(size)):
+            assert merged(rules, [torch.ones(size)] * 2).shape == (size,)
+    assert looks == list(range(4, 12))
+    for name in range(100):
+        with rules.comparing(lambda name=name: looks.append(name)):
+            rules.of(f"output[{name}]", 1)
+    assert len(looks) == 64
