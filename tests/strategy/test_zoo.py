@@ -39,6 +39,7 @@ EQUAL = [
     "calls_functions",
     "hooks_on_backward",
     "takes_from_its_batch",
+    "goes_other_ways",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

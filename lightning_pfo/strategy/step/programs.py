@@ -98,6 +98,7 @@ class Programs:
         self._caches = Caches()
         self._known: OrderedDict[Any, Phases] = OrderedDict()
         self.follows_each_batch = False
+        self._followed: set[str] = set()
         self.modules = split.modules_at_end(owner)
 
     def of(self, *args: Any, **kwargs: Any) -> list[StepPrograms]:
@@ -132,7 +133,7 @@ class Programs:
         """
         # what is trained decides which gradients stages send; modules may do other things in evaluation
         training, trained = (flags or Flags(self._owner)).at_first
-        if self.follows_each_batch:
+        if self.follows_each_batch or kind in self._followed:
             for key in [key for key in self._known if key[0][0] == kind]:
                 del self._known[key]
         state: Any = (
@@ -149,7 +150,8 @@ class Programs:
         try:
             for index, microbatch in enumerate(microbatches):
                 run = partial(step, index)
-                found.append(self._of((state, signature_of(microbatch)), run, (*seed, index), train, whole))
+                form = signature_of(microbatch), index if kind in self._followed else 0
+                found.append(self._of((state, form), run, (*seed, index), train, whole))
         except Exception as failed:
             error = failed
         try:
@@ -166,6 +168,16 @@ class Programs:
                 "numbers of backwards. Decide by what microbatches have in common, such as batch_idx."
             )
         return found
+
+    def follow(self, kind: str) -> bool:
+        """Trace each microbatch of a kind of step from now on: they do other things, though all have the same form.
+
+        Returns:
+            False if that is done already.
+        """
+        is_new = kind not in self._followed
+        self._followed.add(kind)
+        return is_new
 
     def left_by(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Left | None:
         """What a step leaves, by a trace of it; None if it does not run to its end.

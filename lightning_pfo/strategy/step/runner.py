@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,14 @@ from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
+from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
@@ -52,6 +54,7 @@ from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange, agree_on_trace, share_error
 from lightning_pfo.strategy.step.whole.end import Ends
 
+T = TypeVar("T")
 Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
 Outputs = Literal["all", "first", "last", "nobody"]
@@ -178,10 +181,14 @@ class StepRunner:
                 between.act(attach_gradients(shared["loss"], gradients, loss_scale), shared["calls"])
         self._first_looks.look(of)
         is_first = self._is_first_batch
-        with self._iterations.gathering(of, average=average, keeps=keep_gradients) as gathered:
-            with self._error_of_replicas(average):
-                outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
-            gradients = self._iterations.finish(of, gathered)
+
+        def run() -> tuple[dict[str, Any], list[Any], Gradients]:
+            with self._iterations.gathering(of, average=average, keeps=keep_gradients) as gathered:
+                with self._error_of_replicas(average):
+                    outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
+                return outcome, results, self._iterations.finish(of, gathered)
+
+        outcome, results, gradients = self._following(of, run)
         loss = outcome["loss"]
         if loss is not None:
             loss = loss.to(torch.get_default_dtype())
@@ -193,6 +200,15 @@ class StepRunner:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
+
+    def _following(self, of: StepOnBatch, run: Callable[[], T]) -> T:
+        """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace."""
+        try:
+            return run()
+        except DeviationError:
+            if of.programs is not None or not self.programs.follow(of.kind):
+                raise
+            return run()
 
     @contextmanager
     def _error_of_replicas(self, average: bool) -> Iterator[None]:
@@ -240,7 +256,7 @@ class StepRunner:
                 kind, self._fresh.given_to(kind, step), microbatches, step_seed, batch, rest, loader=loader
             )
             self._first_looks.look(of)
-            outcome, _ = self._run(of, outputs=outputs)
+            outcome, _ = self._following(of, lambda: self._run(of, outputs=outputs))
             self._leave_behind(outcome, microbatches.size)
             return outcome["output"]
 

@@ -135,6 +135,35 @@ def hooks_on_backward() -> Any:
     return HooksOnBackward(), vectors()
 
 
+class GoesOtherWays(Layered):
+    """Makes tensors from texts, as long as the longest, and calls layers by the number of the batch and a text."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        longest = max(map(len, batch["texts"]))
+        codes = torch.tensor([[ord(letter) / 128 for letter in text.ljust(longest)] for text in batch["texts"]])
+        mask = torch.tensor([[position < len(text) for position in range(longest)] for text in batch["texts"]]).float()
+        x = codes[..., None] * batch["x"][:, None]
+        layers = self.model.layers
+        x = layers[0](x) if batch_idx % 2 else layers[1](layers[0](x))
+        x = layers[3](layers[2](x) + x) if batch["texts"][0][0] == "a" else layers[2](x)
+        for layer in layers[4:]:
+            x = x + layer(x)
+        pooled = (self.head(x) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return functional.mse_loss(pooled, batch["y"])
+
+
+@case("steps")
+def goes_other_ways() -> Any:
+    make = vectors()
+
+    def with_texts(generator: torch.Generator) -> Any:
+        x, y = make(generator)
+        lengths = torch.randint(1, 9, (len(x),), generator=generator).tolist()
+        return {"x": x, "y": y, "texts": ["ab"[length % 2] * length for length in lengths]}
+
+    return GoesOtherWays(), with_texts
+
+
 class TakesFromItsBatch(Layered):
     """Takes labels out of the batch and writes into what is left, as each run of the step does."""
 

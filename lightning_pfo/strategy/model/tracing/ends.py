@@ -23,18 +23,22 @@ class OtherPathError(ConfigurationError):
     """A step optimizes otherwise than in the trace of an earlier batch."""
 
 
-def deviates() -> ConfigurationError:
+class DeviationError(ConfigurationError):
+    """A step does something else than in the trace of an earlier batch, which has the same form; it is traced again."""
+
+
+def deviates() -> DeviationError:
     """What is said of a step that does something else than in the trace."""
-    return ConfigurationError(
+    return DeviationError(
         "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
         f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
         "Let only the batch decide, or compute all of it on one stage (partition='custom:...')."
     )
 
 
-def differs(tensor: torch.Tensor, form: torch.Tensor) -> ConfigurationError:
+def differs(tensor: torch.Tensor, form: torch.Tensor) -> DeviationError:
     """What is said of a value that has another form than in the trace."""
-    return ConfigurationError(
+    return DeviationError(
         f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
         f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
         f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "

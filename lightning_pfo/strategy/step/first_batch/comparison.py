@@ -14,6 +14,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -368,6 +369,9 @@ class Comparison:
                 problem = f"{type(error).__name__}: {error}"
             self._grown = self._runner.layers.growth_since(before)
             problems = [found for found in self._engine.all_gather(problem, everywhere=self._everywhere) if found]
+        deviates = any(found.startswith(DeviationError.__name__) for found in problems)
+        if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
+            return self._run(first, parts, draw, whole)
         run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
         if not problems and is_training:
             try:

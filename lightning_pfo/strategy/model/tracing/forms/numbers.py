@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.ends import deviates
+from lightning_pfo.strategy.model.tracing.ends import DeviationError, deviates
 from lightning_pfo.strategy.model.tracing.events import Event, Number, Passed
 
 _COMPARED = (str, bytes, bool, int, float, complex, np.ndarray, np.generic)
@@ -35,7 +34,7 @@ def check_same(event: Event, leaf: Any, expected: Any, leaves: Sequence[Any]) ->
         leaves: What it was given.
 
     Raises:
-        ConfigurationError: If it is something else.
+        DeviationError: If it is something else.
     """
     if isinstance(expected, Passed):
         expected = leaves[expected.argument]
@@ -44,7 +43,7 @@ def check_same(event: Event, leaf: Any, expected: Any, leaves: Sequence[Any]) ->
             raise deviates()
     elif isinstance(expected, _COMPARED) and not _is_same(leaf, expected):
         names = ", ".join(repr(unit.name) for unit in event.units)
-        raise ConfigurationError(
+        raise DeviationError(
             f"What a layer returns beside tensors, if it depends on no value and no argument, is the same for all "
             f"batches, as other stages have it from a trace on zeros; {names} returns {type(leaf).__name__} "
             f"{leaf!r:.60} here, and {expected!r:.60} in the trace. Return a tensor."
