@@ -42,7 +42,7 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.known_rules import KnownRules
-from lightning_pfo.strategy.step.metrics import metrics_of, take_state_from
+from lightning_pfo.strategy.step.metrics import PipelineMetrics
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
@@ -100,7 +100,6 @@ class StepRunner:
         self._split = split
         self.programs = Programs(owner, split, engine.device, patches)
         self._ends = Ends(engine, owner, self.programs)
-        self._metrics = metrics_of(owner)
         self._deferred = deferred
         self._means = means
         self._shared = shared
@@ -115,8 +114,7 @@ class StepRunner:
         self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
-        for metric in self._metrics:
-            take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
+        self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
 
     def train(
         self,
@@ -344,8 +342,8 @@ class StepRunner:
             if stage is not None and changes:
                 contexts.append(buffers.of(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
-            if self._metrics:
-                contexts.append(without_synchronisation(self._metrics))
+            if metrics:
+                contexts.append(without_synchronisation(metrics))
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             return contexts[0] if len(contexts) == 1 else all_of(contexts)
@@ -358,6 +356,7 @@ class StepRunner:
 
         with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
+            metrics = self._metrics.found(kept.modules())
             seed = (engine.seed, *step_seed)
             found = None if phase is None else phase.programs
             if found is None:

@@ -38,7 +38,7 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
-    So is what a step reaches elsewhere, see `places`. Parameters and very large tensors keep what was written into
+    So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very large tensors keep what was written into
     them, and so do objects of libraries.
 
     Args:
@@ -67,6 +67,9 @@ class _Remembered:
         self._seen: dict[int, Any] = {}  # the objects are kept, so that their ids stay theirs
 
     def module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
         for registry in (tensors_of(module).parameters, children_of(module)):
             self._seen[id(registry)] = registry
         attributes = vars(module)
@@ -80,6 +83,7 @@ class _Remembered:
             self.undo.append(partial(_refill, attributes, dict(attributes)))
             self._items(attributes.values())
         self._items(holder for holder in places.holders.values() if isinstance(holder, (dict, list, set, deque)))
+        self._items(places.modules.values())
 
     def _items(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -87,6 +91,10 @@ class _Remembered:
                 self._value(item)
 
     def _value(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                self.module(module)
+            return
         self._seen[id(value)] = value
         if isinstance(value, (dict, list, set, deque, tuple)):
             if not isinstance(value, tuple):
@@ -146,11 +154,14 @@ class Flags:
 
     Args:
         root: The outermost module.
+
+    Attributes:
+        modules: It, and those within it.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = modules_of(root)
-        self._parameters = parameters_of(self._modules)
+        self.modules = modules_of(root)
+        self._parameters = parameters_of(self.modules)
         self._training, self._trained = self._now()
 
     @property
@@ -172,11 +183,11 @@ class Flags:
 
     def _now(self) -> tuple[list[bool], list[bool]]:
         with DisableTorchFunctionSubclass():  # placeholders would take ten times as long
-            return [module.training for module in self._modules], [p.requires_grad for p in self._parameters]
+            return [module.training for module in self.modules], [p.requires_grad for p in self._parameters]
 
     def _switch(self, training: dict[int, bool], trained: dict[int, bool]) -> None:
         for index, value in training.items():
-            self._modules[index].training = value
+            self.modules[index].training = value
         for index, value in trained.items():
             self._parameters[index].requires_grad_(value)
 
