@@ -8,7 +8,8 @@ that hooks update have the same state on all ranks, and are treated alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,6 +118,42 @@ class PipelineMetrics:
         mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))
         for name, value in tell_all(mine, engine.group, source).items():
             setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), value))
+
+
+class EarlierRuns:
+    """Takes back what runs that do not end the step do to metrics, as one that counts samples before the model.
+
+    Args:
+        metrics: The metrics.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+        self._changes = False
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Let a run on the microbatch of an index leave metrics as they are.
+
+        Steps do the same to metrics for all microbatches, so that copies are only taken for those that are changed.
+        """
+        if index and not self._changes:
+            yield
+            return
+        before = [(metric, dict(vars(metric)), _copied(state_of(metric))) for metric in self._metrics]
+        try:
+            yield
+        finally:
+            for metric, attributes, state in before:
+                now = vars(metric)
+                if len(now) != len(attributes) or any(now.get(name) is not it for name, it in attributes.items()):
+                    self._changes = True
+                    now.clear()
+                    now.update(attributes | state)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, list) else value.detach().clone() for name, value in state.items()}
 
 
 def path_of(owner: nn.Module, metric: Metric) -> str:

@@ -42,7 +42,7 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.known_rules import KnownRules
-from lightning_pfo.strategy.step.metrics import PipelineMetrics
+from lightning_pfo.strategy.step.metrics import EarlierRuns, PipelineMetrics
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
@@ -344,6 +344,8 @@ class StepRunner:
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if metrics:
                 contexts.append(without_synchronisation(metrics))
+                if not ends_here:
+                    contexts.append(earlier_runs.of(recorder.index))
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             return contexts[0] if len(contexts) == 1 else all_of(contexts)
@@ -357,6 +359,7 @@ class StepRunner:
         with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
             metrics = self._metrics.found(kept.modules())
+            earlier_runs = EarlierRuns(metrics)
             seed = (engine.seed, *step_seed)
             found = None if phase is None else phase.programs
             if found is None:

@@ -233,8 +233,8 @@ CASES = [
 ]
 
 
-def run(number, more):
-    for case in CASES:
+def run(number, more, cases):
+    for case in cases:
         L.seed_everything(3, verbose=False)
         ACCURACY.reset()
         trainer = L.Trainer(
@@ -255,5 +255,7 @@ def run(number, more):
         path.write_text(json.dumps(module.seen))
 
 
-run_ranks(run, 1, 1, {})
-run_ranks(run, 2, 2, {})
+run_ranks(run, 1, 1, {}, CASES)
+run_ranks(run, 2, 2, {}, CASES)
+for settings in ({"schedule": "interleaved_1f1b"}, {"schedule": "gpipe", "loss_over": "batch"}):
+    run_ranks(run, 2, 2, settings, [InDict, Counts, CountsInAttribute])

@@ -38,8 +38,8 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
-    So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very large tensors keep what was written into
-    them, and so do objects of libraries.
+    So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very
+    large tensors keep what was written into them, and so do objects of libraries.
 
     Args:
         root: The outermost module.
