@@ -69,6 +69,9 @@ PRIVATE = {
     ),
     "lightning.pytorch.strategies.DDPStrategy._layer_sync": "sync_batchnorm=True would be ignored silently.",
     "lightning.pytorch.LightningModule._device_mesh": "`configure_model` could not use `self.device_mesh`.",
+    "lightning.pytorch.LightningModule._on_before_batch_transfer": (
+        "The step would be looked at with a first batch of another form than it gets in training."
+    ),
     "lightning.pytorch.loops.fit_loop._FitLoop._data_source": (
         "partition='profile' would have no batch before training."
     ),
@@ -187,6 +190,11 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 def training_data(trainer: pl.Trainer) -> Any:
     """The training data as the user gave them: loaders, alone or in lists and dicts."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
+    """What `on_before_batch_transfer` of a module, or of its data module, makes of a batch."""
+    return module._on_before_batch_transfer(batch)
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:

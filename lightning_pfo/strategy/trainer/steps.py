@@ -19,9 +19,10 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
-from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
+from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -39,7 +40,7 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED, training_data
+from lightning_pfo.strategy.trainer.compat import SKIPPED, before_transfer, training_data
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
@@ -145,11 +146,7 @@ class StepStrategy(CheckpointStrategy):
             item = load() if first is None else first.do("the first batch", load)
             if item is None:
                 return None
-            batch, _, dataloader_idx = item
-        number = self._num_microbatches
-        self._first_size = size = self._batching.size_of(batch, self.mesh.num_ranks)
-        number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
-        microbatch = self._batching.split(batch, number)[0]
+        batch, ranks = item[0], self.mesh.num_ranks
         training_step = module.training_step
         if self.manual is not None:
             with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
@@ -157,8 +154,14 @@ class StepStrategy(CheckpointStrategy):
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
-            with self.precision_plugin.train_step_context(), step_under_way(ends_here=False):
-                return training_step(self.batch_to_device(microbatch, device, dataloader_idx), 0)
+            data_module = getattr(module.trainer, "datamodule", None)
+            with attributes_untouched(data_module), step_under_way(ends_here=False):
+                arrived = before_transfer(module, self.precision_plugin.convert_input(_of_new_containers(batch)))
+                arrived = self.batch_to_device(arrived, device)
+                self._first_size = size = self._batching.size_of(arrived, ranks)
+                number = self._num_microbatches or default_num_microbatches(size, ranks, self._make_schedule)
+                with self.precision_plugin.train_step_context():
+                    return training_step(self._batching.split(arrived, number)[0], 0)
 
         return step
 
@@ -316,6 +319,11 @@ class StepStrategy(CheckpointStrategy):
             raise RuntimeError("There are gradients in fit() only; ask for their norm in its hooks.")
         counted = list(self._module().parameters() if parameters is None else parameters)
         return self._norms.of(counted, float(norm_type), called="trainer.strategy.grad_norm")
+
+
+def _of_new_containers(batch: Any) -> Any:
+    """The same batch, so that hooks may put other things into its dicts and lists; it is used again."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor, batch)
 
 
 def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:

@@ -53,9 +53,24 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for undo in reversed(remembered.undo):
-                undo()
+        remembered.put_back()
+
+
+@contextmanager
+def attributes_untouched(holder: Any) -> Iterator[None]:
+    """Put back, when the context is closed, the attributes of an object and what containers among them have.
+
+    Tensors keep what was written into them: where an object holds data, these may be all that there is.
+
+    Args:
+        holder: The object; one without attributes, such as None, has nothing to put back.
+    """
+    remembered = _Remembered(values=False)
+    remembered.attributes(getattr(holder, "__dict__", {}))
+    try:
+        yield
+    finally:
+        remembered.put_back()
 
 
 class _Remembered:
@@ -72,18 +87,25 @@ class _Remembered:
         self._seen[id(module)] = module
         for registry in (tensors_of(module).parameters, children_of(module)):
             self._seen[id(registry)] = registry
-        attributes = vars(module)
-        self.undo.append(partial(_refill, attributes, dict(attributes)))
-        self._items(attributes.values())
+        self.attributes(vars(module))
 
     def places(self, places: Places) -> None:
         """Note what is not in modules."""
         for path in places.objects:
-            attributes = places.containers[path]
-            self.undo.append(partial(_refill, attributes, dict(attributes)))
-            self._items(attributes.values())
+            self.attributes(places.containers[path])
         self._items(holder for holder in places.holders.values() if isinstance(holder, (dict, list, set, deque)))
         self._items(places.modules.values())
+
+    def attributes(self, attributes: Any) -> None:
+        """Note the attributes of an object."""
+        self.undo.append(partial(_refill, attributes, dict(attributes)))
+        self._items(attributes.values())
+
+    def put_back(self) -> None:
+        """Put everything back, the last first."""
+        with torch.no_grad():
+            for undo in reversed(self.undo):
+                undo()
 
     def _items(self, items: Iterable[Any]) -> None:
         for item in items:
