@@ -21,6 +21,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult as _Clo
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -78,6 +79,9 @@ PRIVATE = {
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": (
         "Ranks would wait for each other after every batch to compare signals, the devices too. Lightning 2.5.0 "
         "has no such method, and needs none."
+    ),
+    "lightning.pytorch.loops.fit_loop._FitLoop._combined_loader": (
+        "Parts of a batch that come from several loaders would have to be of one size."
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
@@ -190,6 +194,11 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 def training_data(trainer: pl.Trainer) -> Any:
     """The training data as the user gave them: loaders, alone or in lists and dicts."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def training_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """The loaders that training goes through; None before it has made them."""
+    return trainer.fit_loop._combined_loader
 
 
 def before_transfer(module: pl.LightningModule, batch: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,12 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED, before_transfer, training_data
+from lightning_pfo.strategy.trainer.compat import (
+    SKIPPED,
+    before_transfer,
+    training_data,
+    training_loaders,
+)
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
@@ -65,6 +70,7 @@ class StepStrategy(CheckpointStrategy):
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
     _first_size: int | None = None
+    _first_loaders: Sequence[Any] = ()
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -138,9 +144,10 @@ class StepStrategy(CheckpointStrategy):
             data = training_data(module.trainer)
             if self._partition != "profile" and not can_be_read_again(data):
                 return None
+            found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, "max_size_cycle")
+            self._first_loaders = found.flattened
 
             def load() -> Any:
-                found = CombinedLoader(data, "max_size_cycle")
                 return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
 
             item = load() if first is None else first.do("the first batch", load)
@@ -164,6 +171,11 @@ class StepStrategy(CheckpointStrategy):
                     return training_step(self._batching.split(arrived, number)[0], 0)
 
         return step
+
+    def _trains_side_by_side(self) -> bool:
+        """Whether batches are put together from those of several loaders, part for part."""
+        loaders = training_loaders(self._module().trainer)
+        return len(self._first_loaders if loaders is None else loaders.flattened) > 1
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
