@@ -61,6 +61,10 @@ def test_a_loader_that_has_ended_has_no_share(batching):
     assert [part["c"] for part in batching.split(batch, 2)] == [None, None]
 
 
+def test_a_part_without_samples_is_given_to_all(batching):
+    assert [part["c"] for part in batching.split({**batch_of(a=4, b=4), "c": 0.5}, 2)] == [0.5, 0.5]
+
+
 def test_sizes_that_contradict_each_other_within_a_part_are_refused(batching):
     batch = {"a": [torch.zeros(8), torch.zeros(5)], "b": [torch.zeros(8)]}
     with pytest.raises(BatchError, match="which must be the same for all"):
