@@ -309,7 +309,7 @@ def _content(cell: Any) -> Any:
 
 
 def _may_change(value: Any) -> bool:
-    return not isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, nn.Module))
+    return not isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType))
 
 
 def _function_of(value: Any) -> Any:

@@ -46,7 +46,7 @@ from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import set_batch_value, without_synchronisation
-from lightning_pfo.strategy.step.metrics.states import metrics_of, take_state_from
+from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
@@ -106,7 +106,6 @@ class StepRunner:
         self._hosts = engine.host_group()
         self.programs = Programs(owner, split, engine.device, patches, partial(agree_on_trace, hosts=self._hosts))
         self._ends = Ends(engine, owner, self.programs)
-        self._metrics = metrics_of(owner)
         self._deferred = deferred
         self._means = means
         self._shared = shared
@@ -121,8 +120,7 @@ class StepRunner:
         self._fresh = FreshBatches()
         self._is_first_batch = True
         self._skipped: list[set[int]] = []
-        for metric in self._metrics:
-            take_state_from(metric, engine.last_rank, engine.device, engine.group, replica_group, patches)
+        self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
 
     def train(
@@ -369,8 +367,10 @@ class StepRunner:
             if stage is not None and changes:
                 contexts.append(buffers.of(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
-            if self._metrics:
-                contexts.append(without_synchronisation(self._metrics))
+            if metrics:
+                contexts.append(without_synchronisation(metrics))
+                if not ends_here:
+                    contexts.append(earlier_runs.of(recorder.index))
             if self._aggregators:
                 contexts.append(self._aggregators.as_at_begin())
             if self._deferred is not None and stage is not None:
@@ -385,6 +385,8 @@ class StepRunner:
 
         with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
+            metrics = self._metrics.found(kept.modules())
+            earlier_runs = EarlierRuns(metrics)
             seed = (engine.seed, *step_seed)
             found = None if phase is None else phase.programs
             if found is None:

@@ -21,6 +21,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult as _Clo
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -69,12 +70,18 @@ PRIVATE = {
     ),
     "lightning.pytorch.strategies.DDPStrategy._layer_sync": "sync_batchnorm=True would be ignored silently.",
     "lightning.pytorch.LightningModule._device_mesh": "`configure_model` could not use `self.device_mesh`.",
+    "lightning.pytorch.LightningModule._on_before_batch_transfer": (
+        "The step would be looked at with a first batch of another form than it gets in training."
+    ),
     "lightning.pytorch.loops.fit_loop._FitLoop._data_source": (
         "partition='profile' would have no batch before training."
     ),
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor": (
         "Ranks would wait for each other after every batch to compare signals, the devices too. Lightning 2.5.0 "
         "has no such method, and needs none."
+    ),
+    "lightning.pytorch.loops.fit_loop._FitLoop._combined_loader": (
+        "Parts of a batch that come from several loaders would have to be of one size."
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
@@ -187,6 +194,16 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 def training_data(trainer: pl.Trainer) -> Any:
     """The training data as the user gave them: loaders, alone or in lists and dicts."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def training_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
+    """The loaders that training goes through; None before it has made them."""
+    return trainer.fit_loop._combined_loader
+
+
+def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
+    """What `on_before_batch_transfer` of a module, or of its data module, makes of a batch."""
+    return module._on_before_batch_transfer(batch)
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:

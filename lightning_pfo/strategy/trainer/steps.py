@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
-from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
@@ -40,7 +40,12 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
-from lightning_pfo.strategy.trainer.compat import SKIPPED, training_data
+from lightning_pfo.strategy.trainer.compat import (
+    SKIPPED,
+    before_transfer,
+    training_data,
+    training_loaders,
+)
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
@@ -65,6 +70,7 @@ class StepStrategy(CheckpointStrategy):
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
     _first_size: int | None = None
+    _first_loaders: Sequence[Any] = ()
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -138,19 +144,16 @@ class StepStrategy(CheckpointStrategy):
             data = training_data(module.trainer)
             if self._partition != "profile" and not can_be_read_again(data):
                 return None
+            found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, "max_size_cycle")
+            self._first_loaders = found.flattened
 
             def load() -> Any:
-                found = CombinedLoader(data, "max_size_cycle")
                 return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
 
             item = load() if first is None else first.do("the first batch", load)
             if item is None:
                 return None
-            batch, _, dataloader_idx = item
-        number = self._num_microbatches
-        self._first_size = size = self._batching.size_of(batch, self.mesh.num_ranks)
-        number = number or default_num_microbatches(size, self.mesh.num_ranks, self._make_schedule)
-        microbatch = self._batching.split(batch, number)[0]
+        batch, ranks = item[0], self.mesh.num_ranks
         training_step = module.training_step
         if self.manual is not None:
             with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
@@ -158,11 +161,21 @@ class StepStrategy(CheckpointStrategy):
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
-            with self.precision_plugin.train_step_context(), step_under_way(ends_here=False):
-                own = anew(microbatch, copies=True)  # it is run several times
-                return training_step(self.batch_to_device(own, device, dataloader_idx), 0)
+            data_module = getattr(module.trainer, "datamodule", None)
+            with attributes_untouched(data_module), step_under_way(ends_here=False):
+                arrived = before_transfer(module, self.precision_plugin.convert_input(anew(batch, copies=True)))
+                arrived = self.batch_to_device(arrived, device)
+                self._first_size = size = self._batching.size_of(arrived, ranks)
+                number = self._num_microbatches or default_num_microbatches(size, ranks, self._make_schedule)
+                with self.precision_plugin.train_step_context():
+                    return training_step(self._batching.split(arrived, number)[0], 0)
 
         return step
+
+    def _trains_side_by_side(self) -> bool:
+        """Whether batches are put together from those of several loaders, part for part."""
+        loaders = training_loaders(self._module().trainer)
+        return len(self._first_loaders if loaders is None else loaders.flattened) > 1
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

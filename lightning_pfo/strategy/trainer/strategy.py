@@ -238,7 +238,9 @@ class PfoPipelineStrategy(StepStrategy):
                 f"save_distributed_checkpoint is False, True or 'async'; got {save_distributed_checkpoint!r}."
             )
         self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
+        self._batching = Batching(
+            batch_dim, split_batch, microbatch_weight, loss_over, has_several_loaders=self._trains_side_by_side
+        )
         self._check_loss = check_loss
         self._batch_norm = batch_norm
         self._precise_gradients = precise_gradients

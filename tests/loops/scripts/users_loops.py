@@ -180,7 +180,8 @@ def prepared_later():
             optimizer.step()
             optimizer.zero_grad()
         state = optimizer.state_dict()
-        seen.append([len(accelerator._optimizers), len(state["state"]) if accelerator.is_main_process else 11])
+        num_states = len(state["state"]) if accelerator.is_main_process else 11 + len(state)  # others have none
+        seen.append([len(accelerator._optimizers), num_states])
         whole = accelerator.get_state_dict(model)
         seen.append(sums(whole) if accelerator.is_main_process else {})
     return seen

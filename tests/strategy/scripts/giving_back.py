@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import lightning as L
+import torchmetrics
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning
 from plain_module import PlainModule, make_loaders
@@ -35,6 +36,7 @@ def look():
         model=module.model,
         layer=module.model[0],
         metric=module.train_f1,
+        metrics=torchmetrics.Metric,
         plugin=trainer.precision_plugin,
         signals=trainer._signal_connector,
         epoch=trainer.fit_loop.epoch_loop,

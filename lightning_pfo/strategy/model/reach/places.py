@@ -66,6 +66,7 @@ class Places:
         streams: Iterators, files, and writers of libraries; each at all of its places.
         opaque: Objects of libraries that nobody can look into, and files.
         holders: The containers, and the objects that these are the attributes of.
+        modules: Modules in any of these, such as metrics in a dict; those of the model may be among them.
     """
 
     def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
@@ -76,6 +77,7 @@ class Places:
         self.streams: dict[Path, Any] = {}
         self.opaque: dict[Path, Any] = {}
         self.holders: dict[Path, Any] = {}
+        self.modules: dict[Path, nn.Module] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
         self._owner = owner
@@ -98,6 +100,10 @@ class Places:
             self._known_to(cls)
         for cls in self._classes:  # which may become more
             self._known_to(cls)
+
+    def all_modules(self) -> list[nn.Module]:
+        """`modules`, and those within them."""
+        return [within for module in self.modules.values() for within in module.modules()]
 
     def _known_to(self, cls: type) -> None:
         known = known_to(cls)
@@ -157,9 +163,12 @@ class Places:
     def _note(self, path: Path, value: Any) -> None:
         if type(value) in _CALLED and id(value) not in self._seen:
             self._called(path, value)
-        if type(value) in PLAIN or isinstance(value, (nn.Module, nn.Parameter, type)) or id(value) in self._seen:
+        if type(value) in PLAIN or isinstance(value, (nn.Parameter, type)) or id(value) in self._seen:
             return
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, nn.Module):
+            self._seen.add(id(value))
+            self.modules[path] = value
+        elif isinstance(value, torch.Tensor):
             self._seen.add(id(value))
             if not is_placeholder(value) and value.layout == torch.strided and value.is_leaf:
                 self.tensors[path] = value

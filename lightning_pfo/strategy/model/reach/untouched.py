@@ -38,8 +38,8 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
-    So is what a step reaches elsewhere, see `places`. Parameters and very large tensors keep what was written into
-    them, and so do objects of libraries.
+    So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very
+    large tensors keep what was written into them, and so do objects of libraries.
 
     Args:
         root: The outermost module.
@@ -53,9 +53,24 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for undo in reversed(remembered.undo):
-                undo()
+        remembered.put_back()
+
+
+@contextmanager
+def attributes_untouched(holder: Any) -> Iterator[None]:
+    """Put back, when the context is closed, the attributes of an object and what containers among them have.
+
+    Tensors keep what was written into them: where an object holds data, these may be all that there is.
+
+    Args:
+        holder: The object; one without attributes, such as None, has nothing to put back.
+    """
+    remembered = _Remembered(values=False)
+    remembered.attributes(getattr(holder, "__dict__", {}))
+    try:
+        yield
+    finally:
+        remembered.put_back()
 
 
 class _Remembered:
@@ -67,19 +82,30 @@ class _Remembered:
         self._seen: dict[int, Any] = {}  # the objects are kept, so that their ids stay theirs
 
     def module(self, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = module
         for registry in (tensors_of(module).parameters, children_of(module)):
             self._seen[id(registry)] = registry
-        attributes = vars(module)
-        self.undo.append(partial(_refill, attributes, dict(attributes)))
-        self._items(attributes.values())
+        self.attributes(vars(module))
 
     def places(self, places: Places) -> None:
         """Note what is not in modules."""
         for path in places.objects:
-            attributes = places.containers[path]
-            self.undo.append(partial(_refill, attributes, dict(attributes)))
-            self._items(attributes.values())
+            self.attributes(places.containers[path])
         self._items(holder for holder in places.holders.values() if isinstance(holder, (dict, list, set, deque)))
+        self._items(places.modules.values())
+
+    def attributes(self, attributes: Any) -> None:
+        """Note the attributes of an object."""
+        self.undo.append(partial(_refill, attributes, dict(attributes)))
+        self._items(attributes.values())
+
+    def put_back(self) -> None:
+        """Put everything back, the last first."""
+        with torch.no_grad():
+            for undo in reversed(self.undo):
+                undo()
 
     def _items(self, items: Iterable[Any]) -> None:
         for item in items:
@@ -87,6 +113,10 @@ class _Remembered:
                 self._value(item)
 
     def _value(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                self.module(module)
+            return
         self._seen[id(value)] = value
         if isinstance(value, (dict, list, set, deque, tuple)):
             if not isinstance(value, tuple):
@@ -146,11 +176,14 @@ class Flags:
 
     Args:
         root: The outermost module.
+
+    Attributes:
+        modules: It, and those within it.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = modules_of(root)
-        self._parameters = parameters_of(self._modules)
+        self.modules = modules_of(root)
+        self._parameters = parameters_of(self.modules)
         self._training, self._trained = self._now()
 
     @property
@@ -172,11 +205,11 @@ class Flags:
 
     def _now(self) -> tuple[list[bool], list[bool]]:
         with DisableTorchFunctionSubclass():  # placeholders would take ten times as long
-            return [module.training for module in self._modules], [p.requires_grad for p in self._parameters]
+            return [module.training for module in self.modules], [p.requires_grad for p in self._parameters]
 
     def _switch(self, training: dict[int, bool], trained: dict[int, bool]) -> None:
         for index, value in training.items():
-            self._modules[index].training = value
+            self.modules[index].training = value
         for index, value in trained.items():
             self._parameters[index].requires_grad_(value)
 

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
-from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, natively, zeros_in_form
+from lightning_pfo.strategy.model.tracing.tracked import WHOLE, Tracked, current_run, natively, zeros_in_form
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
 from lightning_pfo.strategy.parallel.dtensor import alike, is_written_from_nowhere, lacks_values, writes
@@ -37,18 +37,13 @@ _device: torch.device | None = None
 
 _PROTOCOL_OF_FILES = 2
 """That of `torch.save`; copies, and what is sent to processes, have others."""
-_WHOLE = (
-    "A module that a pipeline has split holds the layers of this process's own stages only; others are placeholders "
-    "without values, also when the pipeline has gone. Call trainer.strategy.gather_module() on every rank (in a plain "
-    "loop model.gather_module()), and use the whole module that it gives the first one."
-)
 _ELSEWHERE = (
     "{place} needs values of layers that other ranks hold, which are not here: in hooks each rank has the layers of "
     "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank (in a plain loop "
     "model.whole_parameters(module)), which has all of them; or do it in training_step. For an average of weights "
     "there is Lightning's WeightAveraging."
 )
-_text = _WHOLE
+_text = WHOLE
 _has_warned = False
 
 
@@ -56,7 +51,7 @@ def _warn_of_file(protocol: Any) -> None:
     global _has_warned
     if protocol == _PROTOCOL_OF_FILES and not _has_warned:
         _has_warned = True
-        _log.warning("A file is written that has no values for layers of other ranks. %s", _WHOLE)
+        _log.warning("A file is written that has no values for layers of other ranks. %s", WHOLE)
 
 
 _GRADIENT: Any = torch.Tensor.grad
@@ -151,7 +146,7 @@ def explain_missing_values(*, in_hooks: bool) -> None:
         in_hooks: Whether there is a pipeline, which runs hooks; else none is left.
     """
     global _resting, _text
-    _resting, _text = staticmethod(_explain), _ELSEWHERE if in_hooks else _WHOLE
+    _resting, _text = staticmethod(_explain), _ELSEWHERE if in_hooks else WHOLE
     if _device is None:
         _follow(_resting)
 

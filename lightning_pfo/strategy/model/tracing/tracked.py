@@ -279,18 +279,31 @@ def follow_units(units: Iterable[Any], patches: Patches) -> None:
     """Patch the `forward` of each unit until `patches` is closed; hooks of the unit see tracked tensors."""
     for unit in units:
         unit.forward = unit.module.forward
-        patches.set(unit.module, "forward", _followed(unit, unit.module.forward))
+        patches.set(unit.module, "forward", _Followed(unit, unit.module.forward))
 
 
-def _followed(unit: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        run = current_run()
+WHOLE = (
+    "A module that a pipeline has split holds the layers of this process's own stages only; others are placeholders "
+    "without values, also when the pipeline has gone. Call trainer.strategy.gather_module() on every rank (in a plain "
+    "loop model.gather_module()), and use the whole module that it gives the first one."
+)
+"""What is said where a split module is saved as it is."""
+
+
+class _Followed:
+    """The `forward` of a unit. A function would be pickled by its name, which is that of its class's own."""
+
+    def __init__(self, unit: Any, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._unit, self._forward = unit, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit, run = self._unit, current_run()
         if run is not None and not unit.followed_into:
             return run.call(unit, args, kwargs)
         if run is not None:
             run.enter(unit)
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
         if unit.outside is not None and not unit.followed_into:
             return unit.outside(unit, plain_in_place(args), plain_in_place(kwargs))
         if unit.is_elsewhere:
@@ -301,4 +314,11 @@ def _followed(unit: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return unit.compute(*plain_in_place(args), **plain_in_place(kwargs))
 
-    return call
+    def __copy__(self) -> _Followed:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Followed:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(f"This module is not saved as it is. {WHOLE}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, loss_waits_for_all
 from lightning_pfo.core.wording import shortened
+from lightning_pfo.strategy.step.batches.side_by_side import SideBySide, side_by_side
 from lightning_pfo.strategy.step.batches.splitting import (
     Microbatches,
     SplitBatch,
@@ -33,6 +34,7 @@ class Batching:
         loss_over: `microbatch`: the loss of a batch is the weighted mean of its microbatches' losses. `batch`: it is
             computed once, of what all microbatches have come to.
         shifted_labels: Whether the first label of each sequence has no part in the loss.
+        has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
 
     Raises:
         ConfigurationError: If a setting has another form.
@@ -43,6 +45,7 @@ class Batching:
     microbatch_weight: MicrobatchWeight = "samples"
     loss_over: str = "microbatch"
     shifted_labels: bool = False
+    has_several_loaders: Callable[[], bool] = bool
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)
@@ -84,12 +87,23 @@ class Batching:
 
     def split(self, batch: Any, num_microbatches: int) -> Microbatches:
         """Divide a batch into microbatches; fewer, if it has fewer samples."""
+        apart = self._side_by_side(batch)
+        if apart is not None:
+            return apart.split(num_microbatches)
         return split_batch(batch, num_microbatches, batch_dim=self.batch_dim, split=self.split_batch)
+
+    def _side_by_side(self, batch: Any) -> SideBySide | None:
+        if self.split_batch is not None or not self.has_several_loaders():
+            return None
+        return side_by_side(batch, self.batch_dim)
 
     def size_of(self, batch: Any, num_ranks: int) -> int:
         """Number of samples of a batch to train on; on one rank 1, if it cannot be divided."""
         if self.split_batch is not None:
             return split_batch(batch, 1, batch_dim=self.batch_dim).size
+        apart = self._side_by_side(batch)
+        if apart is not None:
+            return apart.size
         return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim)
 
     def evaluation_size_of(self, batch: Any) -> int | None:
@@ -100,6 +114,9 @@ class Batching:
         """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""
         if self.split_batch is not None:
             return microbatches[0]
+        apart = self._side_by_side(batch)
+        if apart is not None:
+            return apart.first(sum(microbatches.sizes[:number]))
         return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim)
 
     def weights(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:

@@ -66,6 +66,7 @@ class Attributes:
         generators: Its random generators.
         streams: Its iterators and files.
         opaque: Its objects of libraries.
+        modules: Modules beside those of the model.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Attributes:
         self.generators = Generators(places.generators)
         self.streams = Streams(places.streams, places.containers)
         self.opaque = places.opaque
+        self.modules = places.all_modules()
         self._left_alone: frozenset[Path] = frozenset()
 
     def changed_values(self) -> list[Any]:

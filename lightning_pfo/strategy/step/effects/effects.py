@@ -118,6 +118,10 @@ class Effects:
                 "here the first was run without. Decide by what all of them have in common, such as batch_idx."
             )
 
+    def modules(self) -> list[nn.Module]:
+        """The modules that the step reaches: those of the model, and others in containers, objects and variables."""
+        return [*self.flags.modules, *self._attributes.modules]
+
     def leave_alone(self, buffers: Iterable[str]) -> None:
         """Take buffers of the module for none of these: stages change them on the way."""
         self._attributes.leave_alone(buffers)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.parallel.compat import version_of
 from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, holds_tensors, parts_of
 
@@ -67,7 +68,12 @@ def anew(value: Any, *, copies: bool) -> Any:
     if has_samples(value):
         return copy.deepcopy(value) if copies else copy.copy(value)
     parts = parts_of(value, objects=holds_tensors(value))
-    return value if parts is None else parts.rebuild([anew(part, copies=copies) for part in parts.values])
+    if parts is None:
+        return value
+    try:
+        return parts.rebuild([anew(part, copies=copies) for part in parts.values])
+    except BatchError:  # a mapping that nobody but its user makes
+        return value
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

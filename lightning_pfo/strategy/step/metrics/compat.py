@@ -5,8 +5,9 @@ torchmetrics itself is not imported here: that takes seconds, and metrics are me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ PRIVATE = {
     "torchmetrics.Metric._sync_dist": (
         "A metric would reduce over all processes, of which most have never updated it; `dist_sync_fn` gathers "
         "tensors one by one and cannot say that one rank alone counts."
+    ),
+    "torchmetrics.Metric._wrap_compute": (
+        "Metrics that are made or copied in hooks would return on most ranks what they computed before the last batch."
     ),
     "torchmetrics.Metric._defaults": "The names of a metric's states would not be known.",
     "torchmetrics.Metric._to_sync": "A metric that a step computes would wait for ranks that do not run the step.",
@@ -44,31 +48,85 @@ def state_of(metric: Metric) -> dict[str, Any]:
     return {name: getattr(metric, name) for name in metric._defaults}
 
 
-def synchronise_with(metric: Metric, synchronise: Callable[[Callable[..., None]], None], patches: Patches) -> None:
-    """Let `synchronise` bring the state of a metric in line with other processes; it is given the metric's own way."""
-    ordinary = partial(type(metric)._sync_dist, metric)
-    patches.set(metric, "_sync_dist", lambda *args, **kwargs: synchronise(ordinary))
+@dataclass(frozen=True, eq=False)
+class Way:
+    """How metrics come in line with other processes.
 
-
-def count_updates_with(metric: Metric, agree: Callable[[int], int], patches: Patches) -> None:
-    """Let `agree` say how often a metric was updated, each time it is computed with other processes.
-
-    Where it was not, it would say so, and return what it computed before while others wait for it.
+    Attributes:
+        synchronise: Does so with the state of a metric; it is given the metric's own way, too.
+        count: Says how often a metric was updated, of how often it was here.
     """
-    ordinary = metric.compute
 
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        if metric._to_sync:
-            metric._update_count = agree(metric._update_count)
-            metric._computed = None
-        return ordinary(*args, **kwargs)
+    synchronise: Callable[[Metric, Callable[..., None]], None]
+    count: Callable[[int], int]
 
-    patches.set(metric, "compute", compute)
+
+_WAYS: list[Way] = []
+"""Those of the pipelines that there are; the latest counts."""
+_IN_CLASSES = Patches()
+
+
+def synchronise_by(way: Way, patches: Patches) -> None:
+    """Let all metrics of the process come in line with others so, also those that are made or copied later.
+
+    So their class does it: what is put into a metric would be copied with it, and go on to belong to the first.
+    """
+    if not _WAYS:
+        from torchmetrics import Metric
+
+        synchronise, wrap = Metric._sync_dist, Metric._wrap_compute
+
+        def in_line(metric: Metric, *args: Any, **kwargs: Any) -> None:
+            _WAYS[-1].synchronise(metric, partial(synchronise, metric))
+
+        def wrapped(metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+            return _Counted(metric, wrap(metric, compute))
+
+        _IN_CLASSES.set(Metric, "_sync_dist", in_line)
+        _IN_CLASSES.set(Metric, "_wrap_compute", wrapped)
+    _WAYS.append(way)
+
+    def end() -> None:
+        _WAYS.remove(way)
+        if not _WAYS:
+            _IN_CLASSES.close()
+
+    patches.callback(end)
+
+
+def count_updates_of(metrics: Iterable[Metric], patches: Patches) -> None:
+    """Agree how often metrics were updated each time they are computed, of metrics made before others did so."""
+    for metric in metrics:
+        if not isinstance(metric.compute, _Counted):
+            patches.set(metric, "compute", _Counted(metric, metric.compute))
+
+
+class _Counted:
+    """Computes a metric; where it was not updated, it is as where it was.
+
+    It would say so, and return what it computed before while others wait for it.
+    """
+
+    def __init__(self, metric: Metric, compute: Callable[..., Any]) -> None:
+        self._metric, self._compute = metric, compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        metric = self._metric
+        if not (_WAYS and metric._to_sync):
+            return self._compute(*args, **kwargs)
+        here = metric._update_count
+        metric._update_count = _WAYS[-1].count(here)
+        metric._computed = None
+        try:
+            return self._compute(*args, **kwargs)
+        finally:
+            metric._update_count = here
 
 
 @contextmanager
-def without_synchronisation(metrics: Sequence[Metric]) -> Iterator[None]:
+def without_synchronisation(metrics: Iterable[Metric]) -> Iterator[None]:
     """Compute metrics from this rank's state only: inside a step the other ranks do not take part."""
+    metrics = list(metrics)
     before = [metric._to_sync for metric in metrics]
     for metric in metrics:
         metric._to_sync = False

@@ -1,13 +1,15 @@
 """torchmetrics objects in pipelined steps: updated on the rank of the last stage, computed everywhere.
 
 Only the last stage runs whole steps, so only its rank's copies of the metrics are updated. Whenever a metric is
-computed on all ranks (Lightning does so at the end of an epoch), its state is taken from there, not reduced.
+computed on all ranks (Lightning does so at the end of an epoch), its state is taken from there, not reduced. Metrics
+that hooks update have the same state on all ranks, and are treated alike.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +17,20 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import TypeIs
 
+from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.reach.places import Places, trainer_of
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
-from lightning_pfo.strategy.step.metrics.compat import count_updates_with, state_of, synchronise_with
+from lightning_pfo.strategy.step.metrics.compat import Way, count_updates_of, state_of, synchronise_by
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+
+_MANY = 250
+"""Nobody looks into the items of containers that have more."""
 
 
 def is_metric(value: Any) -> TypeIs[Metric]:
@@ -32,50 +40,120 @@ def is_metric(value: Any) -> TypeIs[Metric]:
     return torchmetrics is not None and torchmetrics.Metric in type(value).__mro__
 
 
+def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
+    """The metric objects among modules, each once; they are told by their ids, since their `==` makes a new metric."""
+    return list({id(module): module for module in modules if is_metric(module)}.values())
+
+
 def metrics_of(owner: nn.Module) -> list[Metric]:
-    """All metric objects of a module."""
-    return [module for module in owner.modules() if is_metric(module)]
+    """All metric objects of a module: its own, and those that its layers and callbacks hold or its step reaches."""
+    modules = list(owner.modules())
+    callbacks = getattr(trainer_of(owner), "callbacks", ())
+    held = [within for holder in (*modules, *callbacks) for within in _modules_in(getattr(holder, "__dict__", {}))]
+    return metrics_in([*modules, *held, *Places(owner).all_modules()])
 
 
-def take_state_from(
-    metric: Metric,
-    source_rank: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    replica_group: dist.ProcessGroup | None,
-    patches: Patches,
-) -> None:
-    """Let `metric` take the state of `source_rank` of its pipeline, reduced over replicas, not that of all ranks.
+def _modules_in(value: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """Modules in containers, and those within them."""
+    if isinstance(value, nn.Module):
+        yield from value.modules()
+    elif isinstance(value, (dict, list, tuple)) and depth and len(value) <= _MANY:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item, depth - 1)
+
+
+class PipelineMetrics:
+    """The metrics of a process whose pipeline updates them on one rank.
 
     Args:
-        metric: The metric.
-        source_rank: The rank in `group` that updates it.
-        device: Where its state lives.
-        group: The pipeline's process group.
+        engine: The pipeline engine of this rank.
+        owner: The user's module.
         replica_group: The processes with the same stages; None where there is one replica.
-        patches: Gives the metric back when it is closed.
+        patches: Gives metrics back when it is closed.
     """
 
-    def take(ordinary: Callable[..., None]) -> None:
+    def __init__(
+        self, engine: PipelineEngine, owner: nn.Module, replica_group: dist.ProcessGroup | None, patches: Patches
+    ) -> None:
+        self._engine = engine
+        self._replica_group = replica_group
+        self._patches = patches
+        self._source = engine.last_rank
+        self._is_known = False
+        self._at_first = metrics_of(owner)
+        self.found(())
+
+    def found(self, modules: Iterable[nn.Module]) -> list[Metric]:
+        """Return the metrics among modules, and those that there were at first.
+
+        From here on they are computed as the pipeline needs it.
+        """
+        metrics = metrics_in([*self._at_first, *modules])
+        if not self._is_known and "torchmetrics" in sys.modules:
+            self._is_known = True
+            synchronise_by(Way(self._take, self._count), self._patches)
+        count_updates_of(metrics, self._patches)
+        return metrics
+
+    def _count(self, num_updates: int) -> int:
+        """How often a metric was updated that is about to be computed, on the rank that counts."""
+        if within_step():
+            return num_updates
+        counts: list[int] = self._engine.all_gather(num_updates)
+        self._source = self._engine.last_rank
+        if not counts[self._source] and any(counts) and self._replica_group is None:
+            # no step has updated it: a hook has, where it had what it needed, such as predictions on the first rank
+            self._source = next(rank for rank, number in enumerate(counts) if number)
+        return counts[self._source]
+
+    def _take(self, metric: Metric, ordinary: Callable[..., None]) -> None:
+        """Let a metric have the state of one rank of the pipeline, reduced over replicas, not that of all ranks."""
+        engine, source, self._source = self._engine, self._source, self._engine.last_rank
         if within_step():  # which this rank alone may run
-            if replica_group is not None and step_ends_here():
-                ordinary(process_group=replica_group)
+            if self._replica_group is not None and step_ends_here():
+                ordinary(process_group=self._replica_group)
             return
-        if replica_group is not None and dist.get_rank(group) == source_rank:
-            ordinary(process_group=replica_group)
-        _take_state(metric, source_rank, device, group)
-
-    def count_from_there(num_updates: int) -> int:
-        return num_updates if within_step() else int(tell_all(num_updates, group, source_rank))
-
-    synchronise_with(metric, take, patches)
-    count_updates_with(metric, count_from_there, patches)
+        if self._replica_group is not None and engine.rank == source:
+            ordinary(process_group=self._replica_group)
+        mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))
+        for name, value in tell_all(mine, engine.group, source).items():
+            setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(engine.device), value))
 
 
-def _take_state(metric: Metric, source_rank: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    mine = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state_of(metric))
-    for name, value in tell_all(mine, group, source_rank).items():
-        setattr(metric, name, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value))
+class EarlierRuns:
+    """Takes back what runs that do not end the step do to metrics, as one that counts samples before the model.
+
+    Args:
+        metrics: The metrics.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+        self._changes = False
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Let a run on the microbatch of an index leave metrics as they are.
+
+        Steps do the same to metrics for all microbatches, so that copies are only taken for those that are changed.
+        """
+        if index and not self._changes:
+            yield
+            return
+        before = [(metric, dict(vars(metric)), _copied(state_of(metric))) for metric in self._metrics]
+        try:
+            yield
+        finally:
+            for metric, attributes, state in before:
+                now = vars(metric)
+                if len(now) != len(attributes) or any(now.get(name) is not it for name, it in attributes.items()):
+                    self._changes = True
+                    now.clear()
+                    now.update(attributes | state)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, list) else value.detach().clone() for name, value in state.items()}
 
 
 def path_of(owner: nn.Module, metric: Metric) -> str:

@@ -1,8 +1,10 @@
 """Parameters and buffers of other ranks: on meta, but in a step where they would be without a pipeline."""
 
 import copy
+import inspect
 import io
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from lightning_pfo.strategy.model.tracing.placeholders import (
     mark_placeholders,
     placeholders_on,
 )
+from lightning_pfo.strategy.model.tracing.tracked import follow_units
+from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
 
@@ -159,3 +163,15 @@ def test_a_file_of_the_whole_module_is_warned_of(absent, caplog, monkeypatch):
     assert not caplog.records
     torch.save(absent, io.BytesIO())
     assert [record.message.count("gather_module()") for record in caplog.records] == [2]
+
+
+def test_a_module_with_layers_that_are_followed_is_not_saved_but_copied():
+    layer = nn.Linear(2, 2)
+    with Patches() as patches:
+        follow_units([SimpleNamespace(module=layer)], patches)
+        for save in (lambda: torch.save(layer, io.BytesIO()), lambda: pickle.dumps(layer)):
+            with pytest.raises(ConfigurationError, match=r"is not saved as it is\..*gather_module"):
+                save()
+        assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
+        assert list(inspect.signature(layer.forward).parameters) == ["input"]
+    torch.save(layer, io.BytesIO())
