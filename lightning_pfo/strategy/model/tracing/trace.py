@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
+from lightning_pfo.strategy.model.tracing.forms.hidden import refuse_hidden
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
@@ -185,6 +186,7 @@ class _TraceRun:
             self.trace.use_sizes(sizes, position)
             args, kwargs = without_memory_of_sizes(args, kwargs)
         outline = self.outline(event, unit, args, kwargs)
+        refuse_hidden(unit.name, outline.hiding)
         self.trace.has_sizes |= outline.from_values
         varying: Sequence[frozenset[int]] = outline.varying
         if sizes or _any_varies(leaves):

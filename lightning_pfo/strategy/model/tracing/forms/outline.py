@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
@@ -59,6 +60,7 @@ class Outline:
             its arguments and named arguments are afterwards.
         returns: Which of these it returns, if it changes and returns one; else -1.
         left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
+        hiding: The class of something with tensors in it that cannot be taken apart; none: "".
     """
 
     leaves: list[Any]
@@ -71,6 +73,7 @@ class Outline:
     rewrites: bool = False
     returns: int = -1
     left: tuple[Place, ...] = ()
+    hiding: str = ""
 
 
 def outline_call(
@@ -174,6 +177,7 @@ def _call(
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
+    hid_before = list(filter(hides_tensor, inputs))
     versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     bare = Holder(module, forward)
@@ -187,6 +191,7 @@ def _call(
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
+    hidden = hiding(tree_leaves((result, given)), without=hid_before)
     left = kept.take_left()
     outline = Outline([], None, [], rewrites=rewrites, returns=returns, left=tuple(place for place, _ in left))
     found, structure = tree_flatten(with_all_left(result, (args, kwargs), outline, [values for _, values in left]))
@@ -201,6 +206,7 @@ def _call(
         structure=structure,
         changed=changed,
         saved_bytes=saved.num_bytes,
+        hiding=hidden,
         changes_state=any(version_of(tensors[name]) != version for name, version in state.items()),
     )
 
