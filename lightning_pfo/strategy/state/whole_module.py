@@ -73,9 +73,9 @@ def _graphs_left_behind() -> Iterator[None]:
 
     Torch copies only what is no result of anything else that has gradients.
     """
-    original = torch.Tensor.__deepcopy__
+    original: Any = torch.Tensor.__deepcopy__
 
-    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         if tensor.is_leaf or id(tensor) in memo:
             return original(tensor, memo)
         return memo.setdefault(id(tensor), tensor.detach().clone())

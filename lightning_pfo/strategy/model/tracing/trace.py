@@ -272,7 +272,7 @@ class _TraceRun:
         self.note(result)
         self._left.finish(lambda label: label < 0 or bool(self.trace.values[label].uses))
         for name, buffer in self._held.assigned().items():
-            if isinstance(buffer, Tracked) and is_value(buffer):
+            if isinstance(buffer, Tracked) and is_value(buffer) and buffer.label not in self._left.labels:
                 self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)

@@ -123,7 +123,8 @@ def layers_that_write_deep_into_an_object(net, x, y):
     state, own = context.state, context.own
     for layer in net.layers:
         x = layer(x, context)
-    assert state is context.state and own is context.own
+    assert state is context.state
+    assert own is context.own
     assert not hasattr(state, "first")
     lists = context.by_name["aux"], state.losses, own["aux"], context.plain["losses"]
     return (
@@ -133,3 +134,63 @@ def layers_that_write_deep_into_an_object(net, x, y):
         + sum(each.sum() for each in context.last)
         + sum(box.value.std() for box in context.boxes)
     )
+
+
+class Losses:
+    __slots__ = ("found",)
+
+    def __init__(self):
+        self.found = []
+
+
+class Known:
+    """What all layers know."""
+
+    def __init__(self):
+        self.last, self.slots, self.plain, self.total = deque(), Losses(), UserDict(losses=[]), torch.zeros(())
+        self.a = types.SimpleNamespace(b=types.SimpleNamespace(c=types.SimpleNamespace(losses=[])))
+
+    def clear(self):
+        self.__init__()
+
+
+class KeepsInMany(Block):
+    """Leaves losses of its own in buffers and in what all layers know."""
+
+    known = Known()
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("aux", torch.zeros(()))
+        self.register_buffer("none_at_first", None, persistent=False)
+        self.register_buffer("unread", torch.zeros(()))
+        self.parent = []
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.aux, self.none_at_first, self.unread = y.square().mean(), y.abs().mean(), y.detach().mean()
+        self.known.last.append(y.std())
+        self.known.slots.found.append(y.amax())
+        self.known.plain["losses"].append(y.amin())
+        self.known.total = self.known.total + y.mean()
+        self.known.a.b.c.losses.append(y.sum())
+        self.parent[0].found.append(y.var())
+        return y
+
+
+@case(layer=KeepsInMany, num_layers=4)
+def losses_that_layers_keep_in_many_places(net, x, y):
+    net.found, known = [], KeepsInMany.known
+    for layer in net.layers:
+        layer.parent = [net]
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    lists = known.last, known.slots.found, known.plain["losses"], known.a.b.c.losses, net.found
+    loss = net.loss(x, y) + sum(map(sum, lists)) + known.total
+    loss = loss + sum(layer.aux + 0.5 * layer.none_at_first for layer in net.layers)
+    known.clear()
+    net.found = []
+    for layer in net.layers:
+        layer.parent, layer.aux, layer.none_at_first = [], torch.zeros(()), None  # they could not be copied
+    return loss

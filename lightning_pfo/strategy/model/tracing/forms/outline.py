@@ -15,7 +15,8 @@ from torch import nn
 from torch.func import functional_call
 
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
-from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, with_all_left
+from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
+from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -180,7 +181,8 @@ def _call(
     hid_before = list(filter(hides_tensor, inputs))
     versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
-    bare = Holder(module, forward)
+    assigned = AssignedBuffers(module)
+    bare = Holder(module, assigned.around(forward))
     with Kept(module) as kept, mode:
         tensors = _zero_tensors(bare, device)
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
@@ -192,7 +194,7 @@ def _call(
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
     hidden = hiding(tree_leaves((result, given)), without=hid_before)
-    left = kept.take_left()
+    left = [*kept.take_left(), *((place_of_buffer(part, name), [tensor]) for part, name, tensor in assigned.found)]
     outline = Outline([], None, [], rewrites=rewrites, returns=returns, left=tuple(place for place, _ in left))
     found, structure = tree_flatten(with_all_left(result, (args, kwargs), outline, [values for _, values in left]))
     changed = [

@@ -166,14 +166,15 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object, in `__dict__` and slots."""
     kind: Any = type(value)
     own = {**getattr(value, "__dict__", {})}
-    for name in _slots(kind):
+    for name in slots_of(kind):
         if hasattr(value, name):
             own[name] = getattr(value, name)
     return own
 
 
 @functools.cache
-def _slots(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The names of the slots of a class."""
     own = {
         name: None
         for base in kind.__mro__
