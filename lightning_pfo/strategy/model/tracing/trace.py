@@ -19,7 +19,7 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
 from lightning_pfo.strategy.model.tracing.forms.hidden import refuse_hidden
-from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
@@ -198,6 +198,11 @@ class _TraceRun:
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
+        for index in outline.given_gradients:
+            need_gradients(leaves[index])
+        for leaf in outline.leaves if outline.left else ():
+            if is_value(leaf):  # it is kept somewhere, and changed there
+                self.trace.values[leaf.label].changed_at = position
         found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         result = self._end(event, leaves, found, outline.structure, changed, varying)

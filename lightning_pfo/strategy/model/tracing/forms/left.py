@@ -30,6 +30,7 @@ from lightning_pfo.strategy.model.tracing.forms.holders import (
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, untracked
 from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves
 from lightning_pfo.strategy.model.variables import Variables, known_to
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""
@@ -127,8 +128,8 @@ class Kept:
             if is_users(cls):
                 known = known_to(cls)
                 roots += [known.around, *(variables for _, variables in known.variables)]
-        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any]] = [
-            (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder))
+        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any, dict[Any, int]]] = [
+            (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder), _versions(holder))
             for root, path, holder in holders_in(roots)
         ]
 
@@ -146,7 +147,7 @@ class Kept:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Let all be as it was if a call has failed: it is tried in another way."""
-        for _, _, holder, before in self._holders if failed else ():
+        for _, _, holder, before, _versions_before in self._holders if failed else ():
             if isinstance(holder, LISTS):
                 refill(holder, before)
                 continue
@@ -157,18 +158,36 @@ class Kept:
                     holder[key] = value
 
 
-def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any) -> Place | None:
-    """Where a dict or list has got tensors."""
+def _versions(holder: Any) -> dict[Any, int]:
+    pairs = enumerate(holder) if isinstance(holder, LISTS) else holder.items()
+    tensors = [(key, value) for key, value in pairs if isinstance(value, torch.Tensor)]
+    with DisableTorchFunctionSubclass():  # nobody else asks; tensors of `torch.inference_mode` have none
+        return {key: 0 if value.is_inference() else version_of(value) for key, value in tensors}
+
+
+def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, versions: dict[Any, int]) -> Place | None:
+    """Where a dict or list has got tensors, or tensors have been changed in place."""
     if isinstance(holder, LISTS):
         added = len(holder) - len(before)
         if added > 0 and all(map(is_, holder, before)) and _has_tensor(last(holder, added)):
             return Place(root, path, added=added)
         pairs = list(enumerate(holder)) if len(holder) == len(before) else []
-        keys = [key for key, value in pairs if before[key] is not value and _has_tensor(value)]
     else:
-        own = OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
-        changed = [key for key, value in holder.items() if key not in own and before.get(key, _NOTHING) is not value]
-        keys = [key for key in changed if _has_tensor(holder[key])]
+        pairs = list(holder.items())
+    now = _versions(holder)
+    own: frozenset[Any] = OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
+    keys = []
+    for key, value in pairs:
+        if key in own:
+            continue
+        if (before[key] if isinstance(holder, LISTS) else before.get(key, _NOTHING)) is not value:
+            is_left = _has_tensor(value)
+        else:  # of modules beside what needs gradients it is metrics that count
+            is_left = now.get(key) != versions.get(key) and (
+                not own or isinstance(value, Tracked) or value.requires_grad
+            )
+        if is_left:
+            keys.append(key)
     return Place(root, path, tuple(keys)) if keys else None
 
 

@@ -53,6 +53,7 @@ class Outline:
         leaves: Of what it returns, flattened: forms of tensors (without values), `Same`, or anything else.
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
+        given_gradients: Those of them that need gradients from then on.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
         varying: For each leaf the dimensions whose size depends on values; empty if none has any.
@@ -67,6 +68,7 @@ class Outline:
     leaves: list[Any]
     structure: Any
     changed: list[int]
+    given_gradients: tuple[int, ...] = ()
     saved_bytes: int = 0
     changes_state: bool = False
     varying: tuple[frozenset[int], ...] = ()
@@ -207,6 +209,7 @@ def _call(
         leaves=[Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
         structure=structure,
         changed=changed,
+        given_gradients=tuple(i for i in changed if inputs[i].requires_grad and not leaves[i].requires_grad),
         saved_bytes=saved.num_bytes,
         hiding=hidden,
         changes_state=any(version_of(tensors[name]) != version for name, version in state.items()),
