@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, Event, New, Trace, Value
-from lightning_pfo.strategy.model.tracing.forms.hidden import refuse_hidden
+from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
@@ -91,6 +91,11 @@ def trace_step(
     with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
         try:
             result = step()
+        except HidingError:
+            run.finish(None)
+            with torch.no_grad():
+                held.put_back()
+            raise
         except Exception as error:
             run.trace.failure = error
             run.trace.listened += run.trace.units_of_the_batch()  # it may have looked at what these return

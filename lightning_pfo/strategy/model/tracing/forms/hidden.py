@@ -18,6 +18,10 @@ _DEEPEST = 6
 _MOST = 300
 
 
+class HidingError(ConfigurationError):
+    """A layer hides tensors, which ends the trace for good: no other stage could get them."""
+
+
 def hiding(leaves: Iterable[Any], without: Iterable[Any] = ()) -> str:
     """The name of the class of the first leaf that hides a tensor; none: "".
 
@@ -62,10 +66,10 @@ def refuse_hidden(name: str, kind: str) -> None:
         kind: The name of a class, as `hiding` finds it.
 
     Raises:
-        ConfigurationError: If there is one.
+        HidingError: If there is one.
     """
     if kind:
-        raise ConfigurationError(
+        raise HidingError(
             f"{name!r} returns tensors inside of a {kind!r}, or writes them into one that it is given; they cannot be "
             f"taken out of it to be sent to other stages. Let it return tensors, or a tuple, list, dict or dataclass "
             f"of them."
