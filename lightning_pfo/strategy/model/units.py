@@ -261,7 +261,8 @@ def _is_listened(module: nn.Module) -> bool:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    return all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
+    # the class is asked: modules may answer for any name, or raise what they like
+    return all(callable(getattr(type(module), name, None)) for name in ("update", "compute", "reset"))
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
+HOLDERS = (types.SimpleNamespace, argparse.Namespace)
+"""Classes of attributes that the user names."""
 _NO_OBJECTS = (type, nn.Module, torch.Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType)
 _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pfo", "builtins")
 _CHANGE_BY_THEMSELVES = frozenset(
@@ -41,7 +42,7 @@ def is_object_of_user(value: Any, packages: frozenset[str]) -> bool:
 def _is_of_user(cls: type, packages: frozenset[str]) -> bool:
     if issubclass(cls, _NO_OBJECTS):
         return False
-    if issubclass(cls, _HOLDERS):
+    if issubclass(cls, HOLDERS):
         return True
     has_attributes = any("__dict__" in vars(base) or "__slots__" in vars(base) for base in cls.__mro__[:-1])
     return has_attributes and not is_of_library(cls, packages)

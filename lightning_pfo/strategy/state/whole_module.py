@@ -7,8 +7,11 @@ CPU memory. Tensors are sent one at a time, so that no rank but the first needs 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -52,7 +55,7 @@ def gather_module(
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
     try:
-        with patches.set_aside(), unmarked(module):
+        with patches.set_aside(), unmarked(module), _graphs_left_behind():
             whole: nn.Module = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
@@ -62,3 +65,21 @@ def gather_module(
     forget_division(whole)
     drop_hooks_of_tensor_parallelism(whole)
     return whole
+
+
+@contextmanager
+def _graphs_left_behind() -> Iterator[None]:
+    """Let what layers keep of the last step (`self.aux = loss`) be copied, without the way back to what it comes of.
+
+    Torch copies only what is no result of anything else that has gradients.
+    """
+    original: Any = torch.Tensor.__deepcopy__
+
+    def copied(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if tensor.is_leaf or id(tensor) in memo:
+            return original(tensor, memo)
+        return memo.setdefault(id(tensor), tensor.detach().clone())
+
+    with Patches() as changes:
+        changes.set(torch.Tensor, "__deepcopy__", copied)
+        yield

@@ -165,3 +165,17 @@ def test_what_is_tied_within_another_stage_stays_tied():
     assert root.model[3].weight.is_meta
     assert root.model[3].weight is root.model[2].weight
     assert [name for name, _ in root.named_parameters()] == named
+
+
+class Particular(nn.LayerNorm):
+    """Raises what it likes for some names that it does not know, as models of diffusers do."""
+
+    def __getattr__(self, name):
+        if name in ("update", "compute", "reset"):
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+def test_modules_are_not_asked_for_names_that_they_do_not_have():
+    units = find_units(Holder(stem=Particular(2), layers=nn.ModuleList(nn.Linear(2, 2) for _ in range(2))), None, 2)
+    assert [unit.name for unit in units.all] == ["stem", "layers.0", "layers.1"]

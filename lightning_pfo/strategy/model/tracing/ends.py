@@ -38,6 +38,12 @@ def deviates() -> DeviationError:
 
 def differs(tensor: torch.Tensor, form: torch.Tensor) -> DeviationError:
     """What is said of a value that has another form than in the trace."""
+    if (tensor.shape, tensor.dtype) == (form.shape, form.dtype):
+        return DeviationError(
+            f"A value that stages send, of shape {tuple(form.shape)}, has requires_grad={tensor.requires_grad}, and in "
+            f"the trace of the batch {form.requires_grad}: perhaps something that needs gradients was written into it "
+            f"in place, after it was made without. Make a new tensor instead (total = total + loss)."
+        )
     return DeviationError(
         f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
         f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "

@@ -28,7 +28,8 @@ from lightning_pfo.strategy.model.tracing.events import (
     Trace,
     Value,
 )
-from lightning_pfo.strategy.model.tracing.forms.inside import Inside, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
@@ -100,6 +101,11 @@ def trace_step(
     with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
         try:
             result = step()
+        except HidingError:
+            run.finish(None)
+            with torch.no_grad():
+                held.put_back()
+            raise
         except Exception as error:
             run.trace.failure = error
             run.trace.listened += run.trace.units_of_the_batch()  # it may have looked at what these return
@@ -195,6 +201,7 @@ class _TraceRun:
             self.trace.use_sizes(sizes, position)
             args, kwargs = without_memory_of_sizes(args, kwargs)
         outline = self.outline(event, unit, args, kwargs)
+        refuse_hidden(unit.name, outline.hiding)
         self.trace.has_sizes |= outline.from_values
         varying: Sequence[frozenset[int]] = outline.varying
         if sizes or _any_varies(leaves):
@@ -206,6 +213,11 @@ class _TraceRun:
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
+        for index in outline.given_gradients:
+            need_gradients(leaves[index])
+        for leaf in outline.leaves if outline.left else ():
+            if is_value(leaf):  # it is kept somewhere, and changed there
+                self.trace.values[leaf.label].changed_at = position
         found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         numbers = outline.from_values or any(type(leaf) in NUMBERS for leaf in leaves)
@@ -281,7 +293,7 @@ class _TraceRun:
         self.note(result)
         self._left.finish(lambda label: label < 0 or bool(self.trace.values[label].uses))
         for name, buffer in self._held.assigned().items():
-            if isinstance(buffer, Tracked) and is_value(buffer):
+            if isinstance(buffer, Tracked) and is_value(buffer) and buffer.label not in self._left.labels:
                 self.trace.changes.setdefault(name, []).append((self.trace.values[buffer.label].born, ""))
         for tensor in self._adopted:
             untracked(tensor)

@@ -8,6 +8,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.forms.parts import is_made_at_once
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
-from lightning_pfo.strategy.model.tracing.trees import attributes_of, tree_flatten, tree_map_only, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import change_attributes, tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     without_memory,
@@ -217,25 +219,27 @@ def plain(values: Any) -> Any:
     return tree_map_only(Tracked, value_of, values)
 
 
-def plain_in_place(values: Any) -> Any:
+def plain_in_place(values: Any, _within: frozenset[int] = frozenset()) -> Any:
     """As `plain`, but lists, dicts and objects stay who they are: what is called may write into them."""
     kind = type(values)
     if kind is Tracked:
         return value_of(values)
     if kind in _LEAVES:
         return values
-    if isinstance(values, tuple):
+    if kind is tuple:
         if _ORDINARY.issuperset(map(type, values)):
             return values
-        return tree_map_only(Tracked, value_of, values) if kind is not tuple else tuple(map(plain_in_place, values))
-    if isinstance(values, (list, dict)):
+        return tuple([plain_in_place(value, _within) for value in values])
+    if kind is list or kind is dict or isinstance(values, (list, dict, deque)):
         for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
-            if (now := plain_in_place(value)) is not value:
+            if (now := plain_in_place(value, _within)) is not value:
                 values[key] = now
-        return values
-    for name, value in attributes_of(values).items():
-        if (now := plain_in_place(value)) is not value:
-            object.__setattr__(values, name, now)
+        if kind is list or kind is dict:
+            return values
+    if is_made_at_once(values):
+        return tree_map_only(Tracked, value_of, values)
+    if id(values) not in _within:  # objects may lead to themselves
+        change_attributes(values, functools.partial(plain_in_place, _within=_within | {id(values)}))
     return values
 
 

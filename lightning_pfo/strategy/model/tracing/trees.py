@@ -6,22 +6,20 @@ other objects with tensors as attributes are taken apart by these attributes, so
 
 from __future__ import annotations
 
-import copy
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.forms.parts import Parts, attributes_of, holds_tensor, is_open, parts_of
 from lightning_pfo.strategy.parallel import compat
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 """Types of nearly all leaves."""
-
-_CLOSED = (type, torch.Tensor, nn.Module, np.ndarray, types.ModuleType, types.FunctionType, types.MethodType)
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,12 @@ class _Object:
     """How to make an object anew.
 
     Attributes:
-        kind: The name of its class.
-        names: Its attributes.
-        structure: What puts their values together.
-        template: A copy of it, without them.
+        parts: What it is made of.
+        structure: What puts the values of these together.
     """
 
-    kind: str
-    names: tuple[str, ...]
+    parts: Parts
     structure: Any
-    template: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class _WithObjects:
     objects: tuple[tuple[int, int, _Object], ...]
 
 
-def tree_flatten(values: Any) -> tuple[list[Any], Any]:
+def tree_flatten(values: Any, _around: Sequence[Any] = ()) -> tuple[list[Any], Any]:
     """All leaves of nested containers and objects, and what `tree_unflatten` takes with them."""
     leaves, structure = compat.tree_flatten(values)
     if _LEAVES.issuperset(map(type, leaves)):
@@ -57,29 +51,27 @@ def tree_flatten(values: Any) -> tuple[list[Any], Any]:
     found: list[Any] = []
     objects = []
     for position, leaf in enumerate(leaves):
-        attributes = attributes_of(leaf)
-        template = _emptied(leaf, attributes) if attributes else None
-        if template is None:
+        is_tensor = type(leaf) in _LEAVES or isinstance(leaf, torch.Tensor)
+        apart = None if is_tensor else parts_of(leaf, _around)
+        if apart is None:
             found.append(leaf)
             continue
-        of_object, of_attributes = tree_flatten(list(attributes.values()))
+        parts, of_parts = apart
+        of_object, of_values = tree_flatten(of_parts, (*_around, leaf))
         found += of_object
-        made = _Object(type(leaf).__qualname__, tuple(attributes), of_attributes, template)
-        objects.append((position, len(of_object), made))
+        objects.append((position, len(of_object), _Object(parts, of_values)))
     return found, _WithObjects(structure, tuple(objects)) if objects else structure
 
 
-def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
+def tree_unflatten(leaves: Iterable[Any], structure: Any, _around: Sequence[Any] = ()) -> Any:
     """Put leaves together."""
     leaves = list(leaves)
     if not isinstance(structure, _WithObjects):
         return compat.tree_unflatten(leaves, structure)
     for position, length, of_object in structure.objects:
-        values = tree_unflatten(leaves[position : position + length], of_object.structure)
-        made = copy.copy(of_object.template)
-        for name, value in zip(of_object.names, values, strict=True):
-            object.__setattr__(made, name, value)
-        leaves[position : position + length] = [made]
+        made = of_object.parts.begin()
+        values = tree_unflatten(leaves[position : position + length], of_object.structure, (*_around, made))
+        leaves[position : position + length] = [of_object.parts.finish(made, values, _around)]
     return compat.tree_unflatten(leaves, structure.structure)
 
 
@@ -98,64 +90,61 @@ def tree_map_only(kind: type, function: Callable[[Any], Any], values: Any) -> An
     return tree_unflatten([function(leaf) if isinstance(leaf, kind) else leaf for leaf in leaves], structure)
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object that has tensors as such, or containers of tensors; nothing of other values."""
-    if type(value) in _LEAVES or isinstance(value, _CLOSED):
-        return {}
-    own = dict(getattr(value, "__dict__", {}))
-    if is_dataclass(value):
-        own |= {each.name: getattr(value, each.name) for each in fields(value) if hasattr(value, each.name)}
-    return own if any(map(_has_tensor, own.values())) else {}
+def change_attributes(values: Any, change: Callable[[Any], Any]) -> None:
+    """Change the attributes of an object that holds tensors; it stays who it is.
+
+    Args:
+        values: The object, or anything else, which stays as it is.
+        change: What is to stand in the place of an attribute.
+    """
+    for name, value in attributes_of(values).items() if is_open(values) and holds_tensor(values) else ():
+        if (now := change(value)) is not value:
+            object.__setattr__(values, name, now)
 
 
-def _has_tensor(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(part, torch.Tensor) for part in parts)
-
-
-def _emptied(value: Any, names: Iterable[str]) -> Any:
-    """A copy without the values of its attributes; None if it cannot be copied so."""
-    try:
-        empty = copy.copy(value)
-        for name in names:
-            object.__setattr__(empty, name, None)
-    except Exception:  # objects decide themselves how they are copied
-        return None
-    return empty if empty is not value and type(empty) is type(value) else None
-
-
-def rewrite(target: Any, source: Any) -> None:
+def rewrite(target: Any, source: Any, _done: frozenset[int] = frozenset()) -> None:
     """Give containers and objects the content of others that were made from the same ones; they stay who they are.
 
     Args:
         target: What is changed.
         source: What it shall hold.
     """
+    done = _done | {id(source)}
     if isinstance(target, dict):
         for key in [key for key in target if key not in source]:
             del target[key]
         for key, value in source.items():
-            if key not in target or not _rewritten(target[key], value):
+            if key not in target or not _rewritten(target[key], value, done):
                 target[key] = value
-    elif isinstance(target, list) and len(target) != len(source):
-        target[:] = source
-    elif isinstance(target, (list, tuple)):
+    elif isinstance(target, (list, deque)) and len(target) != len(source):
+        target.clear()
+        target.extend(source)
+    elif isinstance(target, (list, tuple, deque)):
         for index, (old, new) in enumerate(zip(target, source, strict=True)):
-            if not _rewritten(old, new) and isinstance(target, list):
+            if not _rewritten(old, new, done) and not isinstance(target, tuple):
                 target[index] = new
-    elif attributes := attributes_of(source):
-        for name, value in attributes.items():
-            if not _rewritten(getattr(target, name, None), value):
-                object.__setattr__(target, name, value)
+    if type(target) in _CONTAINERS or not (is_open(source) and (holds_tensor(source) or holds_tensor(target))):
+        return
+    own, new_ones = attributes_of(target), attributes_of(source)
+    for name in own.keys() - new_ones.keys():
+        object.__delattr__(target, name)
+    for name, value in new_ones.items():
+        if not _rewritten(own.get(name), value, done):
+            object.__setattr__(target, name, value)
 
 
-def _rewritten(old: Any, new: Any) -> bool:
-    """Whether nothing has to be put in the place of `old`, as its content is that of `new` now."""
-    if old is new:
+_CONTAINERS = (dict, list, tuple, deque)
+
+
+def _rewritten(old: Any, new: Any, done: frozenset[int]) -> bool:
+    """Whether nothing has to be put in the place of `old`, as its content is that of `new` now, or becomes so."""
+    if old is new or id(new() if isinstance(new, weakref.ref) else new) in done:
         return True
-    if type(old) is not type(new) or not (isinstance(old, (dict, list, tuple)) or attributes_of(new)):
+    if type(old) is not type(new) or isinstance(new, torch.Tensor):
         return False
     if isinstance(old, tuple):
-        return len(old) == len(new) and all([_rewritten(a, b) for a, b in zip(old, new, strict=True)])
-    rewrite(old, new)
+        return len(old) == len(new) and all([_rewritten(a, b, done) for a, b in zip(old, new, strict=True)])
+    if not (isinstance(old, (dict, list, deque)) or (attributes_of(new) and is_open(new) and holds_tensor(new))):
+        return False
+    rewrite(old, new, done)
     return True

@@ -8,6 +8,7 @@ import torch
 
 from lightning_pfo.core.errors import ConfigurationError
 from tests.strategy.model.stages import Followed, Stages, assert_equal, run_cut, run_plainly
+from tests.strategy.model.tracing import object_cases  # noqa: F401 - more cases
 from tests.strategy.model.tracing.cases import CASES
 
 TOLERANCES = {"mixed_precision": 2e-2}

@@ -101,3 +101,9 @@ def zeros_of(form: torch.Tensor) -> torch.Tensor:
         if needs_grad:
             return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(shape).clone()
         return torch.zeros(shape, dtype=form.dtype, device=form.device)
+
+
+def need_gradients(tensor: torch.Tensor) -> None:
+    """Let a tensor need gradients from now on, as one into which a layer writes what needs them."""
+    with DisableTorchFunctionSubclass():
+        tensor.add_(torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True))

@@ -6,7 +6,7 @@ step to add it up, gives it to the step as it gives what it returns: over all st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
@@ -17,17 +17,24 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import deviates
+from lightning_pfo.strategy.model.tracing.forms.holders import (
+    LISTS,
+    OF_MODULES,
+    drop_last,
+    holders_in,
+    is_users,
+    items_in,
+    last,
+    refill,
+)
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, untracked
 from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves
-from lightning_pfo.strategy.model.variables import Variables, is_library, known_to
+from lightning_pfo.strategy.model.variables import Variables, known_to
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-_LONGEST = 1000
-"""Longer containers are data, which nobody looks into."""
-_DEEPEST = 3
 _NOTHING = object()
 
 
@@ -55,13 +62,13 @@ class Place:
         Raises:
             ConfigurationError: If nothing like it is there.
         """
-        found = _items(self.root)
+        found = items_in(self.root)
         try:
             for key in self.path:
-                found = _items(found[key])
+                found = items_in(found[key])
         except LookupError:
             raise deviates() from None
-        if not isinstance(found, list if self.added else (MutableMapping, list)):
+        if not isinstance(found, LISTS if self.added else (MutableMapping, *LISTS)):
             raise deviates()
         return found
 
@@ -73,7 +80,7 @@ class Place:
         """
         holder = self.holder()
         try:
-            return holder[-self.added :] if self.added else [holder[key] for key in self.keys]
+            return last(holder, self.added) if self.added else [holder[key] for key in self.keys]
         except LookupError:
             raise deviates() from None
 
@@ -85,6 +92,11 @@ class Place:
         else:
             for key, value in zip(self.keys, values, strict=True):
                 holder[key] = value
+
+
+def place_of_buffer(part: nn.Module, name: str) -> Place:
+    """Where a call assigns a buffer anew."""
+    return Place(part, ("_buffers",), (name,))
 
 
 class Leaving(Protocol):
@@ -103,19 +115,6 @@ class Leaving(Protocol):
         """Where its parts leave tensors."""
 
 
-def _items(value: Any) -> Any:
-    """What may hold tensors in a module, a container or an object of the user's; nothing of other values."""
-    if isinstance(value, (dict, list, Variables)):
-        return value
-    if isinstance(value, nn.Module) or (hasattr(value, "__dict__") and not callable(value) and _is_users(type(value))):
-        return vars(value)
-    return {}
-
-
-def _is_users(cls: type) -> bool:
-    return not issubclass(cls, torch.Tensor) and not is_library(cls.__module__)
-
-
 class Kept:
     """What a module and its parts keep now, beside parameters, buffers and modules.
 
@@ -124,30 +123,15 @@ class Kept:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._seen: set[int] = set()
         roots: list[Any] = list(module.modules())
         for cls in dict.fromkeys(map(type, roots)):
-            if _is_users(cls):
+            if is_users(cls):
                 known = known_to(cls)
                 roots += [known.around, *(variables for _, variables in known.variables)]
-        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any]] = [
-            (root, path, holder, list(holder) if isinstance(holder, list) else dict(holder))
-            for root in roots
-            for path, holder in self._find(
-                _items(root), (), _OF_MODULES if isinstance(root, nn.Module) else frozenset()
-            )
+        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any, dict[Any, int]]] = [
+            (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder), _versions(holder))
+            for root, path, holder in holders_in(roots)
         ]
-
-    def _find(self, holder: Any, path: tuple[Any, ...], without: frozenset[str] = frozenset()) -> Iterator[Any]:
-        if id(holder) in self._seen or len(holder) > _LONGEST:
-            return
-        self._seen.add(id(holder))
-        yield path, holder
-        for key, value in list(enumerate(holder) if isinstance(holder, list) else holder.items()):
-            if key not in without and len(path) < _DEEPEST and not isinstance(value, nn.Module):
-                inner = _items(value)
-                if inner or isinstance(inner, list) or inner is value:
-                    yield from self._find(inner, (*path, key))
 
     def take_left(self) -> list[tuple[Place, list[Any]]]:
         """Where tensors have been left since, and what; lists lose what they were given."""
@@ -155,7 +139,7 @@ class Kept:
         found = [(place, place.values()) for place in places if place is not None]
         for place, _ in found:
             if place.added:
-                del place.holder()[-place.added :]
+                drop_last(place.holder(), place.added)
         return found
 
     def __enter__(self) -> Kept:
@@ -163,9 +147,9 @@ class Kept:
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Let all be as it was if a call has failed: it is tried in another way."""
-        for _, _, holder, before in self._holders if failed else ():
-            if isinstance(holder, list):
-                holder[:] = before
+        for _, _, holder, before, _versions_before in self._holders if failed else ():
+            if isinstance(holder, LISTS):
+                refill(holder, before)
                 continue
             for key in [key for key in holder if key not in before]:
                 del holder[key]
@@ -174,18 +158,36 @@ class Kept:
                     holder[key] = value
 
 
-def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any) -> Place | None:
-    """Where a dict or list has got tensors."""
-    if isinstance(holder, list):
-        is_longer = len(holder) > len(before) and all(map(is_, holder, before))
-        if is_longer and _has_tensor(holder[len(before) :]):
-            return Place(root, path, added=len(holder) - len(before))
+def _versions(holder: Any) -> dict[Any, int]:
+    pairs = enumerate(holder) if isinstance(holder, LISTS) else holder.items()
+    tensors = [(key, value) for key, value in pairs if isinstance(value, torch.Tensor)]
+    with DisableTorchFunctionSubclass():  # nobody else asks; tensors of `torch.inference_mode` have none
+        return {key: 0 if value.is_inference() else version_of(value) for key, value in tensors}
+
+
+def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, versions: dict[Any, int]) -> Place | None:
+    """Where a dict or list has got tensors, or tensors have been changed in place."""
+    if isinstance(holder, LISTS):
+        added = len(holder) - len(before)
+        if added > 0 and all(map(is_, holder, before)) and _has_tensor(last(holder, added)):
+            return Place(root, path, added=added)
         pairs = list(enumerate(holder)) if len(holder) == len(before) else []
-        keys = [key for key, value in pairs if before[key] is not value and _has_tensor(value)]
     else:
-        own = _OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
-        changed = [key for key, value in holder.items() if key not in own and before.get(key, _NOTHING) is not value]
-        keys = [key for key in changed if _has_tensor(holder[key])]
+        pairs = list(holder.items())
+    now = _versions(holder)
+    own: frozenset[Any] = OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
+    keys = []
+    for key, value in pairs:
+        if key in own:
+            continue
+        if (before[key] if isinstance(holder, LISTS) else before.get(key, _NOTHING)) is not value:
+            is_left = _has_tensor(value)
+        else:  # of modules beside what needs gradients it is metrics that count
+            is_left = now.get(key) != versions.get(key) and (
+                not own or isinstance(value, Tracked) or value.requires_grad
+            )
+        if is_left:
+            keys.append(key)
     return Place(root, path, tuple(keys)) if keys else None
 
 
@@ -214,15 +216,21 @@ def returned_of(call: Leaving, result: Any, given: Arguments) -> Any:
 
 
 class LeftInTrace:
-    """What the calls of a trace leave, of which only what the step needs matters."""
+    """What the calls of a trace leave, of which only what the step needs matters.
+
+    Attributes:
+        labels: Of all values that calls have left.
+    """
 
     def __init__(self) -> None:
+        self.labels: set[int] = set()
         self._found: list[tuple[Any, Any]] = []
 
     def note(self, event: Any, result: Any) -> None:
         """A call has returned this, together with all that it has left."""
         if event.left:
             self._found.append((event, result))
+            self.labels |= {leaf.label for leaf in tree_leaves(result[1]) if isinstance(leaf, Tracked)}
 
     def finish(self, is_used: Callable[[int], bool]) -> None:
         """The step has returned: forget what it has not used, by label, and see what it has taken away."""
@@ -267,7 +275,7 @@ class LeftByCalls:
             if place.added:
                 if len(values) < place.added or any(value is item for value in values for item in old):
                     raise deviates()
-                del holder[-place.added :]
+                drop_last(holder, place.added)
             if place.is_taken:  # perhaps where the step does so is another stage
                 self._undo.append(partial(_put_back, place, holder, old, values))
         self._own += found
@@ -296,7 +304,7 @@ def _now(place: Place) -> tuple[Any, Any]:
     holder = place.holder()
     if place.added:
         return holder, list(holder)
-    there = range(len(holder)) if isinstance(holder, list) else holder
+    there = range(len(holder)) if isinstance(holder, LISTS) else holder
     return holder, {key: holder[key] if key in there else _NOTHING for key in place.keys}
 
 
@@ -304,7 +312,7 @@ def _put_back(place: Place, holder: Any, before: Any, values: Sequence[Any]) -> 
     """Let it be as before, but for what others have left there, or taken away."""
     if place.added:
         leaves = set(map(id, tree_leaves(values)))
-        holder[:] = [item for item in holder if not leaves.intersection(map(id, tree_leaves(item)))]
+        refill(holder, [item for item in holder if not leaves.intersection(map(id, tree_leaves(item)))])
         return
     for key, value in before.items():
         if value is not _NOTHING:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, with_all_left
+from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
+from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
+from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -51,6 +53,7 @@ class Outline:
         leaves: Of what it returns, flattened: forms of tensors (without values), `Same`, or anything else.
         structure: What puts the leaves together.
         changed: The arguments that are tensors and are changed in place.
+        given_gradients: Those of them that need gradients from then on.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
         varying: For each leaf the dimensions whose size depends on values; empty if none has any.
@@ -59,11 +62,13 @@ class Outline:
             its arguments and named arguments are afterwards.
         returns: Which of these it returns, if it changes and returns one; else -1.
         left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
+        hiding: The class of something with tensors in it that cannot be taken apart; none: "".
     """
 
     leaves: list[Any]
     structure: Any
     changed: list[int]
+    given_gradients: tuple[int, ...] = ()
     saved_bytes: int = 0
     changes_state: bool = False
     varying: tuple[frozenset[int], ...] = ()
@@ -71,6 +76,7 @@ class Outline:
     rewrites: bool = False
     returns: int = -1
     left: tuple[Place, ...] = ()
+    hiding: str = ""
 
 
 def outline_call(
@@ -174,9 +180,11 @@ def _call(
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
+    hid_before = list(filter(hides_tensor, inputs))
     versions = [version_of(leaf) if _is_tensor(leaf) else 0 for leaf in inputs]
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
-    bare = Holder(module, forward)
+    assigned = AssignedBuffers(module)
+    bare = Holder(module, assigned.around(forward))
     with Kept(module) as kept, mode:
         tensors = _zero_tensors(bare, device)
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
@@ -187,7 +195,8 @@ def _call(
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
-    left = kept.take_left()
+    hidden = hiding(tree_leaves((result, given)), without=hid_before)
+    left = [*kept.take_left(), *((place_of_buffer(part, name), [tensor]) for part, name, tensor in assigned.found)]
     outline = Outline([], None, [], rewrites=rewrites, returns=returns, left=tuple(place for place, _ in left))
     found, structure = tree_flatten(with_all_left(result, (args, kwargs), outline, [values for _, values in left]))
     changed = [
@@ -200,7 +209,9 @@ def _call(
         leaves=[Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
         structure=structure,
         changed=changed,
+        given_gradients=tuple(i for i in changed if inputs[i].requires_grad and not leaves[i].requires_grad),
         saved_bytes=saved.num_bytes,
+        hiding=hidden,
         changes_state=any(version_of(tensors[name]) != version for name, version in state.items()),
     )
 

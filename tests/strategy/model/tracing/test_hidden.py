@@ -1,0 +1,62 @@
+"""Tensors where nobody can take them out: layers that return them so are refused, with a way out."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfo.core.errors import ConfigurationError
+from tests.strategy.model.stages import Followed
+
+
+class Layer(nn.Linear):
+    def __init__(self, leave):
+        super().__init__(4, 4)
+        self.leave = leave
+
+    def forward(self, x, context):
+        y = super().forward(x)
+        return y, self.leave(context, y.mean())
+
+
+class Model(nn.Module):
+    def __init__(self, leave):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(leave) for _ in range(2))
+
+    def step(self):
+        x, context = torch.ones(2, 4), SimpleNamespace(losses=set())
+        for layer in self.layers:
+            x, _ = layer(x, context)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("leave", "kind"),
+    [
+        (lambda _, v: lambda x: x + v, "function"),
+        (lambda _, v: {v}, "set"),
+        (lambda _, v: SimpleNamespace(values=frozenset([v])), "SimpleNamespace"),
+        (lambda _, v: iter([v]), "list_iterator"),
+        (lambda _, v: (each for each in [v]), "generator"),
+        (lambda _, v: v.add, "builtin_function_or_method"),
+        (lambda context, v: context.losses.add(v), "SimpleNamespace"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_refused(leave, kind):
+    followed = Followed(Model(leave), lambda owner: owner.step(), 2)
+    try:
+        said = f"'layers.0' returns tensors inside of a '{kind}'.* tuple, list, dict or dataclass"
+        with pytest.raises(ConfigurationError, match=said):
+            followed.trace()
+    finally:
+        followed.close()
+
+
+def test_functions_that_hide_nothing_are_passed_on():
+    followed = Followed(Model(lambda _, v: (torch.relu, len, {1}, iter([2]), lambda x: x)), lambda o: o.step(), 2)
+    try:
+        assert followed.trace().failure is None
+    finally:
+        followed.close()
