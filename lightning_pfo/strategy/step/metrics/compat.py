@@ -54,11 +54,11 @@ class Way:
 
     Attributes:
         synchronise: Does so with the state of a metric; it is given the metric's own way, too.
-        count: Says how often a metric was updated, of how often it was here.
+        count: Says how often a metric was updated, of how often it was here; and whether that is so on all ranks.
     """
 
     synchronise: Callable[[Metric, Callable[..., None]], None]
-    count: Callable[[int], int]
+    count: Callable[[int], tuple[int, bool]]
 
 
 _WAYS: list[Way] = []
@@ -115,12 +115,13 @@ class _Counted:
         if not (_WAYS and metric._to_sync):
             return self._compute(*args, **kwargs)
         here = metric._update_count
-        metric._update_count = _WAYS[-1].count(here)
+        metric._update_count, is_everywhere = _WAYS[-1].count(here)
         metric._computed = None
         try:
             return self._compute(*args, **kwargs)
         finally:
-            metric._update_count = here
+            if not is_everywhere:
+                metric._update_count = here
 
 
 @contextmanager

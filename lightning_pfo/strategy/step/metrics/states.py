@@ -95,16 +95,16 @@ class PipelineMetrics:
         count_updates_of(metrics, self._patches)
         return metrics
 
-    def _count(self, num_updates: int) -> int:
-        """How often a metric was updated that is about to be computed, on the rank that counts."""
+    def _count(self, num_updates: int) -> tuple[int, bool]:
+        """How often a metric was updated that is about to be computed, on the rank that counts; and is that the last?"""
         if within_step():
-            return num_updates
+            return num_updates, True
         counts: list[int] = self._engine.all_gather(num_updates)
         self._source = self._engine.last_rank
         if not counts[self._source] and any(counts) and self._replica_group is None:
             # no step has updated it: a hook has, where it had what it needed, such as predictions on the first rank
             self._source = next(rank for rank, number in enumerate(counts) if number)
-        return counts[self._source]
+        return counts[self._source], self._source == self._engine.last_rank
 
     def _take(self, metric: Metric, ordinary: Callable[..., None]) -> None:
         """Let a metric have the state of one rank of the pipeline, reduced over replicas, not that of all ranks."""
