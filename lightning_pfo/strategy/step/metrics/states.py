@@ -96,7 +96,7 @@ class PipelineMetrics:
         return metrics
 
     def _count(self, num_updates: int) -> tuple[int, bool]:
-        """How often a metric was updated that is about to be computed, on the rank that counts; and is that the last?"""
+        """How often a metric was updated that is about to be computed, on the rank that counts; and is it the last?"""
         if within_step():
             return num_updates, True
         counts: list[int] = self._engine.all_gather(num_updates)
