@@ -153,7 +153,7 @@ def build_pipeline(
     stages = sample.stages_of(dist.get_rank(group))
     explain_missing_values(in_hooks=True)
     mark_placeholders(model)  # where it was made on meta
-    agree = partial(agree_on_trace, hosts=groups.hosts(group))
+    agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(model, pipeline_module, partition, sample.num_stages, first_step, device, agree)
     remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)

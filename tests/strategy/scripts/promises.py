@@ -389,8 +389,32 @@ class FailsInTheTrace(Skips):
     training_step = validation_step = predict_step = fail
 
 
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise KeyError("a layer's own mistake")
+
+
+class FailsInLayers(FailsInTheTrace):
+    """So that nobody knows what layers return, and the trace of the step ends at the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Failing(4, 4) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        (x,), total = batch, 0.0
+        for layer in self.layers:
+            x, loss = layer(x)
+            total = total + loss
+        return x.square().mean() + total
+
+
 def fails_in_the_trace(where):
     found = []
+    try:
+        trainer_of(where, max_epochs=1)[0].fit(FailsInLayers(), DataLoader(TensorDataset(DATA), batch_size=6))
+    except KeyError as error:
+        found.append(error.args[0])
     for kind in ("fit", "validate", "predict"):
         for rank in (0, 1):
             module = FailsInTheTrace()

@@ -8,7 +8,6 @@ computed as it is; every rank has the batch.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -109,9 +108,8 @@ def trace_step(
         except Exception as error:
             run.trace.failure = error
             run.trace.listened += run.trace.units_of_the_batch()  # it may have looked at what these return
-            # what is still held somewhere may be needed
-            for reference in run.alive:
-                run.trace.use(reference(), FOREVER)
+            # what of them is still held somewhere may be needed, which each rank would find otherwise
+            run.trace.use_sizes(range(len(run.trace.values)), FOREVER)
     run.finish(result)
     with torch.no_grad():
         held.put_back()
@@ -129,7 +127,6 @@ class _TraceRun:
         self._held = held
         self._names: list[str | None] = []  # of the leaves of a call
         self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
-        self.alive: list[Any] = []
         self._reserved: list[object] = []  # so that memory that is gone has another number than what comes after it
         self._device = device
         self._adopted: list[torch.Tensor] = []
@@ -414,7 +411,6 @@ class _TraceRun:
             form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
             self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
-        self.alive.append(weakref.ref(value))
         return value.label
 
     @contextmanager

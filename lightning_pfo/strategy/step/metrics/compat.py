@@ -5,6 +5,7 @@ torchmetrics itself is not imported here: that takes seconds, and metrics are me
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,9 +73,8 @@ def synchronise_by(way: Way, patches: Patches) -> None:
     So their class does it: what is put into a metric would be copied with it, and go on to belong to the first.
     """
     if not _WAYS:
-        from torchmetrics import Metric
-
-        synchronise, wrap = Metric._sync_dist, Metric._wrap_compute
+        kind: Any = sys.modules["torchmetrics"].Metric  # it is loaded where there are metrics
+        synchronise, wrap = kind._sync_dist, kind._wrap_compute
 
         def in_line(metric: Metric, *args: Any, **kwargs: Any) -> None:
             _WAYS[-1].synchronise(metric, partial(synchronise, metric))
@@ -82,8 +82,8 @@ def synchronise_by(way: Way, patches: Patches) -> None:
         def wrapped(metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
             return _Counted(metric, wrap(metric, compute))
 
-        _IN_CLASSES.set(Metric, "_sync_dist", in_line)
-        _IN_CLASSES.set(Metric, "_wrap_compute", wrapped)
+        _IN_CLASSES.set(kind, "_sync_dist", in_line)
+        _IN_CLASSES.set(kind, "_wrap_compute", wrapped)
     _WAYS.append(way)
 
     def end() -> None:
