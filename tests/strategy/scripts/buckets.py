@@ -14,6 +14,7 @@ from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
+from lightning_pfo.strategy.parallel.groups import tell_each_other
 from lightning_pfo.strategy.step.gradients import StepGradients
 from tests.ranks import run_ranks
 
@@ -120,8 +121,14 @@ def sparse():
         optimizer.zero_grad()
     for num_replicas in (1, 2):
         split = Tied()
-        model = PipelinedModel(split, loss_fn, num_microbatches=4, data_parallel_size=num_replicas, check_loss=False)
+        options = {"data_parallel_size": num_replicas, "example_batch": (tokens, target)}
+        model = PipelinedModel(split, loss_fn, num_microbatches=4, check_loss=False, **options)
         optimizer = torch.optim.SparseAdam(split.embedding.parameters(), lr=0.1)
+        if num_replicas == 1:  # what is tied is reduced among those that use it
+            found = [sorted(each.ranks) for each in model._pipeline.shared if each.names]
+            is_user = dist.get_rank() in (0, 3)
+            assert found == ([[0, 3]] if is_user else []), found
+            assert split.embedding.weight.is_meta != is_user
         for _ in range(2):
             model.step(*(each.tensor_split(num_replicas)[model.replica] for each in (tokens, target)))
             if not split.embedding.weight.is_meta:
@@ -131,6 +138,27 @@ def sparse():
         if not split.embedding.weight.is_meta:
             torch.testing.assert_close(split.embedding.weight, net.embedding.weight)
         model.release()
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = x + torch.randn_like(x)
+        return x
+
+
+def noise():
+    """Each batch of an evaluation has noise of its own, the same on all ranks."""
+    model = PipelinedModel(Noisy(), loss_fn, num_microbatches=4, check_loss=False).eval()
+    found = [model.predict(torch.ones(4, WIDTH)) for _ in range(2)]
+    assert not torch.allclose(*found)
+    assert len({tuple(each.flatten().tolist()) for each in tell_each_other(found[1], None)}) == 1
+    model.release()
 
 
 def fails_in_the_middle():
@@ -156,6 +184,7 @@ def check():
         replicas(schedule)
     buckets()
     sparse()
+    noise()
     fails_in_the_middle()
 
 
