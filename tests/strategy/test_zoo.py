@@ -40,6 +40,7 @@ EQUAL = [
     "hooks_on_backward",
     "takes_from_its_batch",
     "goes_other_ways",
+    "sparse_buffers",
     "inputs_embeds",
     "mixtral",
     "output_attentions",

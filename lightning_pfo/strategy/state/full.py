@@ -177,7 +177,10 @@ class _Layout:
 
     @staticmethod
     def of(value: Any) -> Any:
-        return _Layout(value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        # sparse tensors have no row of bytes, and go as they are
+        return _Layout(value.shape, value.dtype) if value.layout == torch.strided else value.detach().cpu()
 
     @property
     def num_bytes(self) -> int:

@@ -87,4 +87,6 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
         # with `keep_vars` parameters are the module's own; parts of tensor parallelism know how they are divided
         is_other = not isinstance(value, (nn.Parameter, Placeholder, DTensor))
         if isinstance(value, torch.Tensor) and is_other and value.is_meta:
+            if value.layout != torch.strided:  # sparse ones have no other classes
+                value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             state[prefix + name] = value.as_subclass(Placeholder)

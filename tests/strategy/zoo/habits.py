@@ -179,3 +179,41 @@ class TakesFromItsBatch(Layered):
 def takes_from_its_batch() -> Any:
     make = vectors()
     return TakesFromItsBatch(), lambda generator: dict(zip("xy", make(generator), strict=True))
+
+
+def neighbours() -> Tensor:
+    matrix = torch.eye(WIDTH)
+    matrix[0, 1] = matrix[3, 2] = 0.5
+    return matrix.to_sparse()
+
+
+class Convolves(nn.Module):
+    """A layer with a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("matrix", neighbours())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sparse.mm(self.matrix, self.linear(x).tanh().T).T
+
+
+class SparseBuffers(Module):
+    """Sparse buffers of layers, and one that the step uses between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Convolves() for _ in range(4))
+        self.register_buffer("matrix", neighbours())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for layer in self.layers:
+            x = layer(torch.sparse.mm(self.matrix, x.T).T)
+        return functional.mse_loss(x, y)
+
+
+@case("steps")
+def sparse_buffers() -> Any:
+    return SparseBuffers(), vectors()
