@@ -162,6 +162,8 @@ class Programs:
         except Exception:
             self._known.clear()  # that all ranks trace the next one
             raise
+        finally:
+            self._failure = None  # its traceback holds what the step had
         if len({len(phases) for phases in found}) > 1:
             raise ConfigurationError(
                 "A step that optimizes by itself does so alike for all microbatches of a batch; here some have other "

@@ -329,17 +329,16 @@ class StageRun:
             self._adopt(adopted.of(leaves), self._received.get(adopted.label))
         if event.what in HOOKS:
             return _NoHandle()
-        found = [
-            self._received.get(leaf.label, self._program.forms[leaf.label])
-            if isinstance(leaf, New)
-            else leaves[leaf.argument]
-            if isinstance(leaf, (Same, Passed))
-            else number_in(leaf, numbers)
-            if isinstance(leaf, Number)
-            else leaf
-            for leaf in event.results
-        ]
+        found = [self._stand_in(leaf, leaves, numbers) for leaf in event.results]
         return self._left.left_out(event, tree_unflatten(found, event.structure), (args, kwargs))
+
+    def _stand_in(self, leaf: Any, leaves: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        """What stands for a leaf of what another stage returns."""
+        if isinstance(leaf, New):
+            return self._received.get(leaf.label, self._program.forms[leaf.label])
+        if isinstance(leaf, (Same, Passed)):
+            return leaves[leaf.argument]
+        return number_in(leaf, numbers) if isinstance(leaf, Number) else leaf
 
     def _numbers_of(self, event: Event) -> list[Any]:
         """The numbers that a unit has returned on an earlier stage, if these have come here."""
