@@ -32,6 +32,7 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches
 from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
@@ -193,7 +194,7 @@ class StepRunner:
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
             self._is_first_batch = False  # a batch that is skipped is none
-        self._leave_behind(outcome, microbatches.size)
+        self._leave_behind(outcome, microbatches.size, train=True)
         if loss is None:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
@@ -255,7 +256,7 @@ class StepRunner:
             )
             self._first_looks.look(of)
             outcome, _ = self._following(of, lambda: self._run(of, outputs=outputs))
-            self._leave_behind(outcome, microbatches.size)
+            self._leave_behind(outcome, microbatches.size, train=False)
             return outcome["output"]
 
     def _run(
@@ -420,7 +421,7 @@ class StepRunner:
                     kept.discard()
         return programs
 
-    def _leave_behind(self, outcome: dict[str, Any], batch_size: int) -> None:
+    def _leave_behind(self, outcome: dict[str, Any], batch_size: int, *, train: bool) -> None:
         """Log what was logged, on every rank."""
         for name, metric_path, arguments, number in outcome["logged"]:
             value: Any = number.to(torch.get_default_dtype())
@@ -428,8 +429,10 @@ class StepRunner:
                 metric: Any = self.owner.get_submodule(metric_path)
                 set_batch_value(metric, value)
                 value = metric
-            # all pipeline ranks log the same value, so there is nothing to synchronise between them
-            self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+            # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a batch
+            # that is evaluated are a replica's, unless the user says otherwise, as others may have none
+            with nullcontext() if train or arguments.get("sync_dist") else without_replicas():
+                self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection as conn
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as share_threads
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.loops.optimization.automatic import ClosureResult as _ClosureResult
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -73,6 +74,9 @@ PRIVATE = {
     "lightning.pytorch.LightningModule._on_before_batch_transfer": (
         "The step would be looked at with a first batch of another form than it gets in training."
     ),
+    "lightning.pytorch.overrides.distributed._IndexBatchSamplerWrapper": (
+        "Ranks that load no batches would not know which samples they predict."
+    ),
     "lightning.pytorch.loops.fit_loop._FitLoop._data_source": (
         "partition='profile' would have no batch before training."
     ),
@@ -82,6 +86,9 @@ PRIVATE = {
     ),
     "lightning.pytorch.loops.fit_loop._FitLoop._combined_loader": (
         "Parts of a batch that come from several loaders would have to be of one size."
+    ),
+    "lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs": (
+        "Replicas with fewer batches would reduce what is logged while others vote after a batch, and both hang."
     ),
     "lightning.pytorch.Trainer._signal_connector": (
         "SIGTERM would end each rank wherever it is, and the others would wait for it until the timeout."
@@ -104,12 +111,6 @@ PRIVATE = {
     ),
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
         "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
-    ),
-    "lightning.pytorch.callbacks.ThroughputMonitor._throughputs": (
-        "A pipeline of four devices would be said to have four times its samples and flops per second."
-    ),
-    "lightning.pytorch.callbacks.StochasticWeightAveraging._average_model": (
-        "Averages of weights would keep the layers of all stages on every rank."
     ),
 }
 """Private names, and what they are needed for."""
@@ -201,6 +202,18 @@ def training_loaders(trainer: pl.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
+def noted_indices(loader: Any) -> list[list[int]] | None:
+    """Where Lightning notes which samples each batch of a loader for predictions has; None: it does not.
+
+    The list is another one after each begin of the loader, and there is none before the first.
+    """
+    sampler = getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, _IndexBatchSamplerWrapper):
+        return None
+    noted: list[list[int]] = vars(sampler).setdefault("seen_batch_indices", [])
+    return noted
+
+
 def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
     """What `on_before_batch_transfer` of a module, or of its data module, makes of a batch."""
     return module._on_before_batch_transfer(batch)
@@ -209,16 +222,6 @@ def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
 def skips_backward(trainer: pl.Trainer) -> bool:
     """Whether batches are run for the statistics of batch norms alone, as `StochasticWeightAveraging` does."""
     return bool(trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward)
-
-
-def throughputs_of(callback: Any) -> list[Any]:
-    """What a `ThroughputMonitor` counts with, from its `setup` on."""
-    return list(callback._throughputs.values())
-
-
-def average_of(callback: Any) -> Any:
-    """The copy of the module in which a callback averages weights; None before it has made one."""
-    return callback._average_model
 
 
 SKIPPED = object()
@@ -257,20 +260,42 @@ def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler
     return save_and_requeue
 
 
-def after_batches(trainer: pl.Trainer, agree: Callable[[str], None], patches: Patches) -> None:
-    """Call `agree` after each batch's hooks, after each validation, and after the hooks of each epoch of training.
+def after_batches(
+    trainer: pl.Trainer,
+    agree: Callable[[str], None],
+    evaluated: Callable[[bool], None],
+    evaluation_ends: Callable[[], None],
+    patches: Patches,
+) -> None:
+    """Call what agrees with other ranks, where all of a pipeline are at the same place.
 
-    That is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
+    Args:
+        trainer: The Trainer.
+        agree: Called after each training batch's hooks, after each validation, and after the hooks of each epoch of
+            training; that is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
+        evaluated: Called after each other batch's hooks, with whether the loop expects more batches.
+        evaluation_ends: Called when it has no more, of one of several loaders or at all, before what is done then.
+        patches: Closing them puts back what calls these.
     """
     connector: Any = trainer._logger_connector
     fit_loop = trainer.fit_loop
-    places: tuple[tuple[Any, str, str], ...] = (
-        (connector, "on_batch_end", "a batch"),
-        (fit_loop.epoch_loop.val_loop, "run", "validation"),
-        (fit_loop, "on_advance_end", "an epoch of training"),
-    )
-    for owner, name, what in places:
-        patches.set(owner, name, _and_then(getattr(owner, name), partial(agree, what)))
+    validation = fit_loop.epoch_loop.val_loop
+    places: list[tuple[Any, str, Callable[[], Any]]] = [
+        (connector, "on_batch_end", lambda: agree("a batch") if trainer.training else None),
+        (validation, "run", lambda: agree("validation")),
+        (fit_loop, "on_advance_end", lambda: agree("an epoch of training")),
+    ]
+    for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        progress: Any = loop.batch_progress
+        places.append((progress, "increment_completed", partial(_evaluated, progress, evaluated)))
+        ending = "on_run_end" if loop is trainer.predict_loop else "_store_dataloader_outputs"  # reduces what is logged
+        patches.set(loop, ending, _after(evaluation_ends, getattr(loop, ending)))
+    for owner, name, then in places:
+        patches.set(owner, name, _and_then(getattr(owner, name), then))
+
+
+def _evaluated(progress: Any, evaluated: Callable[[bool], None]) -> None:
+    evaluated(not progress.is_last_batch)
 
 
 def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
@@ -278,6 +303,14 @@ def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callabl
         result = function(*args, **kwargs)
         then()
         return result
+
+    return call
+
+
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return function(*args, **kwargs)
 
     return call
 

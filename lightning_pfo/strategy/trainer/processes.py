@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -24,11 +23,12 @@ from lightning_pfo.strategy.parallel.groups import in_background, meet, tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
-from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
+from lightning_pfo.strategy.step.effects.within import logs_without_replicas, step_ends_here, within_step
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
     connect_processes,
     default_backend,
+    noted_indices,
     seed_workers,
 )
 from lightning_pfo.strategy.trainer.first_rank import rank_in_step
@@ -150,10 +150,7 @@ class MeshStrategy(StrategyBase):
         seed_workers(dataloader, self._replica)
         dataloader = super().process_dataloader(dataloader)
         first = self._loading_rank()
-        # writers of predictions are told which samples are in a batch by the sampler of their rank
-        assert self.lightning_module is not None
-        is_predicting = self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
-        return dataloader if first is None or is_predicting else LoadedByFirst(dataloader, first)
+        return dataloader if first is None else LoadedByFirst(dataloader, first, noted_indices)
 
     def _loading_rank(self) -> FirstRank | None:
         """The rank that loads batches for all of this pipeline; None: all do."""
@@ -285,6 +282,8 @@ class MeshStrategy(StrategyBase):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas; the ranks of a pipeline hold the same metric values."""
         if self._mesh is None or self._mesh.replica_group is None or not isinstance(tensor, Tensor):
+            return tensor
+        if logs_without_replicas():
             return tensor
         return reduce_in_place(tensor, group or self._mesh.replica_group, reduce_op)
 

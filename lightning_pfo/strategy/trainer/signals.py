@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ class SignalsAtBatchEnd:
         self._terminate = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._save_and_requeue: Handler | None = None
+        self._anyone_evaluates = True
 
     def take_over(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
@@ -53,15 +55,21 @@ class SignalsAtBatchEnd:
             self._requeue = (signum, frame)
 
         self._save_and_requeue = handle_signals(trainer, note_sigterm, note_requeue, patches)
-        after_batches(trainer, lambda what: self.agree(trainer, what), patches)
+        self._anyone_evaluates = True
+        after_batches(
+            trainer,
+            partial(self._agree, trainer),
+            partial(self._evaluated, trainer),
+            partial(self._wait_for_replicas, trainer),
+            patches,
+        )
 
-    def agree(self, trainer: pl.Trainer, what: str, *, may_raise: bool = False) -> None:
+    def _agree(self, trainer: pl.Trainer, what: str) -> None:
         """Obey what any rank has noted; a collective call.
 
         Args:
             trainer: The Trainer.
             what: What has been done, the same on all ranks.
-            may_raise: Whether to end the run here, because Lightning does not look by itself.
         """
         strategy: Any = trainer.strategy
         votes = (self._terminate, self._requeue is not None, trainer.should_stop)
@@ -73,5 +81,28 @@ class SignalsAtBatchEnd:
             self._requeue = None
         if terminate:
             end_after_batch(trainer)  # on every rank
-            if may_raise:
+
+    def _evaluated(self, trainer: pl.Trainer, has_more: bool) -> None:
+        """Obey SIGTERM between batches of an evaluation, of which replicas may have different numbers.
+
+        A collective call of all replicas. One that is done with its batches takes part in it for as long as another
+        one has more, so that nobody waits for it, and so that all end together.
+
+        Args:
+            trainer: The Trainer.
+            has_more: Whether this replica has more batches.
+
+        Raises:
+            SIGTERMException: On every rank, if there is more to evaluate.
+        """
+        strategy: Any = trainer.strategy
+        terminate, self._anyone_evaluates = strategy.meet("after a batch of an evaluation", (self._terminate, has_more))
+        if terminate:
+            end_after_batch(trainer)
+            if self._anyone_evaluates:
                 raise SIGTERMException
+
+    def _wait_for_replicas(self, trainer: pl.Trainer) -> None:
+        while self._anyone_evaluates:
+            self._evaluated(trainer, has_more=False)
+        self._anyone_evaluates = True  # when the next evaluation begins

@@ -49,7 +49,6 @@ from lightning_pfo.strategy.trainer.compat import (
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
-from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
@@ -76,7 +75,6 @@ class StepStrategy(CheckpointStrategy):
     _gather = "all"
     _partition: str
     _batching: Batching
-    _signals: SignalsAtBatchEnd
     _patches: Patches
     _evaluated = 0
     _evaluation_seed = 0
@@ -227,11 +225,7 @@ class StepStrategy(CheckpointStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            predictions = self._evaluate("predict", args, _GATHERED[self._gather])
-        self._signals.agree(
-            self._module().trainer, "a batch", may_raise=True
-        )  # Lightning does not look for signals here
-        return predictions
+            return self._evaluate("predict", args, _GATHERED[self._gather])
 
     def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
         self.meet(f"{kind} step number {self._evaluated}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -121,12 +122,36 @@ def fail():
     return ""
 
 
-def predict():
-    data = Augmented(8)
-    module = Module()
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append([batch_indices, prediction.flatten().tolist()])
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.written.append([batch_indices, [one.flatten().tolist() for one in predictions]])
+
+
+def predict(load_batches, num_workers=0, make=lambda data: data):
+    """Twice, with one loader: 8 samples in batches of 3, in an order of the sampler's."""
+    L.seed_everything(5, workers=True, verbose=False)
+    data, module, writer = Augmented(8), Module(), Writer()
     module.predict_step = lambda batch, batch_idx: module.model(batch[0])
-    found = trainer_of("first").predict(module, DataLoader(data, 4))
-    return {"calls": data.calls, "sizes": [len(one) for one in found]}
+    trainer = trainer_of(load_batches, callbacks=[writer])
+    trainer.strategy._gather = "none" if num_workers else "all"  # the last rank writes, or the first
+    options = {"num_workers": 1, "persistent_workers": True} if num_workers else {}
+    samples = make(data)
+    order = None if make is Stream else [5, 2, 7, 0, 1, 6, 3, 4]
+    loader = DataLoader(samples, 3, sampler=order, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.predict(module, loader)
+            indices = [list(trainer.predict_loop.current_batch_indices)]
+    unknown = sum("Couldn't infer the batch indices" in str(one.message) for one in caught)
+    return {"calls": data.calls, "written": writer.written, "indices": indices, "unknown": unknown}
 
 
 def collated(make, load_batches):
@@ -149,6 +174,7 @@ CASES = {
     "workers": {"make": same, "num_workers": 1},
     "resumed": {"make": same, "resume": True},
 }
+PREDICTED = {"in order": {}, "workers": {"num_workers": 1}, "stream": {"make": Stream}}
 
 
 def main():
@@ -157,7 +183,9 @@ def main():
         logging.getLogger(name).setLevel(logging.ERROR)
     found = {name: {by: run(by, **options) for by in ("all", "first")} for name, options in CASES.items()}
     found["collated"] = [collated(make, by) for make in (same, Stream) for by in ("all", "first")]
-    found["predict"] = predict()
+    found["predict"] = {
+        name: {by: predict(by, **options) for by in ("all", "first")} for name, options in PREDICTED.items()
+    }
     found["error"] = fail()
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 

@@ -76,19 +76,24 @@ class FirstRank:
         return value
 
 
+Notes = Callable[[Any], "list[Any] | None"]
+"""Where it is noted what is in each batch of a loader, of which the first rank alone knows; None: nowhere."""
+
+
 class LoadedByFirst:
     """A loader that yields on every rank what it yields on the first one; else it is the loader itself.
 
     Args:
         loader: The loader; only the first rank iterates over it.
         first: The first rank.
+        notes: Finds what is noted of its batches, which other ranks get too.
     """
 
-    def __init__(self, loader: Any, first: FirstRank) -> None:
-        self.__dict__.update(loader=loader, first=first)
+    def __init__(self, loader: Any, first: FirstRank, notes: Notes = lambda loader: None) -> None:
+        self.__dict__.update(loader=loader, first=first, notes=notes)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Iterator(self.loader, self.first)
+        return _Iterator(self.loader, self.first, self.notes)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -103,13 +108,25 @@ class LoadedByFirst:
 
 
 class _Iterator(Iterator[Any]):
-    def __init__(self, loader: Any, first: FirstRank) -> None:
-        self._first = first
+    def __init__(self, loader: Any, first: FirstRank, notes: Notes) -> None:
+        self._loader, self._first, self._notes = loader, first, notes
+        self._number = 0
         self._batches: Iterator[Any] = iter(())
-        first.do("the begin of a loader", lambda: self._begin(loader))
+        first.do("the begin of a loader", self._begin)
+        if not first.is_here and (noted := notes(loader)) is not None:
+            noted.clear()
 
-    def _begin(self, loader: Any) -> None:
-        self._batches = iter(loader)
+    def _begin(self) -> None:
+        self._batches = iter(self._loader)
 
     def __next__(self) -> Any:
-        return self._first.do("a batch of a loader", lambda: next(self._batches))
+        batch, of_batch = self._first.do("a batch of a loader", self._load)
+        self._number += 1
+        if not self._first.is_here and (noted := self._notes(self._loader)) is not None:
+            noted.extend(of_batch)
+        return batch
+
+    def _load(self) -> tuple[Any, list[Any]]:
+        batch = next(self._batches)
+        noted = self._notes(self._loader) or []
+        return batch, noted[self._number : self._number + 1]  # workers may have been told of later ones

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _under_way: list[bool] = []
+_without_replicas: list[None] = []
 
 
 class step_under_way:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
@@ -30,3 +34,18 @@ def within_step() -> bool:
 def step_ends_here() -> bool:
     """Whether the step that is under way is run to its end here."""
     return bool(_under_way) and _under_way[-1]
+
+
+@contextmanager
+def without_replicas() -> Iterator[None]:
+    """Log while the context is open what other replicas may not: those that have no further batch to evaluate."""
+    _without_replicas.append(None)
+    try:
+        yield
+    finally:
+        _without_replicas.pop()
+
+
+def logs_without_replicas() -> bool:
+    """Whether that context is open."""
+    return bool(_without_replicas)

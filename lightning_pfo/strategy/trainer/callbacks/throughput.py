@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ThroughputMonitor
 
-from lightning_pfo.strategy.trainer.compat import throughputs_of
+from lightning_pfo.strategy.trainer.callbacks.compat import throughputs_of
 
 
 def count_pipelines(trainer: pl.Trainer, num_replicas: int) -> None:

@@ -20,7 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.parallel.compat import tensors_of
 from lightning_pfo.strategy.parallel.patches import Patches, unwarned
-from lightning_pfo.strategy.trainer.compat import average_of
+from lightning_pfo.strategy.trainer.callbacks.compat import average_of
 
 _AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)

@@ -51,8 +51,22 @@ def test_the_number_of_microbatches_is_chosen_by_what_the_loader_yields(ranks):
             assert chosen == pytest.approx(given, abs=1e-6)
 
 
-def test_predictions_are_loaded_by_all(ranks):
-    assert [seen["predict"] for seen in ranks] == [{"calls": 8, "sizes": [4, 4]}] * 3
+@pytest.mark.parametrize("case", ["in order", "workers", "stream"])
+def test_predictions_and_the_samples_they_are_of_are_those_of_ranks_that_all_load(ranks, case):
+    writes = 2 if case == "workers" else 0
+    for rank, seen in enumerate(ranks):
+        by_all, by_first = seen["predict"][case]["all"], seen["predict"][case]["first"]
+        assert by_first["written"] == by_all["written"]
+        assert len(by_all["written"]) == (8 if rank == writes else 0)  # three batches and an epoch, twice
+        assert by_first["indices"] == by_all["indices"] == [[] if case == "stream" else [3, 4]]
+        assert by_first["unknown"] == by_all["unknown"] == (case == "stream" and rank == 0)
+        if case != "workers":  # which count for themselves
+            assert by_all["calls"] == 16
+            assert by_first["calls"] == (16 if rank == 0 else 0)
+    if case != "stream":
+        batches = [[5, 2, 7], [0, 1, 6], [3, 4]]
+        written = ranks[writes]["predict"][case]["first"]["written"]
+        assert [indices for indices, _ in written] == [*batches, [batches]] * 2
 
 
 def test_who_loads_is_one_of_two():

@@ -1,0 +1,139 @@
+"""Two replicas of two stages that evaluate other numbers of batches; writes OUTPUT/rank_N.json."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+X = torch.randn(7, 6, generator=torch.Generator().manual_seed(1))
+NUM_BATCHES = (3, 1)
+"""Of each replica, where the user distributes samples."""
+
+
+class Module(L.LightningModule):
+    def __init__(self, act=lambda batch_idx: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.act, self.seen = act, []
+
+    def forward(self, x):
+        return self.model(x).square().sum(1)
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self(batch).mean(), on_step=True, on_epoch=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)
+
+    def ended(self, outputs, batch, batch_idx):
+        self.act(batch_idx)
+        self.seen.append(batch_idx)
+
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = ended
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Writer(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.written = []
+
+    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.written.append(batch_indices)
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.written.append(batch_indices)
+
+
+def trainer_of(**options):
+    return L.Trainer(
+        strategy=PfoPipelineStrategy(data_parallel_size=2, check_loss=False),
+        accelerator="cpu",
+        devices=4,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def replica():
+    return dist.get_rank() // 2
+
+
+def own_loader():
+    """What a user distributes who sets `use_distributed_sampler=False`."""
+    return DataLoader(X[: 2 * NUM_BATCHES[replica()]], batch_size=2)
+
+
+def predict():
+    module, writer = Module(), Writer()
+    trainer = trainer_of(callbacks=[writer])
+    parts = [part.tolist() for part in trainer.predict(module, DataLoader(X, batch_size=3))]
+    return {"parts": parts, "written": writer.written}
+
+
+def evaluate(name):
+    module = Module()
+    trainer = trainer_of(use_distributed_sampler=False)
+    if name == "fit":
+        trainer.fit(module, DataLoader(X[:4], batch_size=2), own_loader())
+    else:
+        getattr(trainer, name)(module, own_loader())
+    return {"seen": module.seen, "loss": float(trainer.callback_metrics["loss_epoch"])}
+
+
+def end(name, rank, at):
+    """A rank is asked to end in a batch that one replica alone has."""
+
+    def act(batch_idx):
+        if dist.get_rank() == rank and batch_idx == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module, raised = Module(act), False
+    try:
+        getattr(trainer_of(use_distributed_sampler=False), name)(module, own_loader())
+    except SIGTERMException:
+        raised = True
+    return {"seen": module.seen, "raised": raised}
+
+
+def main():
+    expected = Module()
+    with torch.no_grad():
+        all_losses = expected(X)
+    found = {
+        "expected": all_losses.tolist(),
+        "predict": predict(),
+        **{name: evaluate(name) for name in ("validate", "test", "fit")},
+        "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},
+    }
+    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+ENDED = ((0, 1), (3, 0), (1, 2))
+"""Which rank is asked to end, and in which batch: the second of three, the only one, the last one."""
+run_ranks(main, 4)

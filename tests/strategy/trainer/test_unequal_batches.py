@@ -1,0 +1,44 @@
+"""Replicas that evaluate other numbers of batches do not wait for each other, as under DDP."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import of_ranks, run_script
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unequal_batches")
+    run_script(Path(__file__).parents[1] / "scripts" / "unequal_batches.py", folder, timeout_s=60)
+    return of_ranks(folder, 4)
+
+
+def test_a_replica_without_a_further_batch_predicts_what_one_device_does(ranks):
+    batches = [[[0, 2, 4], [6]], [[1, 3, 5]]]  # 7 samples for two replicas, in batches of 3
+    for rank, seen in enumerate(ranks):
+        own = batches[rank // 2]
+        assert [len(part) for part in seen["predict"]["parts"]] == [len(part) for part in own]
+        for part, samples in zip(seen["predict"]["parts"], own, strict=True):
+            assert part == pytest.approx([seen["expected"][sample] for sample in samples], abs=1e-6)
+        assert seen["predict"]["written"] == ([*own, [own]] if rank % 2 == 0 else [])
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "fit"])
+def test_users_may_distribute_other_numbers_of_batches(ranks, name):
+    losses = ranks[0]["expected"]
+    loss = (sum(losses[:6]) + sum(losses[:2])) / 8
+    sanity_check = ([0, 1], [0]) if name == "fit" else ([], [])
+    for rank, seen in enumerate(ranks):
+        own = [[0, 1, 2], [0]][rank // 2]
+        assert seen[name]["seen"] == [*sanity_check[rank // 2], *own]
+        assert seen[name]["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["test", "predict"])
+@pytest.mark.parametrize(("at", "last"), [("0 1", 1), ("3 0", 0), ("1 2", 2)])
+def test_all_ranks_end_after_the_batch_in_which_any_is_asked_to(ranks, name, at, last):
+    for rank, seen in enumerate(ranks):
+        ended = seen["ended"][f"{name} {at}"]
+        assert ended["seen"] == list(range(last + 1 if rank < 2 else 1))
+        assert ended["raised"] == (last < 2)  # after the last one there is nothing to leave out
