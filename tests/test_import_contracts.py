@@ -116,7 +116,7 @@ MAY_KNOW = {
         "strategy.watch",
     },
     "strategy.step": {"core", "strategy.engine", "strategy.model", "strategy.parallel"},
-    "strategy.step.batches": {"core"},
+    "strategy.step.batches": {"core", "strategy.model.tracing.forms.parts"},
     "strategy.step.whole": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel"),
         *("strategy.step.batches", "strategy.step.programs", "strategy.step.recording"),

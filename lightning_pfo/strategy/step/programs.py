@@ -27,13 +27,13 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
-from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.effects.outward.calls import Call, Outlets, redirected
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.outward.streams import others_stand_in
 from lightning_pfo.strategy.step.effects.within import step_under_way
+from lightning_pfo.strategy.step.signatures import signature_of
 
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
@@ -333,16 +333,3 @@ def logs_noted(
     nothing_written = all_of([others_stand_in(owner, modules, note), openings_told(counts=False)])
     with redirected(Outlets(owner), log, note), nothing_written, step_under_way(ends_here=False):
         yield
-
-
-def signature_of(microbatch: Any) -> Any:
-    """The form of a microbatch: shapes, types, whether gradients are wanted, and values that may decide what runs."""
-    return (
-        type(microbatch).__name__,
-        *(
-            (path, leaf.shape, leaf.dtype, leaf.requires_grad)
-            if isinstance(leaf, torch.Tensor)
-            else (path, leaf if isinstance(leaf, (bool, type(None))) else type(leaf).__name__)
-            for path, leaf in leaves_of(microbatch)
-        ),
-    )

@@ -235,7 +235,7 @@ def _sizes_in(value: Any, batch_dim: int) -> set[int]:
     if has_samples(value):
         size = num_samples(value, batch_dim)
         return set() if size is None else {size}
-    parts = parts_of(value)
+    parts = parts_of(value, objects=holds_tensors(value))
     return set() if parts is None else {size for part in parts.values for size in _sizes_in(part, batch_dim)}
 
 

@@ -30,6 +30,7 @@ class Node:
         parts: How to take it apart, if it is a container.
         children: Nodes of the parts.
         length: As a list of samples it would have so many; None if it cannot be one.
+        is_around: Whether it is a container around itself, which is not taken apart again.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Node:
     parts: Parts | None = None
     children: list[Node] = field(default_factory=list)
     length: int | None = None
+    is_around: bool = False
 
     def sized(self) -> Iterator[Node]:
         """The tensors and the like in it."""
@@ -83,7 +85,7 @@ def node_of(
         around: Identities of the containers around it, as one may contain itself.
     """
     if type(value) in PLAIN or id(value) in around:
-        return Node(path, value)
+        return Node(path, value, is_around=id(value) in around)
     if has_samples(value):
         return Node(path, value, size=num_samples(value, batch_dim))
     length = _length_of(value)

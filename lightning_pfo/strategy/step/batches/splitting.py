@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from lightning_pfo.core.errors import BatchError
+from lightning_pfo.strategy.model.tracing.forms.parts import found_in
 from lightning_pfo.strategy.step.batches.nodes import Node
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.reading import Reading, read, read_object
@@ -14,7 +15,6 @@ from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
     holds_tensors,
-    leaves_of,
     num_samples,
     take_samples,
 )
@@ -178,14 +178,15 @@ def _items(node: Node, start: int, stop: int, batch_dim: int) -> Any:
 def _take_from_object(node: Node, size: int, start: int, stop: int, batch_dim: int) -> Any:
     """Split an object of another class by its attributes, if all its tensors have the batch size."""
     value = node.value
-    if type(value) in PLAIN or not holds_tensors(value):
+    if type(value) in PLAIN:
         return value
-    reading = read_object(node, size, batch_dim)
+    reading = None if node.is_around or not holds_tensors(value) else read_object(node, size, batch_dim)
     if reading is not None:
         return _take(reading.root, reading, start, stop, batch_dim)
-    if any(has_samples(leaf) and num_samples(leaf, batch_dim) == size for _, leaf in leaves_of(value)):
+    if any(num_samples(each, batch_dim) == size for each in found_in(value, has_samples)):
         warn_once(
-            f"{node.path} is a {type(value).__name__}, of whose tensors only some have the batch size, so every "
-            f"microbatch gets the whole of it. Give it __len__ and a __getitem__ for slices, or use split_batch=."
+            f"{node.path} is a {type(value).__name__}, of whose tensors only some have the batch size, or which can be "
+            f"called or leads back to itself, so every microbatch gets the whole of it. Give it __len__ and a "
+            f"__getitem__ for slices, or use split_batch=."
         )
     return value

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_pfo.core.errors import BatchError
+from lightning_pfo.strategy.model.tracing.forms.parts import attributes_of, found_in, leads_back
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 """Types of single values; lists may have thousands of them, so they are looked for first."""
@@ -78,7 +79,7 @@ def _attributes_of(value: Any, *, objects: bool) -> list[str]:
         declared = [attribute.name for attribute in type(value).__attrs_attrs__]
     elif not objects or callable(value):
         return []
-    own = getattr(value, "__dict__", {})
+    own = attributes_of(value)
     return [name for name in dict.fromkeys([*declared, *own]) if name in own or hasattr(value, name)]
 
 
@@ -138,11 +139,18 @@ def leaves_of(value: Any, path: str = "batch", _around: frozenset[int] = frozens
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether an object that is no ordinary container has a tensor, or a container with one, as attribute."""
+    """Whether an object that is no ordinary container has tensors, however deep, and is taken apart for them.
+
+    One that leads back to itself is so only for those that it has as attributes, or in containers that are attributes.
+    """
     if type(value) in PLAIN or parts_of(value) is not None:
         return False
     parts = parts_of(value, objects=True)
-    return parts is not None and any(_has_tensor(part, frozenset({id(value)})) for part in parts.values)
+    if parts is None:
+        return False
+    if any(_has_tensor(part, frozenset({id(value)})) for part in parts.values):
+        return True
+    return next(found_in(value, has_samples), None) is not None and not leads_back(value)
 
 
 def _has_tensor(value: Any, around: frozenset[int]) -> bool:
@@ -245,8 +253,8 @@ def _like(taken: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _is_tensor_dict(value: Any) -> bool:
     """TensorDict and tensorclass: they say how many of their dimensions are those of a batch."""
-    shape = getattr(value, "batch_size", None)
-    return isinstance(shape, torch.Size) and len(shape) > 0 and hasattr(value, "__getitem__")
+    shape = getattr(value, "batch_size", None) if hasattr(type(value), "__getitem__") else None
+    return isinstance(shape, torch.Size) and len(shape) > 0
 
 
 def _is_graphs(value: Any) -> bool:

@@ -190,6 +190,16 @@ def holds_tensor(value: Any) -> bool:
     for each in getattr(value, "__dict__", {}).values():  # nearly always one of these
         if isinstance(each, torch.Tensor):
             return True
+    return next(found_in(value, _is_tensor), None) is not None
+
+
+def found_in(value: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """What is wanted of an object or container and all in it, as deep as is looked; the outermost first.
+
+    Args:
+        value: The object or container.
+        is_wanted: Whether something is; what is wanted is not looked into.
+    """
     waiting: list[Any] = [value]
     seen: set[int] = set()
     for _ in range(_DEEPEST):
@@ -197,13 +207,22 @@ def holds_tensor(value: Any) -> bool:
         for each in waiting:
             if type(each) in _NEVER:
                 continue
-            if isinstance(each, torch.Tensor):
-                return True
-            if id(each) not in seen and len(seen) < _MOST:
+            if is_wanted(each):
+                yield each
+            elif id(each) not in seen and len(seen) < _MOST:
                 seen.add(id(each))
                 inner += _contents(each, is_first=each is value)
         waiting = inner
-    return False
+
+
+def leads_back(value: Any) -> bool:
+    """Whether an object is in itself, as deep as is looked."""
+    inside = _contents(value, is_first=True)
+    return any(True for each in inside for _ in found_in(each, lambda found: found is value))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _contents(value: Any, *, is_first: bool) -> Iterable[Any]:
