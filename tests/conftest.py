@@ -49,6 +49,8 @@ LONGEST = [
     "callbacks/test_stragglers.py",
     "listeners/emulated/test_policies.py",
     "strategy/step/batches/test_loading.py",
+    "strategy/step/test_kinds_of_batches.py",
+    "strategy/trainer/test_unequal_batches.py",
     "strategy/step/test_any_batch.py",
     "device/safety/test_watchdog.py",
 ]

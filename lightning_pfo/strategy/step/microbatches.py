@@ -80,7 +80,13 @@ def evaluation_microbatches(batch_size: int | None, num_microbatches: int | None
 def shapes_of(microbatch: Any) -> str:
     """Types and shapes of its tensors, such as `int64[2, 1024], float32[2]`."""
     tensors = [leaf for leaf in tree_leaves(microbatch) if isinstance(leaf, torch.Tensor)]
-    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors)
+    return ", ".join(f"{str(one.dtype).removeprefix('torch.')}{_sizes_of(one)}" for one in tensors)
+
+
+def _sizes_of(tensor: torch.Tensor) -> list[Any]:
+    if not tensor.is_nested:
+        return list(tensor.shape)
+    return [list(row.shape) for row in tensor.unbind()]
 
 
 def declared_batch_size(loaders: Any) -> int | None:

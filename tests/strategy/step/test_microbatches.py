@@ -7,7 +7,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
-from lightning_pfo.strategy.step.microbatches import declared_batch_size, default_num_microbatches, too_few_samples
+from lightning_pfo.strategy.step.microbatches import (
+    declared_batch_size,
+    default_num_microbatches,
+    shapes_of,
+    too_few_samples,
+)
 
 
 def one_f_one_b_of(num_ranks, num_microbatches):
@@ -71,3 +76,9 @@ def test_batch_sizes_are_known_before_training_unless_loaders_make_batches_by_th
     without = (range(3), DataLoader(data, batch_size=None), DataLoader(data, collate_fn=lambda items: items[0]))
     assert declared_batch_size(without) is None
     assert declared_batch_size([*without, DataLoader(data, batch_size=3)]) == 3
+
+
+def test_shapes_are_told_of_nested_tensors_too():
+    rows = [torch.zeros(2, 3), torch.zeros(1, 3)]
+    nested = torch.nested.nested_tensor(rows)
+    assert shapes_of([torch.zeros(2, dtype=torch.int64), nested]) == "int64[2], float32[[2, 3], [1, 3]]"

@@ -25,6 +25,8 @@ def checksum(batch: Any) -> int:
     """A number of 64 bits that differs if one element does, and with near certainty if several do, or their order."""
     total = 0
     for path, leaf in leaves_of(batch):
+        if leaf is None:  # transformers' BatchFeature loses one of its attributes where it is pickled
+            continue
         total = (total + zlib.crc32(path.encode())) * _MIX
         if isinstance(leaf, (str, bytes, int, float, np.generic)):
             total += zlib.crc32(repr(leaf).encode(errors="surrogatepass"))

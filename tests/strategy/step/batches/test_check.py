@@ -1,3 +1,4 @@
+import pickle
 from collections import UserDict
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BatchFeature
 
 from lightning_pfo.strategy.step.batches.check import checksum
 
@@ -67,3 +69,10 @@ def test_the_last_bit_of_large_numbers_counts():
     assert checksum(2**60) != checksum(2**60 + 1)
     assert checksum(np.array(["a", "b"])) != checksum(np.array(["a", "c"]))
     assert checksum({"x": torch.ones(2)}) != checksum({"y": torch.ones(2)})
+
+
+def test_what_holds_nothing_does_not_count():
+    features = BatchFeature({"x": torch.ones(2, 3), "mask": None})
+    sent = pickle.loads(pickle.dumps(features))
+    assert vars(sent).keys() != vars(features).keys()
+    assert checksum(sent) == checksum(features) != checksum(BatchFeature({"x": torch.zeros(2, 3), "mask": None}))
