@@ -252,7 +252,8 @@ def trace_untouched(
 ) -> Trace:
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache.
 
-    If it does not run with all selected where values of stages decide about shapes, the zeros of the trace decide.
+    If it does not run with all selected where values of stages decide about shapes, the zeros of the trace decide. If
+    it looks at these and fails, as one that divides by them, it is traced with other numbers.
 
     Args:
         owner: The user's module.
@@ -263,18 +264,30 @@ def trace_untouched(
         modules: Further modules that it may leave something in, by name.
         left: Takes what it leaves, in form.
     """
-    for selected in (Selected.ALL, Selected.BY_VALUES):
+    failed: list[Trace] = []
+    for selected, rising in ((Selected.ALL, False), (Selected.BY_VALUES, False), (Selected.ALL, True)):
+        if selected is Selected.BY_VALUES and not failed[0].has_sizes:
+            continue
         if left is not None:
             left.logged.clear()
             left.calls.clear()
         with caches.left_alone(), untouched(owner), random_state.isolated(device), logs_noted(owner, left, modules):
             random_state.seed(device, *seed, 0)
             seeded = random_state.get_state(device)
-            trace = trace_step(owner, lambda: _noting_attributes(owner, modules, step, left), device, selected)
+            run = partial(_noting_attributes, owner, modules, step, left)
+            trace = trace_step(owner, run, device, selected, rising=rising)
             random_state.notice_draws_on_host(seeded)
-        if trace.failure is None or not trace.has_sizes:
+        if trace.failure is None:
+            return trace
+        failed.append(trace)
+        if not (trace.deciding or trace.has_sizes):
             break
-    return trace
+    return _furthest(failed)
+
+
+def _furthest(failed: Sequence[Trace]) -> Trace:
+    """Of traces that failed the one that has called most layers; of those on zeros, the last."""
+    return max(reversed(failed), key=lambda trace: len(trace.marks))
 
 
 def _noting_attributes(

@@ -58,7 +58,7 @@ def _sizes_of(tensor: torch.Tensor) -> Iterator[Any]:
     if tensor.layout != torch.strided:
         yield tensor.layout
         if not tensor.is_nested:
-            yield tensor._nnz()
+            yield (tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor).values().shape
 
 
 def _lengths_of(sequences: PackedSequence) -> list[int]:

@@ -15,7 +15,7 @@ from torchmetrics import Accuracy
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.loops import PipelinedModel
-from lightning_pfo.strategy.step.first_batch import comparison
+from lightning_pfo.strategy.step.first_batch import rehearsal
 from tests.ranks import run_ranks
 
 results = {}
@@ -71,6 +71,31 @@ sum_ = nn.CrossEntropyLoss(reduction="sum")
 weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.5, 1.1, 0.7]))
 
 
+class Experts(nn.Module):
+    """Mixes two experts for each sample, and returns how much of each beside the mixture."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+        self.router = nn.Linear(8, 2)
+
+    def forward(self, x):
+        shares = self.router(x).softmax(1)
+        mixed = sum(shares[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return torch.cat([mixed, shares], 1)
+
+
+def with_experts():
+    return nn.Sequential(*layers()[:-1], Experts())
+
+
+def balanced(output, target):
+    """With a loss that balances the load of experts over the samples, as that of Mixtral."""
+    shares = output[:, 4:]
+    chosen = nn.functional.one_hot(shares.argmax(1), 2).float().mean(0)
+    return mean(output[:, :4], target) + 0.005 * 2 * (chosen * shares.mean(0)).sum()
+
+
 def of_replica(output, target):
     return mean(output, target, reduction="sum" if dist.get_rank() else "mean")
 
@@ -101,6 +126,8 @@ CASES = {
     "contrastive": (layers, contrastive, {}),
     "class weights": (layers, weighted, {}),
     "labels with gaps": (layers, ragged, {}),
+    "experts": (with_experts, balanced, {}),
+    "whole, experts": (with_experts, balanced, WHOLE),
     "time first": (lambda: layers(Running()), mean, {}),
     "sum, whole batch too large": (lambda: layers(FixedSize()), sum_, {}),
     "sum, only by microbatches": (lambda: layers(FixedSize()), sum_, {"num_microbatches": 2}),
@@ -251,7 +278,7 @@ def main():
     logging.getLogger("lightning_pfo").addHandler(Listener())
     for name, (make, loss_fn, options) in CASES.items():
         results[name] = run_case(make, loss_fn, options)
-    with patch.object(comparison, "LARGEST_BYTES", 1):
+    with patch.object(rehearsal, "_LARGEST_BYTES", 1):
         results["sum, large outputs"] = run_case(layers, sum_, {})
     later = [data(), with_gaps(), with_gaps()]
     for how in WEIGHTS:

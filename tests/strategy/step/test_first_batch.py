@@ -29,6 +29,7 @@ def ranks(tmp_path_factory):
         "whole batch",
         "sum, only by microbatches",
         "whole, contrastive",
+        "whole, experts",
         "whole, noise before",
     ],
 )
@@ -81,13 +82,22 @@ def test_what_the_whole_batch_cannot_mend_is_an_error_on_every_rank(ranks):
             assert found[f"whole, {case}"]["losses"] == []
 
 
-@pytest.mark.parametrize("case", ["class weights", "labels with gaps", "time first"])
+@pytest.mark.parametrize("case", ["class weights", "labels with gaps", "time first", "experts"])
 def test_what_weights_may_explain_is_a_warning_said_once(ranks, case):
     first, second = (found[case] for found in ranks)
     assert len(first["said"]) == 1
     assert second["said"] == []
     assert first["losses"] == second["losses"]
     assert f"which is {first['losses'][0]:.6g} " in first["said"][0]  # these steps have no dropout
+
+
+def test_losses_that_balance_experts_are_told_of_though_they_differ_little(ranks):
+    (said,) = ranks[0]["experts"]["said"]
+    on_one_device, on_stages = (float(ranks[0][case]["losses"][0]) for case in ("whole, experts", "experts"))
+    assert 1e-4 < abs(on_one_device - on_stages) / on_one_device < 4e-4
+    assert f"is {on_one_device:.6g} on one device" in said
+    assert "balance the load of experts" in said
+    assert "loss_over='batch'" in said
 
 
 def test_labels_with_gaps_that_come_later_are_told_of_once_on_the_rank_of_the_loss(ranks):

@@ -4,7 +4,8 @@ import re
 import pytest
 import torch
 
-from lightning_pfo.strategy.step.first_batch.losses import Losses, describe, differ, is_no_weighted_mean, tolerance_of
+from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, is_no_weighted_mean
+from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
 
 FP32 = tolerance_of([torch.float32])
 
@@ -13,9 +14,59 @@ def repeated(of_microbatches, of_all):
     return [Losses(of_microbatches, of_all)] * 4
 
 
-@pytest.mark.parametrize("of_all", [1.5, 1.5 * (1 + 5e-4)])
+@pytest.mark.parametrize("of_all", [1.5, 1.5 * (1 + 5e-6)])
 def test_rounding_is_no_difference(of_all):
     assert not differ([Losses((1.0, 2.0), of_all)], FP32)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_what_couples_samples_a_little_is_a_difference(dtype, rounding):
+    tolerance = tolerance_of([dtype])
+    assert differ([Losses((1.0, 2.0), 1.5 * (1 + 3 * rounding))], tolerance)
+    assert not differ([Losses((1.0, 2.0), 1.5 * (1 + rounding))], tolerance)
+    assert not differ([Losses((1e-3, 2e-3), 1.5e-3 + 0.05 * rounding)], tolerance)  # of what was larger
+
+
+def test_the_narrowest_type_decides():
+    assert tolerance_of([torch.float64, torch.float32, torch.int64]) == tolerance_of([]) == FP32
+    assert tolerance_of([torch.complex128]) == tolerance_of([torch.float64])
+    assert tolerance_of([torch.float32, torch.bfloat16]) == 2 * 2**-7
+
+
+def test_products_that_are_rounded_are_known(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    linear, convolution = torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert [rounds_products(convolution, device) for device in (cpu, cuda)] == [False, True]
+    assert not rounds_products(linear, cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    assert not rounds_products(convolution, cuda)
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert rounds_products(linear, cuda)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert tolerance_of([torch.float32], rounds_products=True) == 1e-3
+    assert tolerance_of([torch.float64], rounds_products=True) == tolerance_of([torch.float64])
+
+
+def test_types_of_autocast_within_a_step_are_noted():
+    found = set()
+    linear = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with types_noted(found):
+        linear(torch.ones(1, 2))
+        assert found == {torch.float32}
+        with torch.autocast("cpu", torch.bfloat16):
+            linear(torch.ones(1, 2))
+    linear.double()(torch.ones(1, 2, dtype=torch.float64))
+    assert found == {torch.float32, torch.bfloat16}
+
+
+def test_numbers_that_differ_are_written_so():
+    assert apart(1.5, 2.0) == ("1.5", "2")
+    assert apart(1.5, 1.50002) == ("1.5", "1.50002")
+    assert apart(10.00001, 10.00003) == ("10.00001", "10.00003")
+    assert apart(1.0, 1.0) == ("1", "1")
 
 
 def test_narrow_types_round_more():

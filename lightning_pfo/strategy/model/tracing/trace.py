@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import (
     FOREVER,
@@ -28,7 +29,7 @@ from lightning_pfo.strategy.model.tracing.events import (
     Value,
 )
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
-from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, fill_rising, need_gradients, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
@@ -78,9 +79,17 @@ from lightning_pfo.strategy.parallel.compat import (
 )
 from lightning_pfo.strategy.parallel.dtensor import writes
 
+_MOST_LOOKS = 1_000
+"""So often Python may look at values of stages: a loop that waits for values has no end on those of a trace."""
+
 
 def trace_step(
-    owner: nn.Module, step: Callable[[], Any], device: torch.device, selected: Selected = Selected.ALL
+    owner: nn.Module,
+    step: Callable[[], Any],
+    device: torch.device,
+    selected: Selected = Selected.ALL,
+    *,
+    rising: bool = False,
 ) -> Trace:
     """Trace a step of the user's module, whose units are followed (see `follow_units`).
 
@@ -91,9 +100,10 @@ def trace_step(
         step: Runs it on a microbatch.
         device: Where it runs.
         selected: What is selected where values of stages decide about shapes.
+        rising: Whether numbers that rise from 1 to 2 stand for what units return, instead of zeros.
     """
     held = HeldTensors(owner)
-    run = _TraceRun(device, held, selected)
+    run = _TraceRun(device, held, selected, rising=rising)
     seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
@@ -121,8 +131,9 @@ def trace_step(
 class _TraceRun:
     """Follows a step and notes what it does."""
 
-    def __init__(self, device: torch.device, held: HeldTensors, selected: Selected) -> None:
+    def __init__(self, device: torch.device, held: HeldTensors, selected: Selected, *, rising: bool) -> None:
         self.trace = Trace()
+        self._rising = rising
         self._selected = selected
         self._held = held
         self._names: list[str | None] = []  # of the leaves of a call
@@ -216,6 +227,9 @@ class _TraceRun:
             if is_value(leaf):  # it is kept somewhere, and changed there
                 self.trace.values[leaf.label].changed_at = position
         found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
+        for leaf in found if self._rising else ():
+            if isinstance(leaf, torch.Tensor):
+                fill_rising(leaf)
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         numbers = outline.from_values or any(type(leaf) in NUMBERS for leaf in leaves)
         result = self._end(event, leaves, found, outline.structure, changed, varying, sends_numbers=numbers)
@@ -237,7 +251,16 @@ class _TraceRun:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
         self.trace.decided_by_sizes = True
+        self._look()
+
+    def _look(self) -> None:
         self.trace.deciding.append(users_module())
+        if len(self.trace.deciding) > _MOST_LOOKS:
+            raise ConfigurationError(
+                f"A step that looks at values of layers {_MOST_LOOKS:,} times, as a loop that waits for them, cannot "
+                f"be traced without them. Last it does so at {users_line()} Put it in the forward of a layer, or "
+                f"let only the batch decide."
+            )
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""
@@ -358,7 +381,7 @@ class _TraceRun:
         nothing = all(leaf is None for leaf in found)
         if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or nothing):
             event.reads = True
-            self.trace.deciding.append(users_module())
+            self._look()
             event.line = users_line()
             self.trace.use(leaves, FOREVER)
             returned = self._read(event.what, leaves, found)

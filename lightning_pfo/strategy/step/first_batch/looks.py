@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.first_batch.comparison import Comparison, RunsSteps
+from lightning_pfo.strategy.step.first_batch.comparison import Comparison
+from lightning_pfo.strategy.step.first_batch.rehearsal import RunsSteps
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 

@@ -13,19 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import torch
-
-_ROUNDING = 1e-3  # of fp32; it sums in another order, with other kernels for another size
-_BY_DTYPE = 2  # rounding errors of a narrower type, which do not add up over the samples of a mean
 _RANDOM = 3  # how far apart random losses must be, in what they spread themselves
 _NO_WEIGHTED_MEAN = 0.01  # beyond this, losses outside of those of the microbatches are an error ...
 _BEYOND_ROUNDING = 4  # ... and beyond so many times what rounding explains
 _SMALLEST = 1e-3  # smaller losses are taken for sums that cancel, of which only rounding is left
-
-EXTRA_DRAWS = 3
-"""How often losses that differ are computed again with other random numbers: do they differ by chance?"""
-LARGEST_BYTES = 256 * 2**20
-"""Of the outputs of the model that the comparison may hold; of larger ones, fewer microbatches are compared."""
+_NO_DIFFERENCE = 1e-6  # of such sums, in any type, ...
+_OF_TOLERANCE = 0.1  # ... or as much of a tolerance as this, which is less in fp64
+_DIGITS = range(6, 18)
 
 
 @dataclass(frozen=True)
@@ -51,11 +45,6 @@ class Losses:
         return sum(loss * weight for loss, weight in pairs if weight)
 
 
-def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
-    """The relative difference that rounding explains, where losses are computed in these types."""
-    return max([_ROUNDING, *(_BY_DTYPE * torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)])
-
-
 def differ(draws: Sequence[Losses], tolerance: float) -> bool:
     """Whether the loss of all samples is another one than the mean over microbatches, by more than rounding and chance.
 
@@ -66,7 +55,8 @@ def differ(draws: Sequence[Losses], tolerance: float) -> bool:
         return False
     difference = abs(fmean(means) - fmean(wholes))
     chance = _RANDOM * (max(means) - min(means) + max(wholes) - min(wholes))
-    return difference > tolerance * _scale(draws) + chance
+    rounding = max(tolerance * _scale(draws), min(_NO_DIFFERENCE, _OF_TOLERANCE * tolerance))
+    return difference > rounding + chance
 
 
 def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
@@ -104,6 +94,12 @@ def _finite(numbers: Sequence[float]) -> bool:
     return all(abs(number) < float("inf") for number in numbers)
 
 
+def apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers that differ, with as many digits as it takes to see that."""
+    written = ((f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in _DIGITS)
+    return next((pair for pair in written if pair[0] != pair[1]), (f"{one:.6g}", f"{other:.6g}"))
+
+
 def describe(
     draws: Sequence[Losses], num_microbatches: int | None, tolerance: float, batch: str = "the first batch"
 ) -> str:
@@ -116,9 +112,10 @@ def describe(
         batch: Which one it is.
     """
     first = draws[0]
+    mean, of_all = apart(first.mean, first.of_all)
     if num_microbatches is None:
         return (
-            f"The loss of {batch} is {first.of_all:.6g} on one device, but {first.mean:.6g} of what its "
+            f"The loss of {batch} is {of_all} on one device, but {mean} of what its "
             f"microbatches come to, joined by loss_over='batch' (both forward only, layers in eval mode). Only the end "
             f"of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
             f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
@@ -147,12 +144,13 @@ def describe(
         cause = (
             "Microbatches have different weights in it, as with class weights, or with labels of which some are -100; "
             "gradients accumulated over batches differ likewise. Use microbatch_weight='tokens', which counts labels "
-            "that are not -100, or a function of a microbatch that counts what the loss is a mean over; or "
-            "loss_over='batch' with schedule='gpipe'."
+            "that are not -100, or a function of a microbatch that counts what the loss is a mean over. Or a part of "
+            "it compares samples, as auxiliary losses do that balance the load of experts: use loss_over='batch' with "
+            "schedule='gpipe'."
         )
     return (
-        f"The loss of {batch} is {first.of_all:.6g} on one device, but a pipeline trains on {trains_on} of its "
-        f"microbatches' losses{first_of}, which is {first.mean:.6g} (both forward only, layers in eval mode). {cause} "
+        f"The loss of {batch} is {of_all} on one device, but a pipeline trains on {trains_on} of its "
+        f"microbatches' losses{first_of}, which is {mean} (both forward only, layers in eval mode). {cause} "
         f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
     )

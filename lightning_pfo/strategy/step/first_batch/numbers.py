@@ -15,9 +15,11 @@ import torch
 
 from lightning_pfo.strategy.step.batches.rules import Rule, Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
+from lightning_pfo.strategy.step.first_batch.losses import apart
 from lightning_pfo.strategy.step.outcome import Numbers, StepRun
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
+_LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many roundings
 _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
@@ -150,13 +152,13 @@ def _difference(
     chance = _RANDOM * (ours.amax(0) - ours.amin(0) + theirs.amax(0) - theirs.amin(0))
     seen = [numbers[place].abs().max() for numbers in of_parts if place in numbers and numbers[place].numel()]
     scale = max(_SMALLEST, *map(float, (ours.abs().max(), theirs.abs().max(), *seen)), _rounded(place, wholes))
-    beyond = difference - chance - tolerance * scale
+    beyond = difference - chance - max(tolerance, _LEAST_TOLERANCE) * scale
     if not bool((beyond > 0).any()):
         return ""
     index = int(beyond.argmax())
-    one, other = float(merged[0].reshape(-1)[index]), float(whole[0].reshape(-1)[index])
+    one, other = apart(float(merged[0].reshape(-1)[index]), float(whole[0].reshape(-1)[index]))
     how = "grows by " if place.endswith(GROWN) else f"at position {index} " if merged[0].numel() > 1 else ""
-    return f"{how}{one:.6g} instead of {other:.6g}"
+    return f"{how}{one} instead of {other}"
 
 
 def _rounded(place: str, wholes: Sequence[Numbers]) -> float:

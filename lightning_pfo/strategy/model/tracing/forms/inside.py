@@ -103,6 +103,16 @@ def zeros_of(form: torch.Tensor) -> torch.Tensor:
         return torch.zeros(shape, dtype=form.dtype, device=form.device)
 
 
+def fill_rising(tensor: torch.Tensor) -> None:
+    """Let zeros be positive, and no two of them alike: steps divide by what they read, or ask whether it is there."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            numbers = torch.linspace(1, 2, tensor.numel(), device=tensor.device)
+            tensor.copy_(numbers.reshape(tensor.shape))
+        elif tensor.dtype == torch.bool:
+            tensor.fill_(True)
+
+
 def need_gradients(tensor: torch.Tensor) -> None:
     """Let a tensor need gradients from now on, as one into which a layer writes what needs them."""
     with DisableTorchFunctionSubclass():

@@ -1,0 +1,241 @@
+"""How a batch that is compared is run: forward only, by microbatches and in one piece, and nothing of it remains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.ends import DeviationError
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch, Numbers
+from lightning_pfo.strategy.step.first_batch.numbers import Pair
+from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
+from lightning_pfo.strategy.step.known_rules import KnownRules
+from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.recording import LogRecorder
+
+_log = logging.getLogger(__name__)
+_EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
+_LARGEST_BYTES = 256 * 2**20  # of outputs of the model that are held; of larger ones, fewer microbatches are compared
+
+
+class RunsSteps(Protocol):
+    """Runs a user's steps on the pipeline; see `StepRunner`."""
+
+    engine: PipelineEngine
+    owner: nn.Module
+    batching: Batching
+    programs: Programs
+    layers: LayerWatch
+    rules: KnownRules
+
+    def run(
+        self,
+        kind: str,
+        step: Callable[[int], Any],
+        microbatches: Sequence[Any],
+        step_seed: tuple[int, ...],
+        recorder: LogRecorder,
+        take: Callable[[Any, int], torch.Tensor],
+        whole: Whole | None = None,
+        effects: Effects | None = None,
+    ) -> list[list[StageProgram]]:
+        """Run a step on microbatches."""
+
+
+class InOnePiece(NamedTuple):
+    """Microbatches that were run by themselves and as one.
+
+    Attributes:
+        parts: These microbatches.
+        pairs: What they come to, on the last rank; none elsewhere.
+        grown: How numbers of layers have grown by both.
+    """
+
+    parts: Microbatches
+    pairs: list[Pair]
+    grown: tuple[Numbers, Numbers]
+
+
+class Rehearsal:
+    """Runs batches forward only, in evaluation mode of layers.
+
+    Nothing remains of it: no gradient, log, metric, buffer, weight, attribute, random number or counter. What the step
+    tells others, such as a file, is the exception. All of it are collective calls of the pipeline.
+
+    Args:
+        runner: Runs the user's step.
+        compiled: Whether layers are compiled; here they are not, since a second batch size would compile them anew.
+
+    Attributes:
+        everywhere: Whether all replicas run together, as they do in training, and where layers are divided over them.
+        grown: How numbers of layers have grown by the last run.
+    """
+
+    def __init__(self, runner: RunsSteps, *, compiled: bool) -> None:
+        self._runner = runner
+        self._engine, self._owner = runner.engine, runner.owner
+        self._compiled = compiled
+        self._output_bytes = 0
+        self._dtypes: set[torch.dtype] = set()
+        self.everywhere = True
+        self.grown: Numbers = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Where the step runs forward without that anything of torch remains of it."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(random_state.isolated(self._engine.device))
+            if self._compiled:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
+            yield
+
+    def most(self) -> int:
+        """How many microbatches may be run as one."""
+        return max(2, _LARGEST_BYTES // max(1, self._output_bytes))
+
+    def in_one_piece(
+        self, first: StepOnBatch, by_parts: StepRun | None, most: int, whole: Whole | None = None
+    ) -> InOnePiece | None:
+        """Run as many microbatches as one as fit, and where that is not all, these by themselves once more.
+
+        Args:
+            first: The batch.
+            by_parts: What its microbatches have come to.
+            most: On the last rank how many to try at most; 0: none.
+            whole: The batch, where the step ends on it.
+
+        Returns:
+            What was run; None where nothing is compared.
+        """
+        num_microbatches, grown = len(first.parts), self.grown
+        most = min(self.tell(most))
+        if not most:
+            return None
+        possible = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
+        for number in sorted(possible, reverse=True):  # two may fit where all do not
+            of_all = self.run(first, self._joined(first, number), 0)
+            if all(self.tell(bool(of_all))):
+                break
+        else:
+            return None
+        parts, of_whole = first.parts[:number], self.grown
+        if number < num_microbatches:
+            by_parts = self.run(first, parts, 0)
+            grown = self.grown
+        return InOnePiece(parts, [Pair(by_parts, of_all)] if by_parts and of_all else [], (grown, of_whole))
+
+    def _joined(self, first: StepOnBatch, number: int) -> Microbatches:
+        """The samples of the first microbatches as one."""
+        is_all = number == len(first.parts)
+        joined = first.batch if is_all else self._runner.batching.first_parts(first.batch, first.parts, number)
+        return Microbatches((joined,), (sum(first.parts.sizes[:number]),))
+
+    def draw_again(self, first: StepOnBatch, parts: Microbatches, pairs: list[Pair], whole: Whole | None) -> None:
+        """Run the same with other random numbers, to see what differs by chance."""
+        for draw in range(1, 1 + _EXTRA_DRAWS):
+            pairs += self.pair(first, parts, draw, whole)
+        if len(pairs) <= _EXTRA_DRAWS:
+            pairs.clear()
+
+    def pair(
+        self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None, *, evaluates: bool = False
+    ) -> list[Pair]:
+        """Run microbatches, and the same samples in one piece; nothing where one of both is not known."""
+        by_parts = self.run(first, parts, draw, whole, evaluates=evaluates)
+        of_all = self.run(first, self._joined(first, len(parts)), draw, evaluates=evaluates)
+        return [Pair(by_parts, of_all)] if by_parts and of_all else []
+
+    def tell(self, value: int) -> list[int]:
+        """What the last ranks of replicas say: they go on together, since layers may be divided over them."""
+        engine = self._engine
+        values = engine.all_gather(value if engine.is_last else None, everywhere=self.everywhere)
+        return [found for found in values if found is not None]
+
+    def run(
+        self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None, *, evaluates: bool = False
+    ) -> StepRun | None:
+        """What microbatches (or the whole batch) come to, on the last rank; None where it is not known.
+
+        Args:
+            first: The batch.
+            parts: Its microbatches, or all of them as one.
+            draw: Which random numbers are drawn.
+            whole: The batch, where the step ends on it.
+            evaluates: Whether the user's module is in evaluation mode too.
+        """
+        results: list[Any] = []
+        is_training, batching = first.kind == "train", self._runner.batching
+        sizes = parts.sizes if whole is None else (parts.size,)
+        weights = batching.weights(parts.parts, sizes) if whole is None else (1.0,)
+        recorder = LogRecorder(self._owner, weights, sizes, of_epochs=not is_training)
+
+        def take(result: Any, index: int) -> torch.Tensor:
+            results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
+            return torch.zeros(())
+
+        with untouched(self._owner):
+            for module in self._owner.modules():  # what the step does `if self.training` counts
+                is_moved = is_training and module is self._owner and not evaluates
+                module.training = is_moved and module.training
+            effects = Effects(self._owner, self._runner.programs.modules)
+            effects.draw_others(draw)
+            problem, before = "", self._runner.layers.numbers()
+            dtypes: set[torch.dtype] = set()
+            try:
+                with types_noted(dtypes):
+                    programs = self._runner.run(
+                        "compare" if is_training else first.kind,
+                        lambda index: first.step(parts[index], *first.rest),
+                        parts,
+                        (*first.seed, draw),
+                        recorder,
+                        take,
+                        whole,
+                        effects,
+                    )
+                self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            self.grown = self._runner.layers.growth_since(before)
+            everyone = self._engine.all_gather((problem, dtypes), everywhere=self.everywhere)
+            self._dtypes.update(*(found for _, found in everyone))  # layers of other ranks may be in a narrower type
+            problems = [found for found, _ in everyone if found]
+        deviates = any(found.startswith(DeviationError.__name__) for found in problems)
+        if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
+            return self.run(first, parts, draw, whole, evaluates=evaluates)
+        run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
+        if not problems and is_training:
+            try:
+                for loss in map(loss_in, results):
+                    self._dtypes.add(loss.dtype)
+                    float(loss)
+            except Exception as error:  # training itself will say what is wrong; other ranks must not wait
+                problems = [f"{type(error).__name__}: {error}"]
+        if problems:
+            what = "as one batch" if len(parts) == 1 else "by microbatches"
+            _log.info("A batch did not run forward %s, so it is not compared. %s", what, problems[0])
+        return run if results and not problems else None
+
+    def tolerance(self) -> float:
+        """The relative difference that rounding explains, of what was run."""
+        device = self._engine.device
+        dtypes = self._dtypes | {p.dtype for p in self._owner.parameters()}
+        if torch.is_autocast_enabled(device.type):
+            dtypes.add(torch.get_autocast_dtype(device.type))
+        return tolerance_of(dtypes, rounds_products=rounds_products(self._owner, device))

@@ -1,0 +1,30 @@
+"""Steps that look at values of layers, and fail on the zeros of a trace: they run, or the line is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "zeros.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zeros")
+    run_script(SCRIPT, folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("case", ["divides", "asserts", "takes_logarithms", "asks_for_variety", "divides_by_deviation"])
+def test_a_step_that_fails_on_zeros_trains_as_on_one_device(ranks, case):
+    for found in ranks:
+        loss, expected = found[case]
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loop_that_has_no_end_on_zeros_is_an_error_with_the_line(ranks):
+    for found in ranks:
+        assert "x = x * 2" in found["doubles"]
+        assert found["doubles"].startswith("DeviationError")
