@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Event
-from lightning_pfo.strategy.model.tracing.forms.inside import zeros_of
+from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
 from lightning_pfo.strategy.model.tracing.noticing import is_value, users_line
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, natively, value_of
 

@@ -36,6 +36,20 @@ def deviates() -> DeviationError:
     )
 
 
+def ended_early(name: str, failure: str) -> ConfigurationError:
+    """What is said of a step that calls another stage's layers where its trace has ended.
+
+    Args:
+        name: The layer.
+        failure: What ended the trace, and the line.
+    """
+    return ConfigurationError(
+        f"A step is traced on numbers that stand for the values of layers, first zeros and then numbers from 1 to 2, "
+        f"until all layers are called. Here it fails on both, so nobody knows that {name!r} is needed where another "
+        f"stage has it. {failure} Do that behind the last layer, or in the forward of a layer, which has true values."
+    )
+
+
 def differs(tensor: torch.Tensor, form: torch.Tensor) -> DeviationError:
     """What is said of a value that has another form than in the trace."""
     if (tensor.shape, tensor.dtype) == (form.shape, form.dtype):

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     StageEnded,
     deviates,
     differs,
+    ended_early,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
@@ -200,6 +201,9 @@ class StageRun:
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
         leave_transform()
+        program, is_beyond = self._program, self.position >= len(self._events)
+        if program.failure and is_beyond and program.stop is None and unit.is_elsewhere:
+            raise ended_early(unit.name, program.failure)
         compute = unit.compute
         if self._program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)
@@ -394,8 +398,8 @@ class StageRun:
         return found[0] if form is None else returned_of(event, tree_unflatten(found, form), given)
 
     def _to_the_end(self, position: int, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The last stage has everything now, and needs to follow nothing more."""
-        if self._around is nullcontext and not self._recomputes:
+        """The last stage has everything now, and needs to follow nothing more, if the trace has come so far."""
+        if self._around is nullcontext and not self._recomputes and not self._program.failure:
             follow_no_more()
             with ordinary(list(self._received.values())):  # else functions of it would ask what follows them
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.events import (
     FOREVER,
@@ -28,12 +27,14 @@ from lightning_pfo.strategy.model.tracing.events import (
     Trace,
     Value,
 )
+from lightning_pfo.strategy.model.tracing.forms import values
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
-from lightning_pfo.strategy.model.tracing.forms.inside import Inside, fill_rising, need_gradients, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
+from lightning_pfo.strategy.model.tracing.forms.values import fill_rising, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     ASK_SIZE,
     labels_in,
@@ -78,9 +79,6 @@ from lightning_pfo.strategy.parallel.compat import (
     version_of,
 )
 from lightning_pfo.strategy.parallel.dtensor import writes
-
-_MOST_LOOKS = 1_000
-"""So often Python may look at values of stages: a loop that waits for values has no end on those of a trace."""
 
 
 def trace_step(
@@ -255,12 +253,8 @@ class _TraceRun:
 
     def _look(self) -> None:
         self.trace.deciding.append(users_module())
-        if len(self.trace.deciding) > _MOST_LOOKS:
-            raise ConfigurationError(
-                f"A step that looks at values of layers {_MOST_LOOKS:,} times, as a loop that waits for them, cannot "
-                f"be traced without them. Last it does so at {users_line()} Put it in the forward of a layer, or "
-                f"let only the batch decide."
-            )
+        if len(self.trace.deciding) > values.MOST_LOOKS:
+            raise values.looks_too_often(f"at {users_line()}")
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""

@@ -14,7 +14,7 @@ from lightning_pfo.strategy.model.tracing.dividing.cutting import Obstacles
 from lightning_pfo.strategy.model.tracing.dividing.flow import StageOf, last_stage
 from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
-from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
+from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction, users_line
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 
 
@@ -45,6 +45,7 @@ class StageProgram:
         begin: The first event of its phase; those before are computed again.
         is_phase: Whether the step has other phases too.
         is_last: Whether it is the last stage.
+        failure: What ended the trace of the step early, and the line, if something did.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -68,6 +69,7 @@ class StageProgram:
     begin: int = 0
     is_phase: bool = False
     is_last: bool = False
+    failure: str = ""
 
     @property
     def computed(self) -> list[Event]:
@@ -154,6 +156,8 @@ def programs_by_stage(
     live = [
         tuple(label for label, (born, needed) in spans.items() if born < stage <= needed) for stage in range(num_stages)
     ]
+    failed = trace.failure
+    failure = "" if failed is None else f"{type(failed).__name__}: {failed}, at {users_line(failed)}"
     programs = []
     for stage in range(num_stages):
         mine = {position for position, of in stage_of.items() if of == stage}
@@ -189,6 +193,7 @@ def programs_by_stage(
                 0 if phase is None else phase.begin,
                 phase is not None,
                 is_last,
+                failure,
             )
         )
     return programs

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.events import Event
 from lightning_pfo.strategy.model.tracing.forms.left import returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
+from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
 from lightning_pfo.strategy.model.tracing.noticing import in_transform
 from lightning_pfo.strategy.model.tracing.tracked import natively
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
@@ -91,26 +92,6 @@ class Inside:
         """See `Around`."""
         self.was_asked = True
         self._run.note(values)
-
-
-def zeros_of(form: torch.Tensor) -> torch.Tensor:
-    """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
-    with torch.autocast(form.device.type, enabled=False):
-        with DisableTorchFunctionSubclass():  # Python's question, not the user's
-            shape, needs_grad = form.shape, form.requires_grad and torch.is_grad_enabled()
-        if needs_grad:
-            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(shape).clone()
-        return torch.zeros(shape, dtype=form.dtype, device=form.device)
-
-
-def fill_rising(tensor: torch.Tensor) -> None:
-    """Let zeros be positive, and no two of them alike: steps divide by what they read, or ask whether it is there."""
-    with torch.no_grad(), DisableTorchFunctionSubclass():
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            numbers = torch.linspace(1, 2, tensor.numel(), device=tensor.device)
-            tensor.copy_(numbers.reshape(tensor.shape))
-        elif tensor.dtype == torch.bool:
-            tensor.fill_(True)
 
 
 def need_gradients(tensor: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hidi
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
+from lightning_pfo.strategy.model.tracing.forms.values import LooksBounded, fill_rising, rising
 from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
@@ -28,6 +29,7 @@ from lightning_pfo.strategy.parallel.compat import (
     version_of,
 )
 from lightning_pfo.strategy.parallel.holder import Holder
+from lightning_pfo.strategy.parallel.patches import all_of
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +92,9 @@ def outline_call(
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
     First with tensors that have no values. If what the module computes depends on values, as where experts are chosen,
-    it is run on zeros, and if that fails too, as for layers that are divided over processes, the result is taken to
-    have the form of the first tensor among the arguments, as it has for most layers.
+    it is run on zeros, and if it fails on these, as where it divides by what it reads, on other numbers. If all fails,
+    as for layers that are divided over processes, the result is taken to have the form of the first tensor among the
+    arguments, as it has for most layers.
 
     Args:
         module: The module.
@@ -107,7 +110,8 @@ def outline_call(
     attempts: list[_Attempt] = [
         lambda: call(mode, functools.partial(_fake, mode)),
         *([lambda: _with_all_selected(call)] if selects_all else []),
-        lambda: replace(call(nullcontext(), _as_it_is), from_values=True),
+        lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
+        lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
         lambda: _form_of_first(module, arguments),
     ]
     failures: list[Exception] = []
@@ -157,10 +161,10 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 def _with_all_selected(call: Callable[..., Outline]) -> Outline:
     """What a module returns that runs on zeros; sizes vary that are others if less is selected."""
     every, fewer = Selecting(Selected.ALL, by_stages=True), Selecting(Selected.FEWER, by_stages=True)
-    outline = call(every, _as_it_is)
+    outline = call(all_of([every, LooksBounded()]), _as_it_is)
     if not every.by_stages_found:
         return replace(outline, from_values=True)
-    varying = differing(outline.leaves, call(fewer, _as_it_is).leaves)
+    varying = differing(outline.leaves, call(all_of([fewer, LooksBounded()]), _as_it_is).leaves)
     return replace(outline, from_values=True, varying=tuple(varying) if any(varying) else ())
 
 
@@ -177,6 +181,7 @@ def _call(
     device: torch.device,
     mode: AbstractContextManager[Any],
     convert: Callable[[torch.Tensor], torch.Tensor],
+    convert_held: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
@@ -186,7 +191,7 @@ def _call(
     assigned = AssignedBuffers(module)
     bare = Holder(module, assigned.around(forward))
     with Kept(module) as kept, mode:
-        tensors = _zero_tensors(bare, device)
+        tensors = {name: convert_held(tensor) for name, tensor in _zero_tensors(bare, device).items()}
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
@@ -292,9 +297,9 @@ class _Saved:
 
 
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:
-    form = next(leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and leaf.is_floating_point()).detach()
-    if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
-        form.requires_grad_()
+    first = next(leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and leaf.is_floating_point())
+    needs_grad = first.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
+    form = first.detach().requires_grad_(needs_grad and torch.is_grad_enabled())
     found, structure = tree_flatten(form)
     return Outline(found, structure, [])
 

@@ -1,0 +1,89 @@
+"""Values that stand for those of other stages: zeros, and other numbers where something fails on zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
+
+MOST_LOOKS = 4_000
+"""So often Python may look at values in a trace: a loop that waits for those of stages has no end on others."""
+
+_LOOKS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        torch.Tensor.__bool__,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.__index__,
+        torch.equal,
+        torch.allclose,
+    }
+)
+
+
+def zeros_of(form: torch.Tensor) -> torch.Tensor:
+    """Zeros in a form; where gradients flow, no leaf of autograd's graph, so that it may be changed in place."""
+    with torch.autocast(form.device.type, enabled=False):
+        with DisableTorchFunctionSubclass():  # Python's question, not the user's
+            shape, needs_grad = form.shape, form.requires_grad and torch.is_grad_enabled()
+        if needs_grad:
+            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(shape).clone()
+        return torch.zeros(shape, dtype=form.dtype, device=form.device)
+
+
+def fill_rising(tensor: torch.Tensor) -> torch.Tensor:
+    """Let zeros be positive, and no two of them alike: steps divide by what they read, or ask whether it is there."""
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            numbers = torch.linspace(1, 2, tensor.numel(), device=tensor.device)
+            tensor.copy_(numbers.reshape(tensor.shape))
+        elif tensor.dtype == torch.bool:
+            tensor.fill_(True)
+    return tensor
+
+
+def rising(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of such numbers for one of zeros; others have values of the batch."""
+    with DisableTorchFunctionSubclass():
+        is_zero = tensor.layout == torch.strided and not tensor.any()
+        return fill_rising(tensor.clone()) if is_zero else tensor
+
+
+class LooksBounded(TorchFunctionMode):
+    """Ends what looks at values too often.
+
+    Raises:
+        ConfigurationError: If it does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _LOOKS:
+            self._number += 1
+            if self._number > MOST_LOOKS:
+                raise looks_too_often("in the forward of a layer")
+        return func(*args, **(kwargs or {}))
+
+
+def looks_too_often(where: str) -> ConfigurationError:
+    """What is said then.
+
+    Args:
+        where: Where it did so last.
+    """
+    return ConfigurationError(
+        f"A step that looks at values of layers {MOST_LOOKS:,} times, as a loop that waits for them, cannot be traced "
+        f"without them. Last it does so {where}. Let a number that the batch decides end the loop."
+    )
