@@ -42,6 +42,8 @@ def look():
         epoch=trainer.fit_loop.epoch_loop,
         fit=trainer.fit_loop,
         validation=trainer.fit_loop.epoch_loop.val_loop,
+        validated=trainer.fit_loop.epoch_loop.val_loop.batch_progress,
+        predict=trainer.predict_loop,
         connector=trainer._logger_connector,
         checkpoints=trainer._checkpoint_connector,
     )

@@ -23,8 +23,11 @@ def test_all_is_given_back_after_each_run(tmp_path):
             "plugin.backward",
             "plugin.clip_grad_by_norm",
             "plugin.clip_grad_by_value",
+            "predict.on_run_end",
             "signals._sigterm_notifier_fn",
             "signals._slurm_sigusr_handler_fn",
+            "validated.increment_completed",
+            "validation._store_dataloader_outputs",
             "validation.run",
         ]
         assert run["after"] == []
