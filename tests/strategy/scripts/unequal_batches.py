@@ -36,7 +36,7 @@ class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return self(batch).mean()
 
-    def validation_step(self, batch, batch_idx):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
         self.log("loss", self(batch).mean(), on_step=True, on_epoch=True)
 
     test_step = validation_step
@@ -44,7 +44,7 @@ class Module(L.LightningModule):
     def predict_step(self, batch, batch_idx):
         return self(batch)
 
-    def ended(self, outputs, batch, batch_idx):
+    def ended(self, outputs, batch, batch_idx, dataloader_idx=0):
         self.act(batch_idx)
         self.seen.append(batch_idx)
 
@@ -84,9 +84,9 @@ def replica():
     return dist.get_rank() // 2
 
 
-def own_loader():
+def own_loader(of_replica=None):
     """What a user distributes who sets `use_distributed_sampler=False`."""
-    return DataLoader(X[: 2 * NUM_BATCHES[replica()]], batch_size=2)
+    return DataLoader(X[: 2 * NUM_BATCHES[replica() if of_replica is None else of_replica]], batch_size=2)
 
 
 def predict():
@@ -99,6 +99,10 @@ def predict():
 def evaluate(name):
     module = Module()
     trainer = trainer_of(use_distributed_sampler=False)
+    if name == "two loaders":
+        trainer.validate(module, [own_loader(), own_loader(1 - replica())])
+        losses = {name: float(value) for name, value in trainer.callback_metrics.items() if "epoch" in name}
+        return {"seen": module.seen, "losses": losses}
     if name == "fit":
         trainer.fit(module, DataLoader(X[:4], batch_size=2), own_loader())
     else:
@@ -128,7 +132,7 @@ def main():
     found = {
         "expected": all_losses.tolist(),
         "predict": predict(),
-        **{name: evaluate(name) for name in ("validate", "test", "fit")},
+        **{name: evaluate(name) for name in ("validate", "test", "fit", "two loaders")},
         "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},
     }
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))

@@ -10,7 +10,7 @@ from tests.launch import of_ranks, run_script
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unequal_batches")
-    run_script(Path(__file__).parents[1] / "scripts" / "unequal_batches.py", folder, timeout_s=60)
+    run_script(Path(__file__).parents[1] / "scripts" / "unequal_batches.py", folder)
     return of_ranks(folder, 4)
 
 
@@ -33,6 +33,15 @@ def test_users_may_distribute_other_numbers_of_batches(ranks, name):
         own = [[0, 1, 2], [0]][rank // 2]
         assert seen[name]["seen"] == [*sanity_check[rank // 2], *own]
         assert seen[name]["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_each_of_several_loaders_may_have_other_numbers_of_batches(ranks):
+    losses = ranks[0]["expected"]
+    loss = (sum(losses[:6]) + sum(losses[:2])) / 8
+    for rank, seen in enumerate(ranks):
+        assert seen["two loaders"]["seen"] == [[0, 1, 2, 0], [0, 0, 1, 2]][rank // 2]
+        expected = {f"loss_epoch/dataloader_idx_{loader}": pytest.approx(loss, abs=1e-6) for loader in range(2)}
+        assert seen["two loaders"]["losses"] == expected
 
 
 @pytest.mark.parametrize("name", ["test", "predict"])
