@@ -85,7 +85,7 @@ class Codebook(Plain):
                 self.sums.mul_(0.9).add_(rows.sum(0), alpha=0.1)
                 self.same.copy_(torch.zeros_like(rows[0]))
         for layer in self.layers[1:]:
-            rows = layer(rows + 1e-3 * self.sums + self.same)
+            rows = layer(rows + 1e-5 * self.sums + self.same)
         return rows.square().mean()
 
 

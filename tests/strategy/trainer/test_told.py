@@ -37,10 +37,9 @@ def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
 
 
 def test_a_buffer_that_the_step_moves_between_layers_is_named_once_with_a_way_out(said):
-    assert [len(found["Codebook"]) for found in said.values()] == [2, 2, 0]  # on the rank that has its values
-    assert re.match(r"The loss of the first batch is ", said["2_0"]["Codebook"][0])  # by less than 0.1 %
+    assert [len(found["Codebook"]) for found in said.values()] == [1, 1, 0]  # on the rank that has its values
     assert re.search(
-        r"buffer self\.sums between layers.*each of 2 microbatches.*on_train_b", said["2_0"]["Codebook"][1]
+        r"buffer self\.sums between layers.*each of 2 microbatches.*on_train_b", said["2_0"]["Codebook"][0]
     )
     for rank in ("1_0", "2_0"):  # a warning, since in evaluation mode nothing is wrong
         assert re.match(r"The loss of the first batch is .*No weights", said[rank]["FarCodebook"][0])
