@@ -18,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -94,9 +95,17 @@ class SignalsAtBatchEnd:
 
         Raises:
             SIGTERMException: On every rank, if there is more to evaluate.
+            ConfigurationError: On every rank, if replicas that compute each layer together have other numbers.
         """
         strategy: Any = trainer.strategy
-        terminate, self._anyone_evaluates = strategy.meet("after a batch of an evaluation", (self._terminate, has_more))
+        votes = (self._terminate, has_more, not has_more)
+        terminate, self._anyone_evaluates, anyone_is_done = strategy.meet("after a batch of an evaluation", votes)
+        if self._anyone_evaluates and anyone_is_done and strategy.divides_layers:
+            raise ConfigurationError(
+                "With fully_shard replicas compute each layer together, so all evaluate the same number of batches; "
+                "here one has no more, and another has. Give them as many samples each (Lightning's sampler does, in "
+                "validate and test), or leave fully_shard out."
+            )
         if terminate:
             end_after_batch(trainer)
             if self._anyone_evaluates:

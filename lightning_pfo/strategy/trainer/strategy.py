@@ -362,6 +362,11 @@ class PfoPipelineStrategy(StepStrategy):
             self._memory = MemoryWatch(pipeline.forecast, say) if reports else None
         return pipeline
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether replicas divide layers among themselves, and so compute together."""
+        return bool(self._zero_stage)
+
     def _sharding(self) -> Sharding | None:
         if not self._zero_stage:
             return None

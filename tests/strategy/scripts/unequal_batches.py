@@ -14,7 +14,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -66,9 +68,9 @@ class Writer(BasePredictionWriter):
         self.written.append(batch_indices)
 
 
-def trainer_of(**options):
+def trainer_of(fully_shard=False, **options):
     return L.Trainer(
-        strategy=PfoPipelineStrategy(data_parallel_size=2, check_loss=False),
+        strategy=PfoPipelineStrategy(data_parallel_size=2, check_loss=False, fully_shard=fully_shard),
         accelerator="cpu",
         devices=4,
         max_epochs=1,
@@ -110,6 +112,17 @@ def evaluate(name):
     return {"seen": module.seen, "loss": float(trainer.callback_metrics["loss_epoch"])}
 
 
+def divided():
+    """Layers are gathered from replicas of which one has no batch."""
+    if torch.__version__ < OLDEST_FSDP["cpu"]:
+        return ""
+    try:
+        trainer_of(fully_shard=True, use_distributed_sampler=False).validate(Module(), own_loader())
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
 def end(name, rank, at):
     """A rank is asked to end in a batch that one replica alone has."""
 
@@ -132,6 +145,7 @@ def main():
     found = {
         "expected": all_losses.tolist(),
         "predict": predict(),
+        "divided": divided(),
         **{name: evaluate(name) for name in ("validate", "test", "fit", "two loaders")},
         "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},
     }

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.launch import of_ranks, run_script
 
 
@@ -42,6 +44,11 @@ def test_each_of_several_loaders_may_have_other_numbers_of_batches(ranks):
         assert seen["two loaders"]["seen"] == [[0, 1, 2, 0], [0, 0, 1, 2]][rank // 2]
         expected = {f"loss_epoch/dataloader_idx_{loader}": pytest.approx(loss, abs=1e-6) for loader in range(2)}
         assert seen["two loaders"]["losses"] == expected
+
+
+@pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
+def test_replicas_that_compute_layers_together_are_told_to_have_equal_numbers(ranks):
+    assert all("so all evaluate the same number of batches" in seen["divided"] for seen in ranks)
 
 
 @pytest.mark.parametrize("name", ["test", "predict"])
