@@ -20,24 +20,13 @@ from transformers import BatchFeature
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
+from tests.strategy.objects import Own, Slots
 
 FOLDER = Path(sys.argv[1])
 WIDTH = 8
 LENGTHS = [(3, 3, 3, 3), (5, 5, 5, 5), (3, 3, 3, 3), (2, 2, 2, 2)]
 """How long the samples of each batch are."""
 VARYING = [(4, 1, 2, 2), (1, 4, 2, 2), (3, 2, 3, 1), (4, 1, 2, 2)]
-
-
-class Own:
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self, x):
-        self.x = x
 
 
 class Graphs:

@@ -12,23 +12,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_pfo.strategy.step.signatures import signature_of
-
-
-class Own:
-    def __init__(self, x):
-        self.x = x
-
-
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self, x):
-        self.x = x
-
-
-class Callable(Own):
-    def __call__(self):
-        return self.x
+from tests.strategy.objects import Callable, Own, Slots
 
 
 class Stores:
@@ -82,12 +66,12 @@ HOLDERS = {
     "a list": lambda x: [x],
     "a dict": lambda x: {"x": x},
     "a UserDict": lambda x: UserDict(x=x),
-    "an object": Own,
-    "an object in an object": lambda x: Own(Own(x)),
-    "a dict in a list in an object": lambda x: Own([{"x": x}]),
+    "an object": lambda x: Own(x=x),
+    "an object in an object": lambda x: Own(x=Own(x=x)),
+    "a dict in a list in an object": lambda x: Own(x=[{"x": x}]),
     "slots": Slots,
-    "what can be called": Callable,
-    "what can be called, in an object": lambda x: Own(Callable(x)),
+    "what can be called": lambda x: Callable(x=x),
+    "what can be called, in an object": lambda x: Own(x=Callable(x=x)),
     "a partial function": lambda x: functools.partial(torch.add, x),
     "a deque": lambda x: deque([x]),
     "an object that leads back": leading_back,
@@ -142,7 +126,15 @@ KINDS = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
-@pytest.mark.parametrize("make", [lambda value: {"a": value}, Own, lambda value: Own(Own([value])), Callable])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: {"a": value},
+        lambda value: Own(x=value),
+        lambda value: Own(x=Own(x=[value])),
+        lambda value: Callable(x=value),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_forms_of_a_kind_are_told_apart(kind, make):
     values = KINDS[kind]

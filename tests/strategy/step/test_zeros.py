@@ -1,11 +1,10 @@
 """Steps that look at values of layers, and fail on the zeros of a trace: they run, or the line is named."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run_script
+from tests.launch import of_ranks, run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "zeros.py"
 
@@ -14,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "zeros.py"
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zeros")
     run_script(SCRIPT, folder)
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    return of_ranks(folder, 2)
 
 
 CASES = ["divides", "asserts", "takes_logarithms", "asks_for_variety", "divides_by_deviation"]

@@ -201,11 +201,11 @@ class StageRun:
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a unit."""
         leave_transform()
-        program, is_beyond = self._program, self.position >= len(self._events)
-        if program.failure and is_beyond and program.stop is None and unit.is_elsewhere:
+        program = self._program
+        if program.failure and program.stop is None and self.position >= len(self._events) and unit.is_elsewhere:
             raise ended_early(unit.name, program.failure)
         compute = unit.compute
-        if self._program.compiled:
+        if program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)
         if self._recomputes:
             compute = partial(checkpoint, compute, use_reentrant=False)

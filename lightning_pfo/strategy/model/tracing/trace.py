@@ -27,14 +27,13 @@ from lightning_pfo.strategy.model.tracing.events import (
     Trace,
     Value,
 )
-from lightning_pfo.strategy.model.tracing.forms import values
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
-from lightning_pfo.strategy.model.tracing.forms.values import fill_rising, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     ASK_SIZE,
     labels_in,
@@ -224,10 +223,7 @@ class _TraceRun:
         for leaf in outline.leaves if outline.left else ():
             if is_value(leaf):  # it is kept somewhere, and changed there
                 self.trace.values[leaf.label].changed_at = position
-        found = [zeros_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
-        for leaf in found if self._rising else ():
-            if isinstance(leaf, torch.Tensor):
-                fill_rising(leaf)
+        found = [self._values_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
         changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
         numbers = outline.from_values or any(type(leaf) in NUMBERS for leaf in leaves)
         result = self._end(event, leaves, found, outline.structure, changed, varying, sends_numbers=numbers)
@@ -251,10 +247,13 @@ class _TraceRun:
         self.trace.decided_by_sizes = True
         self._look()
 
+    def _values_of(self, form: torch.Tensor) -> torch.Tensor:
+        zeros = zeros_of(form)
+        return fill_rising(zeros) if self._rising else zeros
+
     def _look(self) -> None:
         self.trace.deciding.append(users_module())
-        if len(self.trace.deciding) > values.MOST_LOOKS:
-            raise values.looks_too_often(f"at {users_line()}")
+        check_looks(len(self.trace.deciding), lambda: f"at {users_line()}")
 
     def outline(self, event: Event, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outline:
         """What a unit would return, in form; remembered if it depends on nothing else than what it is given."""

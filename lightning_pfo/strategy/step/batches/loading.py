@@ -89,7 +89,7 @@ class LoadedByFirst:
         notes: Finds what is noted of its batches, which other ranks get too.
     """
 
-    def __init__(self, loader: Any, first: FirstRank, notes: Notes = lambda loader: None) -> None:
+    def __init__(self, loader: Any, first: FirstRank, notes: Notes) -> None:
         self.__dict__.update(loader=loader, first=first, notes=notes)
 
     def __iter__(self) -> Iterator[Any]:
@@ -113,8 +113,7 @@ class _Iterator(Iterator[Any]):
         self._number = 0
         self._batches: Iterator[Any] = iter(())
         first.do("the begin of a loader", self._begin)
-        if not first.is_here and (noted := notes(loader)) is not None:
-            noted.clear()
+        self._noted_elsewhere().clear()
 
     def _begin(self) -> None:
         self._batches = iter(self._loader)
@@ -122,9 +121,13 @@ class _Iterator(Iterator[Any]):
     def __next__(self) -> Any:
         batch, of_batch = self._first.do("a batch of a loader", self._load)
         self._number += 1
-        if not self._first.is_here and (noted := self._notes(self._loader)) is not None:
-            noted.extend(of_batch)
+        self._noted_elsewhere().extend(of_batch)
         return batch
+
+    def _noted_elsewhere(self) -> list[Any]:
+        """What is noted on a rank that loads nothing; nothing that counts on the first one, where the loader notes."""
+        noted = None if self._first.is_here else self._notes(self._loader)
+        return [] if noted is None else noted
 
     def _load(self) -> tuple[Any, list[Any]]:
         batch = next(self._batches)

@@ -11,26 +11,10 @@ import torch
 from lightning_pfo.strategy.step.batches.check import checksum
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.splitting import batch_size_of, split_batch
+from tests.strategy.objects import Callable, Own, Slots
 
 X = torch.arange(8).reshape(4, 2)
 Y = torch.arange(4)
-
-
-class Own:
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
-class Slots:
-    __slots__ = ("x",)
-
-    def __init__(self, x):
-        self.x = x
-
-
-class Callable(Own):
-    def __call__(self):
-        return self.x
 
 
 DEEP = {

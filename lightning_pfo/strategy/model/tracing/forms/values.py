@@ -72,18 +72,22 @@ class LooksBounded(TorchFunctionMode):
     ) -> Any:
         if func in _LOOKS:
             self._number += 1
-            if self._number > MOST_LOOKS:
-                raise looks_too_often("in the forward of a layer")
+            check_looks(self._number, lambda: "in the forward of a layer")
         return func(*args, **(kwargs or {}))
 
 
-def looks_too_often(where: str) -> ConfigurationError:
-    """What is said then.
+def check_looks(number: int, where: Callable[[], str]) -> None:
+    """Check how often Python has looked at values.
 
     Args:
-        where: Where it did so last.
+        number: So often.
+        where: Says where it did so last.
+
+    Raises:
+        ConfigurationError: If that is too often.
     """
-    return ConfigurationError(
-        f"A step that looks at values of layers {MOST_LOOKS:,} times, as a loop that waits for them, cannot be traced "
-        f"without them. Last it does so {where}. Let a number that the batch decides end the loop."
-    )
+    if number > MOST_LOOKS:
+        raise ConfigurationError(
+            f"A step that looks at values of layers {MOST_LOOKS:,} times, as a loop that waits for them, cannot be "
+            f"traced without them. Last it does so {where()}. Let a number that the batch decides end the loop."
+        )
