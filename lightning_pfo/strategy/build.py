@@ -98,6 +98,7 @@ def build_pipeline(
     check_loss: bool = True,
     batch_norm: str = "microbatch",
     precise_gradients: bool = False,
+    hold_uncalled: str = "everywhere",
     seed: int = 0,
     meet: Callable[[str], object] | None = None,
 ) -> Pipeline:
@@ -130,6 +131,7 @@ def build_pipeline(
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses.
         batch_norm: When batch norms update their running statistics; see `defer_batch_norms`.
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
+        hold_uncalled: Who holds what the first batch does not use; see `split_units`.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
         meet: Notices ranks that call the model outside of steps alone; None: there is no calling it there.
 
@@ -154,7 +156,9 @@ def build_pipeline(
     explain_missing_values(in_hooks=True)
     mark_placeholders(model)  # where it was made on meta
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
-    split, times_s = divide(model, pipeline_module, partition, sample.num_stages, first_step, device, agree)
+    split, times_s = divide(
+        model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled
+    )
     remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)
     release_others(model, split.held, stages)

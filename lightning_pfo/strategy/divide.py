@@ -36,6 +36,7 @@ def divide(
     first_step: Callable[[], Callable[[torch.device], Any] | None] | None,
     device: torch.device,
     agree: Agree,
+    uncalled: str = "everywhere",
 ) -> tuple[Split, list[float]]:
     """Divide a model into stages.
 
@@ -47,6 +48,7 @@ def divide(
         first_step: Makes what runs the step on a first microbatch, on a device; None where there is no batch yet.
         device: Where layers are measured.
         agree: Raises on all ranks what goes wrong with the trace on any; see `agree_on_trace`.
+        uncalled: Who holds what the step does not use; see `split_units`.
 
     Returns:
         The divided model, and the times (s) of its layers, where they were measured for it.
@@ -78,7 +80,7 @@ def divide(
     boundaries = partition_layers(
         partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
     )
-    split = split_units(model, units, calls, boundaries, trace)
+    split = split_units(model, units, calls, boundaries, trace, uncalled=uncalled)
     if before is not None:  # which had a trace
         split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})
     return split, times_s

@@ -118,7 +118,8 @@ def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
         return f"which stages {stages} use, as tied weights are. {way_out}"
     return (
         "which no layer holds that the first batch is known to call, so that any stage may need it. Leave out what no "
-        "step calls, and let a module that the step calls hold what it uses."
+        "step calls (or let one rank hold it: hold_uncalled='once'), and let a module that the step calls hold what it "
+        "uses."
     )
 
 
@@ -132,11 +133,25 @@ def _why_unequal(heaviest: int, split: Split) -> str:
         boundaries = balance(weights, num_stages)
         stages = [sum(weights[start:stop]) for start, stop in pairwise(boundaries)]
         imbalance = max(stages) * num_stages / max(1, sum(stages))
-        if imbalance <= _LARGEST_IMBALANCE:
-            how = "" if num_stages == split.num_stages else f" in {num_stages} stages"
-            listed = ",".join(map(str, boundaries))
-            return f"most of it in {name!r}. partition='custom:{listed}'{how} gives {imbalance:.2f} times the mean."
+        if imbalance > _LARGEST_IMBALANCE:
+            continue
+        if boundaries == split.boundaries:  # by layers it is even
+            return (
+                f"most of it in {_beside(heaviest, split)!r}, which is no layer and stays there with any partition. "
+                f"Leave out what no step calls, and let a layer hold what it uses."
+            )
+        how = "" if num_stages == split.num_stages else f" in {num_stages} stages"
+        listed = ",".join(map(str, boundaries))
+        return f"most of it in {name!r}. partition='custom:{listed}'{how} gives {imbalance:.2f} times the mean."
     return (
         f"most of it in {name!r}, which is not divided. Hold the parts of {name!r} in an nn.Sequential or an "
         f"nn.ModuleList, so that stages can share them."
     )
+
+
+def _beside(stage: int, split: Split) -> str:
+    """A module whose parameters this stage holds alone and no unit that is called has; what has most of them."""
+    called = [f"{unit.name}." for unit in split.units.all if split.owners.get(unit)]
+    names = [name for name, stages in split.held.items() if stages == {stage} and not name.startswith(tuple(called))]
+    modules = [name.rpartition(".")[0] or name for name in names]
+    return max(modules, key=modules.count, default="")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
 from lightning_pfo.strategy.parallel.compat import map_tensors, named_tensors, tensors_of
 
@@ -26,22 +27,37 @@ class Part:
     stages: frozenset[int]
 
 
+UNCALLED = ("everywhere", "once")
+"""Who holds what the first batch is not known to use: all, as any may need it later, or the last stage."""
+
 Users = Mapping[str, frozenset[int]]
 """The stages that use a parameter or buffer, by its (first) name."""
 
 
+def check_uncalled(who: str) -> None:
+    """Check the setting `hold_uncalled`.
+
+    Raises:
+        ConfigurationError: If it is none of `UNCALLED`.
+    """
+    if who not in UNCALLED:
+        raise ConfigurationError(f"hold_uncalled is {' or '.join(map(repr, UNCALLED))}; got {who!r}.")
+
+
 def find_users(
-    root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int
+    root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int, uncalled: frozenset[int] | None = None
 ) -> dict[str, frozenset[int]]:
     """Find the stages that use each parameter and buffer, in the order of the module; its ranks hold it, and no other.
 
-    What belongs to no part and is not known to be used anywhere may be used on any stage, as in evaluation.
+    What belongs to no part and is not known to be used anywhere may be used on any stage, as in evaluation, if
+    nothing else is said of it.
 
     Args:
         root: The user's module.
         parts: What each stage runs.
         users_beside: The stages that use a tensor beside the parts it belongs to.
         num_stages: Number of stages.
+        uncalled: The stages that hold what is not known to be used; None: all.
     """
     everyone = frozenset(range(num_stages))
     tensors = named_tensors(root)
@@ -53,7 +69,7 @@ def find_users(
     for part in parts:
         for tensor in named_tensors(part.module).values():
             users[id(tensor)] = users.get(id(tensor), frozenset()) | part.stages
-    return {name: users.get(id(tensor), everyone) for name, tensor in tensors.items()}
+    return {name: users.get(id(tensor), uncalled or everyone) for name, tensor in tensors.items()}
 
 
 def release_others(root: nn.Module, users: Users, stages: Collection[int]) -> None:

@@ -72,7 +72,7 @@ class Split:
         Args:
             root: The user's module, which is none of them.
         """
-        at_end = [unit for unit in self.units.all if self.owners.get(unit, self._last) == self._last]
+        at_end = [unit for unit in self.units.all if self.owners.get(unit, self.last) == self.last]
         left_out = {id(module) for unit in self.units.all if unit not in at_end for module in unit.module.modules()}
         inside = {id(module) for unit in at_end for module in unit.module.modules()}
         packages = packages_of(root)
@@ -106,7 +106,8 @@ class Split:
         }
 
     @property
-    def _last(self) -> frozenset[int]:
+    def last(self) -> frozenset[int]:
+        """The last stage."""
         return frozenset({self.num_stages - 1})
 
     def layers_of(self, stage: int) -> list[Unit]:
@@ -201,10 +202,22 @@ class Split:
         try:
             cuts = self.cuts(trace)
         except LeadsBackError:  # by the order of calls; what events need may lead nowhere back
-            everything = range(len(trace.events))
-            return stages_by_owner(trace, Flow(trace), everything, self._bound(trace), self.num_stages)
+            return self._stages_by_owner(trace)
         check_cuts(trace, cuts)
         return stages_between(trace, cuts)
+
+    def _stages_by_owner(self, trace: Trace) -> dict[int, int]:
+        try:
+            return stages_by_owner(trace, Flow(trace), range(len(trace.events)), self._bound(trace), self.num_stages)
+        except ConfigurationError as error:
+            units = [unit for event in trace.events for unit in event.units if not self.owners.get(unit)]
+            held_by_some = [unit.name for unit in units if self._stages_with(unit)]
+            if not held_by_some:
+                raise
+            raise ConfigurationError(
+                f"{error} The first training batch has not called {held_by_some[0]!r}, so that not all stages hold it; "
+                f"with hold_uncalled='everywhere' they do."
+            ) from error
 
     def _cuts(self, trace: Trace, bound: list[Bound]) -> list[int]:
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
@@ -223,8 +236,15 @@ class Split:
         return [self._bound_to(event) for event in trace.events]
 
     def _bound_to(self, event: Event) -> Bound:
-        units = [(unit.name, self.owners[unit]) for unit in event.units if self.owners.get(unit)]
+        units = [(unit.name, stages) for unit in event.units for stages in self._stages_with(unit)]
         return [*units, *((name, self.held[name]) for name in event.held if name in self.held)]
+
+    def _stages_with(self, unit: Unit) -> set[frozenset[int]]:
+        """The stages on which a unit can be called; several sets if it can be on the stages of all of them only."""
+        if self.owners.get(unit):
+            return {self.owners[unit]}
+        within = {stages for name, stages in self.held.items() if f"{name}.".startswith(f"{unit.name}.")}
+        return {stages for stages in within if len(stages) < self.num_stages}
 
     def _check_everywhere(self, trace: Trace) -> None:
         last = {self.num_stages - 1}
@@ -232,16 +252,31 @@ class Split:
         for name, stages in uses:
             if not stages <= self.held.get(name, stages):
                 raise ConfigurationError(
-                    f"{name!r} is held by {_stages(self.held[name])}, which the first training batch has shown to use "
-                    f"it, but this step uses it on {_stages(stages)}. Use it alike in training_step, if only as "
+                    f"{name!r} is held by {_stages(self.held[name])}, by what the first training batch uses, but this "
+                    f"step uses it on {_stages(stages)}. Use it alike in training_step, if only as "
                     f"0 * self.{name}.sum() in the loss."
                 )
 
 
 def split_units(
-    root: nn.Module, units: Units, calls: LayerCalls, boundaries: Boundaries, trace: Trace | None = None
+    root: nn.Module,
+    units: Units,
+    calls: LayerCalls,
+    boundaries: Boundaries,
+    trace: Trace | None = None,
+    *,
+    uncalled: str = "everywhere",
 ) -> Split:
-    """Give the stages their units, and the parameters that a step uses beside these."""
+    """Give the stages their units, and the parameters that a step uses beside these.
+
+    Args:
+        root: The user's module.
+        units: Its units.
+        calls: In which order it calls them.
+        boundaries: Which calls belong to which stage.
+        trace: Its step; None: nobody knows what it uses.
+        uncalled: Who holds what the step does not use: `everywhere` all do, `once` the last stage.
+    """
     owners: dict[Unit, set[int]] = {}
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         for index in range(start, stop):
@@ -265,9 +300,10 @@ def split_units(
                 for unit in event.units if event.changes_state else ():
                     changing.setdefault(unit, set()).add(stage)
     beside = {name: frozenset(stages) for name, stages in users.items()}
+    of_uncalled = split.last if uncalled == "once" and trace.failure is None else None
     return replace(
         split,
-        held=find_users(root, split.parts(), beside, num_stages),
+        held=find_users(root, split.parts(), beside, num_stages, of_uncalled),
         everywhere=frozenset(trace.everywhere),
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(saved_bytes),

@@ -23,7 +23,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
 from lightning_pfo.strategy.model.batch_norm import check_batch_norm
-from lightning_pfo.strategy.model.ownership import move_local_tensors
+from lightning_pfo.strategy.model.ownership import check_uncalled, move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
@@ -117,6 +117,8 @@ class PfoPipelineStrategy(StepStrategy):
             accumulated) or `deferred` (once per batch, by the statistics of all its samples, as one device does).
         precise_gradients: Whether the gradients of a batch's microbatches, and of replicas, are added up in 32 bits
             where parameters have 16 (`precision="bf16-true"`); takes 4 bytes for each parameter.
+        hold_uncalled: Which ranks hold what the first batch is not known to use: `everywhere`, so that later batches,
+            hooks and single ranks can, or `once`, where only what runs on the last stage can.
         memory_report: Whether it is said before the first training step how much memory each rank will take, and of
             what; `memory_report` of the strategy has it as data. None: if there are 16 MiB of parameters or more.
         gather: Which ranks of a pipeline get what `predict_step` returns: `all`, `rank0`, or `none`, where the last
@@ -178,6 +180,7 @@ class PfoPipelineStrategy(StepStrategy):
         check_loss: bool = True,
         batch_norm: str = "microbatch",
         precise_gradients: bool = False,
+        hold_uncalled: str = "everywhere",
         memory_report: bool | None = None,
         gather: str = "all",
         start_method: str = "popen",
@@ -244,6 +247,8 @@ class PfoPipelineStrategy(StepStrategy):
         self._check_loss = check_loss
         self._batch_norm = batch_norm
         self._precise_gradients = precise_gradients
+        check_uncalled(hold_uncalled)
+        self._hold_uncalled = hold_uncalled
         if gather not in ("all", "rank0", "none"):
             raise ConfigurationError(f"gather is 'all', 'rank0' or 'none'; got {gather!r}.")
         self._gather = gather
@@ -349,6 +354,7 @@ class PfoPipelineStrategy(StepStrategy):
             check_loss=self._check_loss,
             batch_norm=self._batch_norm,
             precise_gradients=self._precise_gradients,
+            hold_uncalled=self._hold_uncalled,
             seed=self._seed,
             meet=self.meet,
         )

@@ -11,17 +11,18 @@ from lightning_pfo.strategy.model.split import split_units
 from tests.strategy.model.stages import Followed, Holder
 
 
-def divide(root, step, boundaries):
+def divide(root, step, boundaries, uncalled="everywhere"):
     """A model as its step shows it; the step, followed, must be closed."""
     followed = Followed(root, step, len(boundaries) - 1)
     trace = followed.trace()
-    return split_units(root, followed.units, layer_calls(followed.units, trace), boundaries, trace), followed
+    calls = layer_calls(followed.units, trace)
+    return split_units(root, followed.units, calls, boundaries, trace, uncalled=uncalled), followed
 
 
-def of(root, step, boundaries, placement=None):
+def of(root, step, boundaries, placement=None, uncalled="everywhere"):
     """What is said of a model that is divided as its step shows."""
     placement = placement or range(len(boundaries) - 1)
-    split, followed = divide(root, step, boundaries)
+    split, followed = divide(root, step, boundaries, uncalled)
     followed.close()
     memory = memory_of(root, split, placement)
     return memory, warnings_of(memory, split, placement)
@@ -121,6 +122,19 @@ def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
     _, (warning,) = of(Holder(layers(4, 4), unused=nn.Linear(4, 4)), chain, (0, 1, 2))
     assert "33.3% of the parameters" in warning
     assert "'unused', which no layer holds that the first batch is known to call" in warning
+    assert "hold_uncalled='once'" in warning
+
+
+def test_what_no_step_calls_is_held_once_where_that_is_asked_for():
+    tied = nn.Linear(4, 4)
+    for unused, held in ((nn.Linear(4, 4), 60), (tied, 40)):
+        root = Holder(nn.Sequential(tied, nn.Linear(4, 4)), unused=unused)
+        memory, warnings = of(root, chain, (0, 1, 2), uncalled="once")
+        assert (memory.total.number, memory.held_twice.number, warnings) == (held, 0, [])
+    _, (warning,) = of(Holder(layers(4, 4), unused=Wide(64)), chain, (0, 1, 2), uncalled="once")
+    assert "Stage 1 has 1.94 times the mean" in warning
+    assert "most of it in 'unused." in warning
+    assert "stays there with any partition" in warning
 
 
 def test_a_heavy_stage_is_named_with_boundaries_that_are_better():
