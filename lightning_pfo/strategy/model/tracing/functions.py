@@ -6,8 +6,8 @@ Inside of units everything runs as ever.
 
 from __future__ import annotations
 
+import inspect
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -150,7 +150,9 @@ class Uncompiled:
 
 def is_in_compiled_function() -> bool:
     """Whether a compiled function has been called, and has not returned."""
-    return _COMPILER in sys.modules and any(
-        frame.f_code.co_name == _WRAPPER and frame.f_globals.get("__name__", "").startswith(_COMPILER)
-        for frame, _ in traceback.walk_stack(None)
-    )
+    frame = inspect.currentframe() if _COMPILER in sys.modules else None
+    while frame is not None:
+        if frame.f_code.co_name == _WRAPPER and frame.f_globals.get("__name__", "").startswith(_COMPILER):
+            return True
+        frame = frame.f_back
+    return False

@@ -106,6 +106,18 @@ class TensorsSeen(TorchFunctionMode):
         self._held = held
         self._see = see
 
+    @contextmanager
+    def instead(self, run: Run) -> Iterator[dict[str, None]]:
+        """Note what is used while another run follows, in what is given out; two of these would take twice as long."""
+        before = self._run, self.names, self.changed, self._see, self._select
+        used: dict[str, None] = {}
+        self._run, self.names, self.changed, self._see, self._select = run, {}, {}, None, None
+        try:
+            yield used
+        finally:
+            used |= self.names
+            self._run, self.names, self.changed, self._see, self._select = before
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_metadata(func) or current_run() is not self._run:  # what a unit is given is its own affair
             return func(*args, **(kwargs or {}))

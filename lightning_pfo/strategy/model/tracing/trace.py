@@ -101,7 +101,7 @@ def trace_step(
     """
     held = HeldTensors(owner)
     run = _TraceRun(device, held, selected, rising=rising)
-    seen = TensorsSeen(run, held, run.see, run.select)
+    seen = run.seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
     with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
@@ -127,6 +127,8 @@ def trace_step(
 
 class _TraceRun:
     """Follows a step and notes what it does."""
+
+    seen: TensorsSeen
 
     def __init__(self, device: torch.device, held: HeldTensors, selected: Selected, *, rising: bool) -> None:
         self.trace = Trace()
@@ -267,12 +269,12 @@ class _TraceRun:
             if known is not None:
                 return known
             inside = Inside(self, event)
-            seen = TensorsSeen(inside, self._held)
-            with self._nothing_drawn(), following(inside), seen, attributes_kept(unit.module) as kept:
+            used = self.seen.instead(inside)
+            with self._nothing_drawn(), following(inside), used as names, attributes_kept(unit.module) as kept:
                 arguments = tree_unflatten(leaves, structure)
                 outline = outline_call(unit.module, unit.forward, arguments, self._device, selects_all=selects_all)
-            event.held += seen.names  # of other modules; its own are replaced meanwhile
-            if kept and not (seen.names or inside.was_asked or outline.left):
+            event.held += names  # of other modules; its own are replaced meanwhile
+            if kept and not (names or inside.was_asked or outline.left):
                 outlines_of(unit).keep(key, leaves, outline)
             return outline
 

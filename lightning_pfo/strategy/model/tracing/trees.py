@@ -6,6 +6,7 @@ other objects with tensors as attributes are taken apart by these attributes, so
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,37 @@ from lightning_pfo.strategy.parallel import compat
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 """Types of nearly all leaves."""
+
+
+_STRUCTURES: dict[Any, Any] = {}
+"""What puts leaves together, by how they are nested in tuples, lists and dicts: torch takes long to find it."""
+_KEYS = frozenset({str, int})
+_MOST_STRUCTURES = 1024
+
+
+def _shape(values: Any, leaves: list[Any]) -> Any:
+    """How leaves are nested, which are added to a list; None: not in tuples, lists and dicts alone."""
+    kind = type(values)
+    if kind in _LEAVES or isinstance(values, torch.Tensor):
+        leaves.append(values)
+        return 0
+    if kind is dict and _KEYS.issuperset(map(type, values)):
+        found: list[Any] = [kind, tuple(values)]
+        values = values.values()
+    elif kind is tuple or kind is list:
+        found = [kind]
+    else:
+        return None
+    for value in values:
+        shape = _shape(value, leaves)
+        if shape is None:
+            return None
+        found.append(shape)
+    return tuple(found)
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 @dataclass(frozen=True)
@@ -45,7 +77,16 @@ class _WithObjects:
 
 def tree_flatten(values: Any, _around: Sequence[Any] = ()) -> tuple[list[Any], Any]:
     """All leaves of nested containers and objects, and what `tree_unflatten` takes with them."""
+    leaves: list[Any] = []
+    shape = _shape(values, leaves)
+    if shape is not None and (structure := _STRUCTURES.get(shape)) is not None:
+        return leaves, structure
+    by_shape = leaves
     leaves, structure = compat.tree_flatten(values)
+    if shape is not None and _are_same(by_shape, leaves):
+        _STRUCTURES[shape] = structure
+        if len(_STRUCTURES) > _MOST_STRUCTURES:
+            _STRUCTURES.clear()
     if _LEAVES.issuperset(map(type, leaves)):
         return leaves, structure
     found: list[Any] = []

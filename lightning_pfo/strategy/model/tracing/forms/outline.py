@@ -24,6 +24,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
+    form_without_values,
     memory_of,
     tensors_of,
     version_of,
@@ -108,7 +109,7 @@ def outline_call(
     mode = _mode()
     call = functools.partial(_call, module, forward, arguments, device)
     attempts: list[_Attempt] = [
-        lambda: call(mode, functools.partial(_fake, mode)),
+        lambda: call(mode, functools.partial(_fake, mode), make=functools.partial(form_without_values, mode)),
         *([lambda: _with_all_selected(call)] if selects_all else []),
         lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
         lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
@@ -182,6 +183,7 @@ def _call(
     mode: AbstractContextManager[Any],
     convert: Callable[[torch.Tensor], torch.Tensor],
     convert_held: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    make: Callable[..., torch.Tensor] = torch.zeros,
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
@@ -190,8 +192,8 @@ def _call(
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     assigned = AssignedBuffers(module)
     bare = Holder(module, assigned.around(forward))
+    tensors = {name: convert_held(tensor) for name, tensor in _zero_tensors(bare, device, make).items()}
     with Kept(module) as kept, mode:
-        tensors = {name: convert_held(tensor) for name, tensor in _zero_tensors(bare, device).items()}
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         saved = _Saved(tensors.values())
@@ -221,12 +223,12 @@ def _call(
     )
 
 
-def _zero_tensors(bare: Holder, device: torch.device) -> dict[str, torch.Tensor]:
+def _zero_tensors(
+    bare: Holder, device: torch.device, make: Callable[..., torch.Tensor] = torch.zeros
+) -> dict[str, torch.Tensor]:
     # each module once: torch would not put back the tensors of a module that is held in two places
     return {
-        f"{path}.{name}": torch.zeros(
-            tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
-        )
+        f"{path}.{name}": make(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
         for path, part in bare.named_modules()
         for name, tensor in (item for named in tensors_of(part) for item in named.items())
         if tensor is not None
@@ -255,13 +257,18 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without values in the form of another; ten times faster than the general way."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         return mode.from_tensor(tensor)
-    with mode:
-        form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if not tensor.requires_grad:
-            return form
-        form.requires_grad_()
-        with torch.enable_grad():
-            return form if tensor.is_leaf else form.clone()  # leaves of autograd's graph cannot be changed in place
+    form = form_without_values(
+        mode,
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+    )
+    if tensor.is_leaf:
+        return form
+    with mode, torch.enable_grad():
+        return form.clone()  # leaves of autograd's graph cannot be changed in place
 
 
 class _Saved:
