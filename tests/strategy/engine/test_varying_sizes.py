@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.launch import of_ranks, run_script
+from tests.thorough import mostly
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "varying_sizes.py"
 SCHEDULES = {
-    ("tokens", 2): ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
-    ("experts", 2): ("1f1b", "zbv"),
-    ("tokens", 4): ("1f1b", "zbv"),
-    ("experts", 4): ("1f1b", "zbv"),
+    ("tokens", 2): mostly(("1f1b", "interleaved_zero_bubble", "zbv"), "gpipe", "interleaved_1f1b"),
+    ("experts", 2): mostly(("1f1b",), "zbv"),
+    ("tokens", 4): mostly(("zbv",), "1f1b"),
+    ("experts", 4): mostly(("1f1b",), "zbv"),
 }
 
 

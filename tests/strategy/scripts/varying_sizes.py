@@ -17,12 +17,13 @@ from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.engine import channels
 from tests.ranks import run_ranks
+from tests.thorough import mostly
 
 SCHEDULES = {
-    ("tokens", 2): ("1f1b", "gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"),
-    ("experts", 2): ("1f1b", "zbv"),
-    ("tokens", 4): ("1f1b", "zbv"),
-    ("experts", 4): ("1f1b", "zbv"),
+    ("tokens", 2): mostly(("1f1b", "interleaved_zero_bubble", "zbv"), "gpipe", "interleaved_1f1b"),
+    ("experts", 2): mostly(("1f1b",), "zbv"),
+    ("tokens", 4): mostly(("zbv",), "1f1b"),
+    ("experts", 4): mostly(("1f1b",), "zbv"),
 }
 IN_CHANNELS = ("interleaved_1f1b", "zbv")
 """Their transfers go through groups by direction, as with nccl."""

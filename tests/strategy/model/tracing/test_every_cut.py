@@ -10,6 +10,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from tests.strategy.model.stages import Followed, Stages, assert_equal, run_cut, run_plainly
 from tests.strategy.model.tracing import object_cases  # noqa: F401 - more cases
 from tests.strategy.model.tracing.cases import CASES
+from tests.thorough import THOROUGH
 
 TOLERANCES = {"mixed_precision": 2e-2}
 
@@ -41,7 +42,9 @@ def test_every_cut_is_equal_or_refused(name):
         assert trace.failure is None
         places = range(1, len(trace.events))
         rng = random.Random(0)
-        cuts = [[place] for place in places] + [sorted(rng.choices(places, k=rng.choice((2, 3)))) for _ in range(5)]
+        cuts = [[place] for place in places] + [
+            sorted(rng.choices(places, k=rng.choice((2, 3)))) for _ in range(5 if THOROUGH else 2)
+        ]
         equal = [check(lambda at=at: run_cut(owner, followed.step, trace, at), name, expected) for at in cuts]
     finally:
         followed.close()
