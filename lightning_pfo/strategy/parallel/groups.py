@@ -95,7 +95,7 @@ _LENGTH_BYTES = 8
 _SMALL_BYTES = 504
 _SPREADING = 1
 """Tells messages from those of a pipeline's stages, which may be of the same group."""
-_MOST_VOTES = 3
+_MOST_VOTES = 5
 
 
 class RanksApartError(PfoError, RuntimeError):
@@ -108,7 +108,7 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
     Args:
         what: What comes next, for people.
         group: The processes, for tensors on the CPU.
-        votes: Up to three questions, each answered with yes if any process says so.
+        votes: Up to five questions, each answered with yes if any process says so.
 
     Returns:
         The answers.

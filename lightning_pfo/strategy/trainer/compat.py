@@ -263,8 +263,9 @@ def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler
 def after_batches(
     trainer: pl.Trainer,
     agree: Callable[[str], None],
-    evaluated: Callable[[bool], None],
-    evaluation_ends: Callable[[], None],
+    first_comes: Callable[[bool], None],
+    evaluated: Callable[[bool, bool], None],
+    evaluation_ends: Callable[[bool], None],
     patches: Patches,
 ) -> None:
     """Call what agrees with other ranks, where all of a pipeline are at the same place.
@@ -273,8 +274,10 @@ def after_batches(
         trainer: The Trainer.
         agree: Called after each training batch's hooks, after each validation, and after the hooks of each epoch of
             training; that is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
-        evaluated: Called after each other batch's hooks, with whether the loop expects more batches.
-        evaluation_ends: Called when it has no more, of one of several loaders or at all, before what is done then.
+        first_comes: Called before the first batch of an evaluation, of each loader, with whether each has batches.
+        evaluated: Called after each such batch's hooks, with whether the loop expects more batches, and the same.
+        evaluation_ends: Called when it has no more, of one of several loaders or at all, before what is done then, and
+            where it never had any; with the same.
         patches: Closing them puts back what calls these.
     """
     connector: Any = trainer._logger_connector
@@ -287,15 +290,32 @@ def after_batches(
     ]
     for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         progress: Any = loop.batch_progress
-        places.append((progress, "increment_completed", partial(_evaluated, progress, evaluated)))
+        places.append((progress, "increment_ready", partial(_comes, loop, first_comes)))
+        places.append((progress, "increment_completed", partial(_evaluated, loop, evaluated)))
         ending = "on_run_end" if loop is trainer.predict_loop else "_store_dataloader_outputs"  # reduces what is logged
-        patches.set(loop, ending, _after(evaluation_ends, getattr(loop, ending)))
+        patches.set(loop, ending, _after(partial(_ends, loop, evaluation_ends), getattr(loop, ending)))
+        patches.set(loop, "run", _and_then(loop.run, partial(_ran, loop, evaluation_ends)))
     for owner, name, then in places:
         patches.set(owner, name, _and_then(getattr(owner, name), then))
 
 
-def _evaluated(progress: Any, evaluated: Callable[[bool], None]) -> None:
-    evaluated(not progress.is_last_batch)
+def _comes(loop: Any, first_comes: Callable[[bool], None]) -> None:
+    if loop.batch_progress.current.ready == 1:
+        first_comes(all(loop.max_batches))
+
+
+def _evaluated(loop: Any, evaluated: Callable[[bool, bool], None]) -> None:
+    evaluated(not loop.batch_progress.is_last_batch, all(loop.max_batches))
+
+
+def _ends(loop: Any, evaluation_ends: Callable[[bool], None]) -> None:
+    # a loader that cannot tell its length may turn out to have no batch
+    evaluation_ends(all(loop.max_batches) and loop.batch_progress.current.ready > 0)
+
+
+def _ran(loop: Any, evaluation_ends: Callable[[bool], None]) -> None:
+    if loop.skip:  # it has done nothing, while others may
+        evaluation_ends(False)
 
 
 def _and_then(function: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:

@@ -60,6 +60,7 @@ class SignalsAtBatchEnd:
         after_batches(
             trainer,
             partial(self._agree, trainer),
+            partial(self._first_comes, trainer),
             partial(self._evaluated, trainer),
             partial(self._wait_for_replicas, trainer),
             patches,
@@ -83,7 +84,13 @@ class SignalsAtBatchEnd:
         if terminate:
             end_after_batch(trainer)  # on every rank
 
-    def _evaluated(self, trainer: pl.Trainer, has_more: bool) -> None:
+    def _first_comes(self, trainer: pl.Trainer, has_all: bool) -> None:
+        """Where replicas compute each layer together, one without a batch would be waited for within the first."""
+        strategy: Any = trainer.strategy
+        if strategy.divides_layers:
+            self._evaluated(trainer, True, has_all)
+
+    def _evaluated(self, trainer: pl.Trainer, has_more: bool, has_all: bool) -> None:
         """Obey SIGTERM between batches of an evaluation, of which replicas may have different numbers.
 
         A collective call of all replicas. One that is done with its batches takes part in it for as long as another
@@ -92,26 +99,35 @@ class SignalsAtBatchEnd:
         Args:
             trainer: The Trainer.
             has_more: Whether this replica has more batches.
+            has_all: Whether it has batches of each loader.
 
         Raises:
             SIGTERMException: On every rank, if there is more to evaluate.
-            ConfigurationError: On every rank, if replicas that compute each layer together have other numbers.
+            ConfigurationError: On every rank, if replicas that compute each layer together have other numbers, or if
+                one has no batch of a loader where others log what all of them reduce.
         """
         strategy: Any = trainer.strategy
-        votes = (self._terminate, has_more, not has_more)
-        terminate, self._anyone_evaluates, anyone_is_done = strategy.meet("after a batch of an evaluation", votes)
+        votes = (self._terminate, has_more, not has_more, has_all, not has_all)
+        answers = strategy.meet("after a batch of an evaluation", votes)
+        terminate, self._anyone_evaluates, anyone_is_done, anyone_has_all, anyone_lacks = answers
         if self._anyone_evaluates and anyone_is_done and strategy.divides_layers:
             raise ConfigurationError(
                 "With fully_shard replicas compute each layer together, so all evaluate the same number of batches; "
                 "here one has no more, and another has. Give them as many samples each (Lightning's sampler does, in "
                 "validate and test), or leave fully_shard out."
             )
+        if anyone_has_all and anyone_lacks and not trainer.predicting:
+            raise ConfigurationError(
+                "Replicas reduce together what is logged in an evaluation, so each has a batch of every loader; here "
+                "one has none, and another has. Give each at least one (Lightning's sampler does), or use fewer "
+                "replicas: data_parallel_size."
+            )
         if terminate:
             end_after_batch(trainer)
             if self._anyone_evaluates:
                 raise SIGTERMException
 
-    def _wait_for_replicas(self, trainer: pl.Trainer) -> None:
+    def _wait_for_replicas(self, trainer: pl.Trainer, has_all: bool) -> None:
         while self._anyone_evaluates:
-            self._evaluated(trainer, has_more=False)
+            self._evaluated(trainer, False, has_all)
         self._anyone_evaluates = True  # when the next evaluation begins

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -123,6 +123,24 @@ def divided():
     return "nothing"
 
 
+class OfFirstReplica(IterableDataset):
+    """Two samples; others turn out to have none."""
+
+    def __iter__(self):
+        return iter(X[:2] if replica() == 0 else [])
+
+
+def none(name, fully_shard=False):
+    """One replica has no batch."""
+    if fully_shard and torch.__version__ < OLDEST_FSDP["cpu"]:
+        return ""
+    try:
+        found = getattr(trainer_of(fully_shard), name)(Module(), DataLoader(OfFirstReplica(), batch_size=2))
+    except ConfigurationError as error:
+        return str(error)
+    return [part.tolist() for part in found]
+
+
 def end(name, rank, at):
     """A rank is asked to end in a batch that one replica alone has."""
 
@@ -146,6 +164,7 @@ def main():
         "expected": all_losses.tolist(),
         "predict": predict(),
         "divided": divided(),
+        "none": {"predict": none("predict"), "test": none("test"), "divided": none("predict", fully_shard=True)},
         **{name: evaluate(name) for name in ("validate", "test", "fit", "two loaders")},
         "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},
     }

@@ -24,9 +24,11 @@ def test_all_is_given_back_after_each_run(tmp_path):
             "plugin.clip_grad_by_norm",
             "plugin.clip_grad_by_value",
             "predict.on_run_end",
+            "predict.run",
             "signals._sigterm_notifier_fn",
             "signals._slurm_sigusr_handler_fn",
             "validated.increment_completed",
+            "validated.increment_ready",
             "validation._store_dataloader_outputs",
             "validation.run",
         ]

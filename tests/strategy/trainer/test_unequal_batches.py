@@ -51,6 +51,19 @@ def test_replicas_that_compute_layers_together_are_told_to_have_equal_numbers(ra
     assert all("so all evaluate the same number of batches" in seen["divided"] for seen in ranks)
 
 
+def test_a_replica_without_any_batch_predicts_nothing(ranks):
+    for rank, seen in enumerate(ranks):
+        expected = [pytest.approx(seen["expected"][:2], abs=1e-6)] if rank < 2 else []
+        assert seen["none"]["predict"] == expected
+
+
+def test_a_replica_without_any_batch_is_named_where_others_would_wait_for_it(ranks):
+    for seen in ranks:
+        assert "each has a batch of every loader; here one has none" in seen["none"]["test"]
+        if torch.__version__ >= OLDEST_FSDP["cpu"]:
+            assert "so all evaluate the same number of batches" in seen["none"]["divided"]
+
+
 @pytest.mark.parametrize("name", ["test", "predict"])
 @pytest.mark.parametrize(("at", "last"), [("0 1", 1), ("3 0", 0), ("1 2", 2)])
 def test_all_ranks_end_after_the_batch_in_which_any_is_asked_to(ranks, name, at, last):
