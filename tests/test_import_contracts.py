@@ -134,12 +134,12 @@ MAY_KNOW = {
     "strategy.step.iterations": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.gradients", "strategy.step.outcome", "strategy.step.programs"),
-        *("strategy.step.recording", "strategy.step.values"),
+        *("strategy.step.on_stages", "strategy.step.recording", "strategy.step.values"),
     },
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
-        *("strategy.step.known_rules", "strategy.step.values"),
+        *("strategy.step.known_rules", "strategy.step.on_stages", "strategy.step.values"),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},

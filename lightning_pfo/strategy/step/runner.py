@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,24 +13,17 @@ from torch import nn
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
-from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.split import Split
-from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
-from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
-from lightning_pfo.strategy.parallel.patches import Patches, all_of
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
-from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches
-from lightning_pfo.strategy.step.effects.large import Earlier
-from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
@@ -44,16 +36,13 @@ from lightning_pfo.strategy.step.gradients import (
 )
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
-from lightning_pfo.strategy.step.known_rules import KnownRules
-from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
-from lightning_pfo.strategy.step.metrics.compat import set_batch_value, without_synchronisation
-from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
+from lightning_pfo.strategy.step.metrics.compat import set_batch_value
 from lightning_pfo.strategy.step.microbatches import shapes_of
+from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
-from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
+from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
-from lightning_pfo.strategy.step.values import ValueExchange, agree_on_trace, share_error
-from lightning_pfo.strategy.step.whole.end import Ends
+from lightning_pfo.strategy.step.values import ValueExchange, share_error
 
 T = TypeVar("T")
 Step = Callable[..., Any]
@@ -103,26 +92,19 @@ class StepRunner:
         self.batching = batching
         self.engine = engine
         self.owner = owner
-        self._split = split
+        self._stages = on_stages = StepOnStages(
+            engine, owner, split, parameters, shared, patches, replica_group, batching, deferred
+        )
+        self.programs = on_stages.programs
         self._hosts = engine.host_group()
-        self.programs = Programs(owner, split, engine.device, patches, partial(agree_on_trace, hosts=self._hosts))
-        self._ends = Ends(engine, owner, self.programs)
-        self._deferred = deferred
         self._means = means
-        self._shared = shared
-        self._earlier = Earlier()
         self._exchanges: dict[str, ValueExchange] = {}
-        self.rules = KnownRules(self.programs, batching)
-        self.layers = LayerWatch(owner, split.modules_inside(owner, list(parameters)))
-        self._phases = PhaseRunner(self)
-        self._iterations = Iterations(engine, parameters, shared, means, self.layers, precise=precise_gradients)
-        self._first_looks = FirstLooks(self, check_loss, compiled=compiled, divided=divided, deferred=deferred)
+        self._phases = PhaseRunner(on_stages)
+        self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
+        self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
         self._fresh = FreshBatches()
         self._is_first_batch = True
-        self._skipped: list[set[int]] = []
-        self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
-        self._aggregators = Aggregators(owner, patches)
 
     def train(
         self,
@@ -267,7 +249,8 @@ class StepRunner:
         after_backward: AfterBackward | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Run a step; returns what came of it, and on the last rank what it returned for microbatches."""
-        engine, kind, microbatches, train = self.engine, of.kind, of.parts, of.kind == "train"
+        engine, stages, kind, microbatches = self.engine, self._stages, of.kind, of.parts
+        train = kind == "train"
         whole = None
         if self.batching.joins_microbatches and len(microbatches) > 1:
             whole = Whole(of.batch, lambda: of.step(of.batch, *of.rest), microbatches.sizes)
@@ -291,20 +274,20 @@ class StepRunner:
             return to_be_differentiated(loss, weights[index], loss_scale)
 
         error: Exception | None = None
-        self._earlier.begin(kind)
-        effects = Effects(self.owner, self.programs.modules, self._earlier)
+        stages.earlier.begin(kind)
+        effects = Effects(self.owner, self.programs.modules, stages.earlier)
         outcome: dict[str, Any] = {}
-        self.layers.begin(microbatches.sizes, looks=train)
+        stages.layers.begin(microbatches.sizes, looks=train)
 
         try:
-            self.run(
+            stages.run(
                 kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward, phase=of
             )
             if engine.is_last:
                 run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
-                with self.rules.looking(of, run, engine.seed) as rules:
+                with stages.rules.looking(of, run, engine.seed) as rules:
                     outcome = run.merged(rules, is_sent=engine.num_ranks > 1)
-                outcome["skipped"] = sorted(self._skipped[-1])
+                outcome["skipped"] = sorted(stages.skipped[-1])
         except Exception as exception:
             error = exception
         if (exchange := self._exchanges.get(kind)) is None:
@@ -314,112 +297,10 @@ class StepRunner:
         shared: dict[str, Any] = exchange.share(outcome, error)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
-        check_skipped(self._skipped, shared["skipped"])
+        check_skipped(stages.skipped, shared["skipped"])
         effects.leave(shared, is_first=engine.rank == 0)
-        self.layers.end(engine.all_gather)
+        stages.layers.end(engine.all_gather)
         return shared, results
-
-    def run(
-        self,
-        kind: str,
-        step: Callable[[int], Any],
-        microbatches: Sequence[Any],
-        step_seed: tuple[int, ...],
-        recorder: LogRecorder,
-        take: Callable[[Any, int], torch.Tensor],
-        whole: Whole | None = None,
-        effects: Effects | None = None,
-        after_backward: AfterBackward | None = None,
-        *,
-        phase: StepOnBatch | None = None,
-    ) -> list[list[StageProgram]]:
-        """Run a step on microbatches; all ranks finish, whatever fails.
-
-        Args:
-            kind: Which step it is; `train` runs backward too.
-            step: The user's step on the microbatch of an index.
-            microbatches: The microbatches.
-            step_seed: Makes the random numbers of this step differ from those of others.
-            recorder: Where logs of the last stage go.
-            take: Takes, on the rank of the last stage, what the step returned for a microbatch; returns the loss.
-            whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
-                on every microbatch.
-            effects: Takes what it leaves behind; None: nothing of it counts.
-            after_backward: Called after each backward of this rank.
-            phase: Where the programs are known already, which phase of the step it is.
-
-        Returns:
-            What the stages have done of each microbatch.
-
-        Raises:
-            Exception: What went wrong on this rank; others may not know of it.
-        """
-        engine = self.engine
-        train, last = kind == "train", engine.num_stages - 1
-        ends = phase is None or phase.ends
-
-        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            with following(None):
-                recorder.log(name, plain(value), *args, **kwargs)
-
-        def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
-            """Where the user's step runs; without a stage nothing is noted of it."""
-            contexts: list[AbstractContextManager[Any]] = []
-            if stage is not None and changes:
-                contexts.append(buffers.of(stage))
-            contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
-            if metrics:
-                contexts.append(without_synchronisation(metrics))
-                if not ends_here:
-                    contexts.append(earlier_runs.of(recorder.index))
-            if self._aggregators:
-                contexts.append(self._aggregators.as_at_begin())
-            if self._deferred is not None and stage is not None:
-                contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
-            return contexts[0] if len(contexts) == 1 else all_of(contexts)
-
-        def run_step(stage: int, index: int) -> Any:
-            recorder.index = index if whole is None else 0
-            counting = self.layers.of_microbatch(index) if self.layers.counts else nullcontext()
-            with inside(stage, ends_here=ends and whole is None and stage == last), counting:
-                return step(index)
-
-        with random_state.isolated(engine.device) as before:
-            kept = Effects(self.owner, self.programs.modules) if effects is None else effects
-            metrics = self._metrics.found(kept.modules())
-            earlier_runs = EarlierRuns(metrics)
-            seed = (engine.seed, *step_seed)
-            found = None if phase is None else phase.programs
-            if found is None:
-                found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
-            changes: dict[str, int | None] = {}
-            for of_stages, whole_step in found:
-                changes |= changes_on_the_way(whole_step or of_stages, last)
-            kept.leave_alone(changes)
-            if whole is not None:
-                random_state.expect_draws_on_host()
-                trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
-                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
-            programs = [of_stages for of_stages, _ in found]
-            looks = train and effects is not None and self._earlier.number > 0
-            buffers = StepBuffers(self.owner, changes, len(engine.stages), looks=looks)
-            try:
-                with self._deferred.batch() if train and self._deferred is not None else nullcontext():
-                    memory = () if phase is None else phase.memory
-                    self._skipped = engine.run(
-                        programs, step_seed, run_step, take, train=train, after_backward=after_backward, memory=memory
-                    )
-                if random_state.notice_draws_on_host(before):
-                    _tell_of_draws()
-                kept.check_switched()
-                tell_of_buffers(buffers.gone_on, len(microbatches))
-            finally:
-                buffers.agree(engine.placement, self._shared, engine.group)
-                if phase is None:  # nothing of it counts
-                    buffers.put_back()
-                if effects is None:
-                    kept.discard()
-        return programs
 
     def _leave_behind(self, outcome: dict[str, Any], batch_size: int, *, train: bool) -> None:
         """Log what was logged, on every rank."""
@@ -443,10 +324,3 @@ def _without_inference_mode(values: Any) -> Iterator[Any]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, values)
-
-
-def _tell_of_draws() -> None:
-    warn_once(
-        "A step has drawn from the global generator of Python or NumPy for the first time, and did not do so when it "
-        "was traced: in this batch stages may have drawn different numbers; from the next on they draw the same."
-    )

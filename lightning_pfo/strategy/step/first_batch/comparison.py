@@ -13,7 +13,8 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
-from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal, RunsSteps
+from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
+from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.values import ValueExchange
@@ -43,7 +44,7 @@ class Comparison:
         divided: Whether layers are divided over replicas, which run them together then.
     """
 
-    def __init__(self, runner: RunsSteps, *, compiled: bool, divided: bool) -> None:
+    def __init__(self, runner: StepOnStages, *, compiled: bool, divided: bool) -> None:
         self._runner = runner
         self._engine, self._owner = runner.engine, runner.owner
         self._divided = divided

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.first_batch.comparison import Comparison
-from lightning_pfo.strategy.step.first_batch.rehearsal import RunsSteps
+from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 
@@ -22,7 +22,7 @@ class FirstLooks:
 
     def __init__(
         self,
-        runner: RunsSteps,
+        runner: StepOnStages,
         check_loss: bool,
         *,
         compiled: bool,

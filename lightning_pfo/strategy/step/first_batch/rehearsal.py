@@ -3,57 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
-from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch, Numbers
+from lightning_pfo.strategy.step.effects.layer_watch import Numbers
 from lightning_pfo.strategy.step.first_batch.numbers import Pair
 from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
-from lightning_pfo.strategy.step.known_rules import KnownRules
+from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
-from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 _log = logging.getLogger(__name__)
 _EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
 _LARGEST_BYTES = 256 * 2**20  # of outputs of the model that are held; of larger ones, fewer microbatches are compared
-
-
-class RunsSteps(Protocol):
-    """Runs a user's steps on the pipeline; see `StepRunner`."""
-
-    engine: PipelineEngine
-    owner: nn.Module
-    batching: Batching
-    programs: Programs
-    layers: LayerWatch
-    rules: KnownRules
-
-    def run(
-        self,
-        kind: str,
-        step: Callable[[int], Any],
-        microbatches: Sequence[Any],
-        step_seed: tuple[int, ...],
-        recorder: LogRecorder,
-        take: Callable[[Any, int], torch.Tensor],
-        whole: Whole | None = None,
-        effects: Effects | None = None,
-    ) -> list[list[StageProgram]]:
-        """Run a step on microbatches."""
 
 
 class InOnePiece(NamedTuple):
@@ -85,7 +57,7 @@ class Rehearsal:
         grown: How numbers of layers have grown by the last run.
     """
 
-    def __init__(self, runner: RunsSteps, *, compiled: bool) -> None:
+    def __init__(self, runner: StepOnStages, *, compiled: bool) -> None:
         self._runner = runner
         self._engine, self._owner = runner.engine, runner.owner
         self._compiled = compiled

@@ -6,22 +6,19 @@ only gradients count, what the step then does with them, and the values that lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
-from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.effects.outward.calls import Call, merged_calls
 from lightning_pfo.strategy.step.gradients import loss_of, to_be_differentiated
+from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
-from lightning_pfo.strategy.step.programs import Phases, Programs
+from lightning_pfo.strategy.step.programs import Phases
 from lightning_pfo.strategy.step.recording import LogRecorder
 from lightning_pfo.strategy.step.values import ValueExchange
 
@@ -41,29 +38,6 @@ class Between(Protocol):
         """
 
 
-class RunsPhases(Protocol):
-    """Runs a user's steps on the pipeline; see `StepRunner`."""
-
-    engine: PipelineEngine
-    owner: nn.Module
-    batching: Batching
-    programs: Programs
-
-    def run(
-        self,
-        kind: str,
-        step: Callable[[int], Any],
-        microbatches: Sequence[Any],
-        step_seed: tuple[int, ...],
-        recorder: LogRecorder,
-        take: Callable[[Any, int], torch.Tensor],
-        *,
-        after_backward: AfterBackward | None = None,
-        phase: StepOnBatch | None = None,
-    ) -> list[list[StageProgram]]:
-        """Run a step on microbatches."""
-
-
 class PhaseRunner:
     """Runs the phases of steps before the last one.
 
@@ -71,7 +45,7 @@ class PhaseRunner:
         runner: Runs steps on the pipeline.
     """
 
-    def __init__(self, runner: RunsPhases) -> None:
+    def __init__(self, runner: StepOnStages) -> None:
         self._runner = runner
         self._exchanges: dict[Any, ValueExchange] = {}
 

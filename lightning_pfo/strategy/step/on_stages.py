@@ -1,0 +1,196 @@
+"""A user's step on microbatches, on the stages of this rank: what surrounds it there, and what is put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.engine.executor import AfterBackward
+from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
+from lightning_pfo.strategy.model.buffers import StepBuffers
+from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.tracked import following, plain
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.groups import Shared
+from lightning_pfo.strategy.parallel.patches import Patches, all_of
+from lightning_pfo.strategy.step.batches.batching import Batching
+from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
+from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.large import Earlier
+from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.known_rules import KnownRules
+from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
+from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
+from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
+from lightning_pfo.strategy.step.outcome import StepOnBatch
+from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
+from lightning_pfo.strategy.step.recording import LogRecorder
+from lightning_pfo.strategy.step.values import agree_on_trace
+from lightning_pfo.strategy.step.whole.end import Ends
+
+
+class StepOnStages:
+    """Runs a user's step on microbatches; what comes of it stays where it is.
+
+    Args:
+        engine: The pipeline engine of this rank.
+        owner: The user's module whose steps are run.
+        split: How it is divided.
+        stages: The stages of this rank.
+        shared: Parameters and buffers that this rank holds together with others.
+        patches: Gives the user's metrics back when it is closed.
+        replica_group: Processes with the same stages in other replicas; None where there is one replica.
+        batching: How batches are divided, and how much each microbatch counts.
+        deferred: Batch norms whose running statistics are those of whole batches.
+
+    Attributes:
+        programs: What stages do of each kind of step.
+        rules: What is known of how microbatches come together.
+        layers: What layers keep in attributes.
+        earlier: What earlier batches have left.
+        skipped: The microbatches that each stage has skipped in the last run.
+    """
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        owner: nn.Module,
+        split: Split,
+        stages: Mapping[int, object],
+        shared: Sequence[Shared],
+        patches: Patches,
+        replica_group: dist.ProcessGroup | None,
+        batching: Batching,
+        deferred: DeferredBatchNorms | None,
+    ) -> None:
+        self.engine = engine
+        self.owner = owner
+        self.batching = batching
+        agree = partial(agree_on_trace, hosts=engine.host_group())
+        self.programs = Programs(owner, split, engine.device, patches, agree)
+        self.rules = KnownRules(self.programs, batching)
+        self.layers = LayerWatch(owner, split.modules_inside(owner, list(stages)))
+        self.earlier = Earlier()
+        self.skipped: list[set[int]] = []
+        self._shared = shared
+        self._deferred = deferred
+        self._ends = Ends(engine, owner, self.programs)
+        self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
+        self._aggregators = Aggregators(owner, patches)
+
+    def run(
+        self,
+        kind: str,
+        step: Callable[[int], Any],
+        microbatches: Sequence[Any],
+        step_seed: tuple[int, ...],
+        recorder: LogRecorder,
+        take: Callable[[Any, int], torch.Tensor],
+        whole: Whole | None = None,
+        effects: Effects | None = None,
+        after_backward: AfterBackward | None = None,
+        *,
+        phase: StepOnBatch | None = None,
+    ) -> list[list[StageProgram]]:
+        """Run a step on microbatches; all ranks finish, whatever fails.
+
+        Args:
+            kind: Which step it is; `train` runs backward too.
+            step: The user's step on the microbatch of an index.
+            microbatches: The microbatches.
+            step_seed: Makes the random numbers of this step differ from those of others.
+            recorder: Where logs of the last stage go.
+            take: Takes, on the rank of the last stage, what the step returned for a microbatch; returns the loss.
+            whole: The whole batch, on which the step ends, so that something is taken for index 0 only; None: it ends
+                on every microbatch.
+            effects: Takes what it leaves behind; None: nothing of it counts.
+            after_backward: Called after each backward of this rank.
+            phase: Where the programs are known already, which phase of the step it is.
+
+        Returns:
+            What the stages have done of each microbatch.
+
+        Raises:
+            Exception: What went wrong on this rank; others may not know of it.
+        """
+        engine = self.engine
+        train, last = kind == "train", engine.num_stages - 1
+        ends = phase is None or phase.ends
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            with following(None):
+                recorder.log(name, plain(value), *args, **kwargs)
+
+        def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
+            """Where the user's step runs; without a stage nothing is noted of it."""
+            contexts: list[AbstractContextManager[Any]] = []
+            if stage is not None and changes:
+                contexts.append(buffers.of(stage))
+            contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
+            if metrics:
+                contexts.append(without_synchronisation(metrics))
+                if not ends_here:
+                    contexts.append(earlier_runs.of(recorder.index))
+            if self._aggregators:
+                contexts.append(self._aggregators.as_at_begin())
+            if self._deferred is not None and stage is not None:
+                contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
+            return contexts[0] if len(contexts) == 1 else all_of(contexts)
+
+        def run_step(stage: int, index: int) -> Any:
+            recorder.index = index if whole is None else 0
+            counting = self.layers.of_microbatch(index) if self.layers.counts else nullcontext()
+            with inside(stage, ends_here=ends and whole is None and stage == last), counting:
+                return step(index)
+
+        with random_state.isolated(engine.device) as before:
+            kept = Effects(self.owner, self.programs.modules) if effects is None else effects
+            metrics = self._metrics.found(kept.modules())
+            earlier_runs = EarlierRuns(metrics)
+            seed = (engine.seed, *step_seed)
+            found = None if phase is None else phase.programs
+            if found is None:
+                found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
+            changes: dict[str, int | None] = {}
+            for of_stages, whole_step in found:
+                changes |= changes_on_the_way(whole_step or of_stages, last)
+            kept.leave_alone(changes)
+            if whole is not None:
+                random_state.expect_draws_on_host()
+                trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
+                take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
+            programs = [of_stages for of_stages, _ in found]
+            looks = train and effects is not None and self.earlier.number > 0
+            buffers = StepBuffers(self.owner, changes, len(engine.stages), looks=looks)
+            try:
+                with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                    memory = () if phase is None else phase.memory
+                    self.skipped = engine.run(
+                        programs, step_seed, run_step, take, train=train, after_backward=after_backward, memory=memory
+                    )
+                if random_state.notice_draws_on_host(before):
+                    _tell_of_draws()
+                kept.check_switched()
+                tell_of_buffers(buffers.gone_on, len(microbatches))
+            finally:
+                buffers.agree(engine.placement, self._shared, engine.group)
+                if phase is None:  # nothing of it counts
+                    buffers.put_back()
+                if effects is None:
+                    kept.discard()
+        return programs
+
+
+def _tell_of_draws() -> None:
+    warn_once(
+        "A step has drawn from the global generator of Python or NumPy for the first time, and did not do so when it "
+        "was traced: in this batch stages may have drawn different numbers; from the next on they draw the same."
+    )
