@@ -106,6 +106,7 @@ def prepare_pipeline(
     loss_over: str = "microbatch",
     check_loss: bool = True,
     batch_norm: str = "microbatch",
+    hold_uncalled: str = "everywhere",
 ) -> tuple[AcceleratedPipeline, Any, Any]:
     """Split a model into pipeline stages, one or more per process, and prepare what belongs to it; a collective call.
 
@@ -138,6 +139,7 @@ def prepare_pipeline(
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PipelinedModel`.
         batch_norm: When batch norms update their running statistics, `microbatch` or `deferred`; see `PipelinedModel`.
+        hold_uncalled: Who holds what the example batch does not use, `everywhere` or `once`; see `PipelinedModel`.
 
     Returns:
         The pipelined model, the prepared optimizer, and the prepared loader (None for what was None).
@@ -169,6 +171,7 @@ def prepare_pipeline(
         loss_over=loss_over,
         check_loss=check_loss,
         batch_norm=batch_norm,
+        hold_uncalled=hold_uncalled,
         device=accelerator.device,
     )
     accelerator.print(f"lightning_pfo: {pipeline.description}")

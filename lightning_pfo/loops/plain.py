@@ -26,6 +26,7 @@ from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.build import build_pipeline
+from lightning_pfo.strategy.model.ownership import check_uncalled
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms, clip_for_torch
@@ -81,6 +82,8 @@ class PipelinedModel(ModelState):
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PfoPipelineStrategy`.
         batch_norm: `microbatch`, or `deferred` running statistics of batch norms; see `PfoPipelineStrategy`.
+        hold_uncalled: Whether what the example batch does not use is held `everywhere` or `once`; see
+            `PfoPipelineStrategy`.
         device: Device of this rank; None is the current CUDA device under nccl, else the CPU.
 
     Attributes:
@@ -121,6 +124,7 @@ class PipelinedModel(ModelState):
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",
+        hold_uncalled: str = "everywhere",
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
@@ -132,6 +136,7 @@ class PipelinedModel(ModelState):
             )
         check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
         check_schedule_name(schedule)
+        check_uncalled(hold_uncalled)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         self.module = module
@@ -170,6 +175,7 @@ class PipelinedModel(ModelState):
             batching=batching,
             check_loss=check_loss,
             batch_norm=batch_norm,
+            hold_uncalled=hold_uncalled,
             seed=random_state.synchronise(),
         )
 

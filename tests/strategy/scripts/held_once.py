@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -72,11 +73,24 @@ def train(where, strategy, devices):
     return module.held
 
 
+class Net(Module):
+    def forward(self, batch):
+        return self.training_step(batch, 0)
+
+
+def held_by_loop():
+    """What a loop of one's own holds."""
+    model = PipelinedModel(Net("nowhere"), num_microbatches=2, example_batch=(X[:2],), hold_uncalled="once")
+    model.step(X[:2])
+    return sorted(name for name, parameter in model.module.named_parameters() if not parameter.is_meta)
+
+
 def main():
     held = {
         where: train(where, PfoPipelineStrategy(num_microbatches=2, hold_uncalled="once"), 2)
         for where in ("nowhere", "behind", "before", "hook")
     }
+    held["loop"] = held_by_loop()
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(held))
 
 

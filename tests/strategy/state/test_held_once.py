@@ -24,7 +24,7 @@ def test_one_rank_holds_it(folder):
     layers = [
         [f"layers.{layer}.{name}" for layer in stage for name in ("bias", "weight")] for stage in ((0, 1), (2, 3))
     ]
-    for where in ("nowhere", "behind"):
+    for where in ("nowhere", "behind", "loop"):
         assert first[where] == layers[0]
         assert last[where] == [*ENCODER, *layers[1], "prior"]
 
