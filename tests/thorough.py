@@ -1,4 +1,4 @@
-"""`make test` runs those variants that differ most; `PFO_TESTS=thorough make test` runs all, in a third more time."""
+"""`make test` runs those variants that differ most; `PFO_TESTS=thorough make test` runs all."""
 
 import os
 

@@ -82,7 +82,8 @@ def divide(
     )
     split = split_units(model, units, calls, boundaries, trace, uncalled=uncalled)
     if before is not None:  # which had a trace
-        split = replace(split, held=split.held | {n: s for n, s in before.held.items() if n in split.held})
+        held = split.held | {n: s for n, s in before.held.items() if n in split.held}
+        split = replace(split, held=held, holds_once=before.holds_once)
     return split, times_s
 
 

@@ -150,8 +150,9 @@ def _why_unequal(heaviest: int, split: Split) -> str:
 
 
 def _beside(stage: int, split: Split) -> str:
-    """A module whose parameters this stage holds alone and no unit that is called has; what has most of them."""
+    """A module whose parameters this stage holds, not all do, and no unit that is called has; what has most of them."""
     called = [f"{unit.name}." for unit in split.units.all if split.owners.get(unit)]
-    names = [name for name, stages in split.held.items() if stages == {stage} and not name.startswith(tuple(called))]
+    of_stage = [name for name, stages in split.held.items() if stage in stages and len(stages) < split.num_stages]
+    names = [name for name in of_stage if not name.startswith(tuple(called))]
     modules = [name.rpartition(".")[0] or name for name in names]
     return max(modules, key=modules.count, default="")

@@ -46,6 +46,7 @@ class Split:
         everywhere: Names of parameters that the step uses by itself, without a value of a stage.
         several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
+        holds_once: Whether the last stage alone holds what the first batch is not known to use.
     """
 
     units: Units
@@ -56,6 +57,7 @@ class Split:
     everywhere: frozenset[str] = frozenset()
     several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
+    holds_once: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -211,11 +213,11 @@ class Split:
             return stages_by_owner(trace, Flow(trace), range(len(trace.events)), self._bound(trace), self.num_stages)
         except ConfigurationError as error:
             units = [unit for event in trace.events for unit in event.units if not self.owners.get(unit)]
-            held_by_some = [unit.name for unit in units if self._stages_with(unit)]
-            if not held_by_some:
+            held_once = [unit.name for unit in units if self.holds_once and self.last in self._stages_with(unit)]
+            if not held_once:
                 raise
             raise ConfigurationError(
-                f"{error} The first training batch has not called {held_by_some[0]!r}, so that not all stages hold it; "
+                f"{error} The first training batch has not called {held_once[0]!r}, so that not all stages hold it; "
                 f"with hold_uncalled='everywhere' they do."
             ) from error
 
@@ -307,6 +309,7 @@ def split_units(
         everywhere=frozenset(trace.everywhere),
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(saved_bytes),
+        holds_once=of_uncalled is not None,
     )
 
 
@@ -358,7 +361,7 @@ def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
-    return Split(units, calls, split.boundaries, owners, split.held)
+    return Split(units, calls, split.boundaries, owners, split.held, holds_once=split.holds_once)
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class StepOnStages:
         engine: PipelineEngine,
         owner: nn.Module,
         split: Split,
-        stages: Mapping[int, object],
+        stages: Collection[int],
         shared: Sequence[Shared],
         patches: Patches,
         replica_group: dist.ProcessGroup | None,
@@ -77,7 +77,7 @@ class StepOnStages:
         agree = partial(agree_on_trace, hosts=engine.host_group())
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)
-        self.layers = LayerWatch(owner, split.modules_inside(owner, list(stages)))
+        self.layers = LayerWatch(owner, split.modules_inside(owner, stages))
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
         self._shared = shared

@@ -27,7 +27,8 @@ def single(tmp_path_factory):
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    run_script(SCRIPT, folder, request.param, timeout_s=280)
+    schedules = {name: of_name for (name, number), of_name in SCHEDULES.items() if number == request.param}
+    run_script(SCRIPT, folder, request.param, json.dumps(schedules), timeout_s=280)
     return of_ranks(folder, request.param)
 
 

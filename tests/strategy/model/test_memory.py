@@ -137,6 +137,20 @@ def test_what_no_step_calls_is_held_once_where_that_is_asked_for():
     assert "stays there with any partition" in warning
 
 
+@pytest.mark.parametrize("uncalled", ["everywhere", "once"])
+def test_a_module_that_shares_what_it_uses_is_refused_without_a_way_out_that_is_none(uncalled):
+    root = Holder(again=nn.Linear(4, 4), model=layers(4, 4))
+    root.model[0].weight, root.model[0].bias = root.again.weight, root.again.bias
+    split, followed = divide(root, chain, (0, 1, 2), uncalled)
+    followed.step = lambda: root.again(root.model(torch.ones(2, 4))).mean()
+    try:
+        with pytest.raises(ConfigurationError, match=r"'again', which stage 0 has, is used after 'model.1'") as refused:
+            split.stages(followed.trace())
+    finally:
+        followed.close()
+    assert "hold_uncalled" not in str(refused.value)  # it is stage 0 that has it, either way
+
+
 def test_a_heavy_stage_is_named_with_boundaries_that_are_better():
     root = Holder(layers(*[16] * 6))
     memory, (warning,) = of(root, chain, (0, 4, 5, 6))

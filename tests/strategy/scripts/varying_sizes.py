@@ -17,14 +17,7 @@ from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.engine import channels
 from tests.ranks import run_ranks
-from tests.thorough import mostly
 
-SCHEDULES = {
-    ("tokens", 2): mostly(("1f1b", "interleaved_zero_bubble", "zbv"), "gpipe", "interleaved_1f1b"),
-    ("experts", 2): mostly(("1f1b",), "zbv"),
-    ("tokens", 4): mostly(("zbv",), "1f1b"),
-    ("experts", 4): mostly(("1f1b",), "zbv"),
-}
 IN_CHANNELS = ("interleaved_1f1b", "zbv")
 """Their transfers go through groups by direction, as with nccl."""
 WIDTH, LAYERS, EXPERTS = 6, 8, 3
@@ -172,11 +165,11 @@ def single(folder):
     Path(folder, "single.json").write_text(json.dumps(results))
 
 
-def pipeline(folder, num_ranks):
+def pipeline(folder, num_ranks, schedules):
     results = {}
     for name in MODELS:
         results[name] = {}
-        for schedule in SCHEDULES[name, num_ranks]:
+        for schedule in schedules[name]:
             channels.WITHOUT_QUEUES = frozenset() if schedule in IN_CHANNELS else frozenset({"gloo"})
             check = schedule == "1f1b"  # costs as much as the rest, and the same with each schedule
             strategy = PfoPipelineStrategy(num_microbatches=4, schedule=schedule, check_loss=check)
@@ -193,4 +186,4 @@ def pipeline(folder, num_ranks):
 if len(sys.argv) == 2:
     run_ranks(single, 1, sys.argv[1])
 else:
-    run_ranks(pipeline, int(sys.argv[2]), sys.argv[1], int(sys.argv[2]))
+    run_ranks(pipeline, int(sys.argv[2]), sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
