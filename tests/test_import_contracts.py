@@ -145,7 +145,9 @@ MAY_KNOW = {
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"},
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.model.variables", "strategy.parallel"},
-    "strategy.model.tracing.dividing": {"core", "strategy.model.tracing", "strategy.parallel"},
+    "strategy.model.tracing.dividing": {
+        *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
+    },
     "strategy.model.tracing.forms": {
         *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
     },

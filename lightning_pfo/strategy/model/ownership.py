@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 import torch
 from torch import nn
@@ -72,10 +74,17 @@ def find_users(
     return {name: users.get(id(tensor), uncalled or everyone) for name, tensor in tensors.items()}
 
 
+def tied_names(root: nn.Module) -> dict[str, str]:
+    """The first name of a parameter or buffer, by each other name that it has."""
+    first = {id(tensor): name for name, tensor in named_tensors(root).items()}
+    all_names = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in chain(*all_names) if first[id(tensor)] != name}
+
+
 def release_others(root: nn.Module, users: Users, stages: Collection[int]) -> None:
     """Replace the tensors that none of `stages` uses by placeholders on the meta device."""
     released = {id(t) for name, t in named_tensors(root).items() if users[name].isdisjoint(stages)}
-    placeholders: dict[int, nn.Parameter] = {}  # what is tied stays tied, so that optimizers count alike everywhere
+    placeholders: dict[int, torch.Tensor] = {}  # what is tied stays tied, so that optimizers count alike everywhere
     for module in root.modules():
         own = tensors_of(module)
         for name, parameter in own.parameters.items():
@@ -84,10 +93,10 @@ def release_others(root: nn.Module, users: Users, stages: Collection[int]) -> No
             if id(parameter) not in placeholders:
                 on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
                 placeholders[id(parameter)] = on_meta
-            own.parameters[name] = placeholders[id(parameter)]
+            own.parameters[name] = cast("nn.Parameter", placeholders[id(parameter)])
         for name, buffer in own.buffers.items():
             if buffer is not None and id(buffer) in released:
-                own.buffers[name] = buffer.to("meta")
+                own.buffers[name] = placeholders.setdefault(id(buffer), buffer.to("meta"))
     mark_placeholders(root)
 
 

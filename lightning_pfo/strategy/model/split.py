@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any
 
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.calls import LayerCalls, layer_calls
-from lightning_pfo.strategy.model.ownership import Part, find_users
+from lightning_pfo.strategy.model.ownership import Part, find_users, tied_names
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.dividing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow, stages_by_owner
@@ -31,6 +31,7 @@ from lightning_pfo.strategy.model.variables import is_of_library, packages_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
+_ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Split:
         boundaries: Which calls belong to which stage.
         owners: The stages that have a unit; none for one that is not called.
         held: The stages that use a parameter or buffer, by name: whose ranks hold it.
+        tied: The name by which `held` knows a parameter or buffer, by each other name that it has.
         everywhere: Names of parameters that the step uses by itself, without a value of a stage.
         several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
@@ -54,6 +56,7 @@ class Split:
     boundaries: Boundaries
     owners: dict[Unit, frozenset[int]]
     held: dict[str, frozenset[int]]
+    tied: dict[str, str] = field(default_factory=dict)
     everywhere: frozenset[str] = frozenset()
     several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
@@ -111,6 +114,11 @@ class Split:
     def last(self) -> frozenset[int]:
         """The last stage."""
         return frozenset({self.num_stages - 1})
+
+    @property
+    def all(self) -> frozenset[int]:
+        """All stages."""
+        return frozenset(range(self.num_stages))
 
     def layers_of(self, stage: int) -> list[Unit]:
         """The layers of a stage."""
@@ -212,14 +220,22 @@ class Split:
         try:
             return stages_by_owner(trace, Flow(trace), range(len(trace.events)), self._bound(trace), self.num_stages)
         except ConfigurationError as error:
-            units = [unit for event in trace.events for unit in event.units if not self.owners.get(unit)]
-            held_once = [unit.name for unit in units if self.holds_once and self.last in self._stages_with(unit)]
-            if not held_once:
+            names = {name for event in trace.events for name in event.held if f"{name!r}, which" in str(error)}
+            hint = _ALIKE if names else self._hint_of_uncalled(trace)
+            if not hint:
                 raise
-            raise ConfigurationError(
-                f"{error} The first training batch has not called {held_once[0]!r}, so that not all stages hold it; "
-                f"with hold_uncalled='everywhere' they do."
-            ) from error
+            raise ConfigurationError(f"{error} {hint}") from error
+
+    def _hint_of_uncalled(self, trace: Trace) -> str:
+        """What to do about units that a step calls, but the first batch did not, and that not all stages hold."""
+        for unit in (unit for event in trace.events for unit in event.units if not self.owners.get(unit)):
+            missed = f"The first training batch has not called {unit.name!r}"
+            tied = [first for name, first in self._names_in(unit) if name != first and self.held[first] != self.all]
+            if tied:
+                return f"{missed}, so that its {tied[0]!r} is only where other modules use it. {_ALIKE}"
+            if self.holds_once and self.last in self._stages_with(unit):
+                return f"{missed}, so that not all stages hold it; with hold_uncalled='everywhere' they do."
+        return ""
 
     def _cuts(self, trace: Trace, bound: list[Bound]) -> list[int]:
         if tuple(unit for unit, _ in trace.marks) == self.calls.layers:
@@ -245,8 +261,13 @@ class Split:
         """The stages on which a unit can be called; several sets if it can be on the stages of all of them only."""
         if self.owners.get(unit):
             return {self.owners[unit]}
-        within = {stages for name, stages in self.held.items() if f"{name}.".startswith(f"{unit.name}.")}
+        within = {self.held[first] for _, first in self._names_in(unit)}
         return {stages for stages in within if len(stages) < self.num_stages}
+
+    def _names_in(self, unit: Unit) -> list[tuple[str, str]]:
+        """The parameters and buffers of a unit: their names in it, and those by which `held` knows them."""
+        names = chain(zip(self.held, self.held, strict=True), self.tied.items())
+        return [(name, first) for name, first in names if f"{name}.".startswith(f"{unit.name}.")]
 
     def _check_everywhere(self, trace: Trace) -> None:
         last = {self.num_stages - 1}
@@ -255,8 +276,7 @@ class Split:
             if not stages <= self.held.get(name, stages):
                 raise ConfigurationError(
                     f"{name!r} is held by {_stages(self.held[name])}, by what the first training batch uses, but this "
-                    f"step uses it on {_stages(stages)}. Use it alike in training_step, if only as "
-                    f"0 * self.{name}.sum() in the loss."
+                    f"step uses it on {_stages(stages)}. {_ALIKE}"
                 )
 
 
@@ -284,7 +304,8 @@ def split_units(
         for index in range(start, stop):
             for unit in (calls.layers[index], *calls.others[index]):
                 owners.setdefault(unit, set()).add(stage)
-    split = Split(units, calls, boundaries, {unit: frozenset(stages) for unit, stages in owners.items()}, {})
+    stages_of = {unit: frozenset(stages) for unit, stages in owners.items()}
+    split = Split(units, calls, boundaries, stages_of, {}, tied_names(root))
     num_stages = split.num_stages
     if trace is None:
         return replace(split, held=find_users(root, split.parts(), {}, num_stages))
@@ -344,9 +365,17 @@ def earlier_split(root: nn.Module, units: Units) -> Split | None:
     if before is None:
         return None
     split: Split = before[0]
-    of_module = {unit.module: unit for unit in units.all}  # the same modules, in units of now
-    renewed = {unit: of_module[unit.module] for unit in split.units.all if unit.module in of_module}
-    return _with_units(split, units, renewed)
+    # the same modules, in units of now; modules that the first batch called as a whole stay whole, and others divided
+    of_module = {unit.module: unit for unit in units.all}
+    names = {module: name for name, module in root.named_modules()}
+    there = [unit for unit in split.units.all if unit.module in names]
+    renewed = {
+        unit: of_module.get(unit.module) or Unit(names[unit.module], unit.module, unit.is_layer) for unit in there
+    }
+    kept = {unit.module for unit in renewed}
+    parts = {part for module in kept for part in module.modules() if part not in kept}
+    others = [unit for unit in units.all if unit.module not in parts and kept.isdisjoint(unit.module.modules())]
+    return _with_units(split, Units(units.name, [*renewed.values(), *others], units.layers), renewed)
 
 
 def _noted_in(root: nn.Module, units: Units) -> dict[str, Any]:
@@ -361,7 +390,7 @@ def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
-    return Split(units, calls, split.boundaries, owners, split.held, holds_once=split.holds_once)
+    return Split(units, calls, split.boundaries, owners, split.held, split.tied, holds_once=split.holds_once)
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:

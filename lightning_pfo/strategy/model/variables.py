@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import linecache
 import sys
 import sysconfig
+import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +25,7 @@ HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 """Classes of attributes that the user names."""
 _NO_OBJECTS = (type, nn.Module, torch.Tensor, BaseException, types.ModuleType, types.FunctionType, types.MethodType)
 _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_pfo", "builtins")
+_NOT_THE_USERS_FILES = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), "<"
 _CHANGE_BY_THEMSELVES = frozenset(
     (
         *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "logging", "threading"),
@@ -86,6 +91,31 @@ def packages_of(module: nn.Module) -> frozenset[str]:
 @cache
 def _packages_of(cls: type) -> frozenset[str]:
     return frozenset(map(_package_of, cls.__mro__)) - {*_NOT_THE_USERS, *sys.stdlib_module_names}
+
+
+def users_line(error: BaseException | None = None) -> str:
+    """The innermost line of the stack, or of where an error was raised, that is neither torch's nor this package's."""
+    stack = _stack() if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    for frame, line in stack:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS_FILES) and "contextlib" not in file:
+            return f"{file}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"
+    return "an unknown line"
+
+
+def _stack() -> Iterator[tuple[types.FrameType, int]]:
+    """The calls under way, the innermost first; `walk_stack` on its own leaves out some, others in each Python."""
+    return traceback.walk_stack(inspect.currentframe())
+
+
+def users_module() -> nn.Module | None:
+    """The module of whose method a line the user has written is running, the innermost one."""
+    for frame, _ in _stack():
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(first, nn.Module) and not code.co_filename.startswith(_NOT_THE_USERS_FILES):
+            return first
+    return None
 
 
 class Variables(MutableMapping[str, Any]):

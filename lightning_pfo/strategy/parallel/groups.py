@@ -336,8 +336,8 @@ def share(
     members = {ranks: tuple(global_rank(group, rank) for rank in ranks) for ranks in sets if len(ranks) < size}
     groups.together([Wanted(ranks, backend) for ranks in members.values() for backend in groups.backends])
     found = []
-    for ranks in sets:
-        of_ranks = {name: tensor for name, tensor in tensors.items() if tuple(sorted(holders[name])) == ranks}
+    for ranks in sets:  # of a buffer that several modules have, each has its own once it was moved to a device
+        of_ranks = {name: tensors[name] for name, of_name in holders.items() if tuple(sorted(of_name)) == ranks}
         processes = groups.of(members[ranks]) if ranks in members else group
         found.append(
             Shared(

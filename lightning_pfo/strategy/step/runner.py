@@ -15,6 +15,7 @@ from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
+from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
@@ -270,6 +271,7 @@ class StepRunner:
                 results.append(kept if outputs != "nobody" else None)
                 return torch.zeros(())
             loss = loss_of(result)
+            check_known(loss)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             return to_be_differentiated(loss, weights[index], loss_scale)
 

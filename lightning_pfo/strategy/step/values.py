@@ -74,7 +74,10 @@ class ValueExchange:
             return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         parcel = Parcel(b"")
         if self._is_last and error is None:
-            parcel = pack(value, self._device)
+            try:
+                parcel = pack(value, self._device)
+            except Exception as failed:
+                error = failed
         outline, count, forms = self._known
         is_new = error is not None or (self._is_last and parcel.outline != outline)
         # float64 holds losses and counts exactly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.noticing import users_line
+from lightning_pfo.strategy.model.variables import users_line
 
 SKIPPED = object()
 """What comes of a step that returns None before it calls anything, as all stages of it do alike."""

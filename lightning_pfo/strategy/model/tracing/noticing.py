@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import linecache
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -286,34 +281,6 @@ class AppliedFunction:
             given, named, _ = args
             return self.original(*given, **named)
         return self.original(self.cls, *args, **kwargs)
-
-
-_NOT_THE_USERS = str(Path(__file__).parents[3]), str(Path(torch.__file__).parent), "<"
-
-
-def users_line(error: BaseException | None = None) -> str:
-    """The innermost line of the stack, or of where an error was raised, that is neither torch's nor this package's."""
-    stack = _stack() if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
-    for frame, line in stack:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS) and "contextlib" not in file:
-            return f"{file}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"
-    return "an unknown line"
-
-
-def _stack() -> Iterator[tuple[FrameType, int]]:
-    """The calls under way, the innermost first; `walk_stack` on its own leaves out some, others in each Python."""
-    return traceback.walk_stack(inspect.currentframe())
-
-
-def users_module() -> nn.Module | None:
-    """The module of whose method a line the user has written is running, the innermost one."""
-    for frame, _ in _stack():
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(first, nn.Module) and not code.co_filename.startswith(_NOT_THE_USERS):
-            return first
-    return None
 
 
 def is_value(leaf: Any) -> bool:

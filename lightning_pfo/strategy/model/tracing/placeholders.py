@@ -17,11 +17,20 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.tracing.ends import deviates
 from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
-from lightning_pfo.strategy.model.tracing.tracked import WHOLE, Tracked, current_run, natively, zeros_in_form
+from lightning_pfo.strategy.model.tracing.tracked import (
+    WHOLE,
+    Tracked,
+    current_run,
+    is_beyond,
+    natively,
+    zeros_in_form,
+)
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
+from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, memory_of, tensors_of
 from lightning_pfo.strategy.parallel.dtensor import alike, is_written_from_nowhere, lacks_values, writes
 
 _log = logging.getLogger(__name__)
@@ -42,6 +51,10 @@ _ELSEWHERE = (
     "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank (in a plain loop "
     "model.whole_parameters(module)), which has all of them; or do it in training_step. For an average of weights "
     "there is Lightning's WeightAveraging."
+)
+_IN_STEP = (
+    "A step reads values of a parameter or buffer that other ranks hold, by what the first training batch uses. At "
+    "{place} Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
 )
 _text = WHOLE
 _has_warned = False
@@ -183,6 +196,16 @@ def check_values(value: Any) -> None:
         raise ConfigurationError(_explained())
 
 
+def check_known(leaf: Any) -> None:
+    """Refuse what a step leaves behind, if it has come of placeholders.
+
+    Raises:
+        DeviationError: If it has, which the trace would have told.
+    """
+    if is_placeholder(leaf):
+        raise deviates()
+
+
 def _follow(answer: Any) -> None:
     for kind in _PLACEHOLDERS:
         kind.__torch_function__ = answer  # type: ignore[attr-defined]
@@ -202,7 +225,23 @@ def _answer(
     run = current_run()
     if run is not None and any(isinstance(value, Tracked) for value in tree_leaves((args, kwargs))):
         return run.operation(function, args, kwargs)
-    return _marked(natively(function, args, kwargs))  # views of placeholders are some as well
+    try:
+        result = natively(function, args, kwargs)
+        if run is None and is_beyond() and _is_new(result, (args, kwargs)):
+            raise deviates()  # in the trace their values were not asked for, so that another rank has them
+        return _marked(result)  # views of placeholders are some as well
+    except (RuntimeError, TypeError) as error:
+        if not lacks_values(error):
+            raise
+        raise ConfigurationError(_IN_STEP.format(place=users_line())) from error
+
+
+def _is_new(result: Any, given: Any) -> bool:
+    """Whether a function has computed something without values, which is no view of what it was given."""
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    with DisableTorchFunctionSubclass():
+        memory = {memory_of(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)} if found else set()
+        return any(memory_of(leaf) not in memory for leaf in found)
 
 
 _answering = staticmethod(_answer)

@@ -21,6 +21,7 @@ from lightning_pfo.strategy.model.tracing.dividing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import (
     SKIPPED,
+    DeviationError,
     OtherPathError,
     PhaseEnded,
     StageEnded,
@@ -34,7 +35,7 @@ from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, numbe
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
-from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, users_line
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -52,6 +53,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     value_of,
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
+from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import (
     DisableTorchFunctionSubclass,
     Recompute,
@@ -115,7 +117,7 @@ def run_stage(
     if program.stop == run.position and not program.ends_early:  # later stages compute the end of the step only
         return outputs
     if program.stop is not None:
-        raise ConfigurationError(
+        raise DeviationError(
             f"The step ended before its stage did ({run.position} calls instead of {program.stop}), unlike in the "
             f"trace: what it runs depends on something that changes from batch to batch."
         )
@@ -202,8 +204,9 @@ class StageRun:
         """Run, or leave out, a unit."""
         leave_transform()
         program = self._program
-        if program.failure and program.stop is None and self.position >= len(self._events) and unit.is_elsewhere:
-            raise ended_early(unit.name, program.failure)
+        if program.stop is None and self.position >= self._free_from and unit.is_elsewhere:
+            is_known = not program.failure or self.position < len(self._events)
+            raise deviates() if is_known else ended_early(unit.name, program.failure)
         compute = unit.compute
         if program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)

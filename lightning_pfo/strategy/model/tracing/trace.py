@@ -55,8 +55,6 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     is_value,
     leave_transform,
     recomputation_noted,
-    users_line,
-    users_module,
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import (
@@ -69,6 +67,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.variables import users_line, users_module
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     base_of,

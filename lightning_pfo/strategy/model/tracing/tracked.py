@@ -55,6 +55,8 @@ class Run(Protocol):
 
 _current: Run | None = None
 """The run that is under way; one at a time, in the thread that runs the user's step."""
+_beyond: Run | None = None
+"""The run that has let go of the step, which is beyond what it needs to follow."""
 
 
 def current_run() -> Run | None:
@@ -70,17 +72,22 @@ class following:  # noqa: N801 - as `contextlib`'s; a generator would take four 
 
     def __enter__(self) -> None:
         global _current
-        self._before, _current = _current, self._run
+        self._before, _current = (_current, _beyond), self._run
 
     def __exit__(self, *_: object) -> None:
-        global _current
-        _current = self._before
+        global _current, _beyond
+        _current, _beyond = self._before
+
+
+def is_beyond() -> bool:
+    """Whether the run has let go of the step: what follows is computed here, on true values."""
+    return _current is None and _beyond is not None
 
 
 def follow_no_more() -> None:
     """Let tracked tensors be ordinary ones for the rest of the run."""
-    global _current
-    _current = None
+    global _current, _beyond
+    _current, _beyond = None, _current
 
 
 class AbsentValueError(ConfigurationError):
@@ -308,6 +315,8 @@ class _Followed:
         if run is not None:
             run.enter(unit)
             return self._forward(*args, **kwargs)
+        if _beyond is not None and unit.is_elsewhere:
+            _beyond.call(unit, args, kwargs)  # which knows what to say of it
         if unit.outside is not None and not unit.followed_into:
             return unit.outside(unit, plain_in_place(args), plain_in_place(kwargs))
         if unit.is_elsewhere:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -67,6 +68,9 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
     Args:
         value: Containers, tensors, numbers and other objects.
         device: Where numbers are sent from; other devices are not read. None: there are no numbers apart.
+
+    Raises:
+        DeviationError: If a tensor has no values here.
     """
     leaves, structure = tree_flatten(value)
     parcel = Parcel(b"")
@@ -77,6 +81,7 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
             marks.append(_Number(type(leaf)))
             parcel.numbers.append(leaf)
         elif isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            check_known(leaf)
             leaf = leaf.detach()
             if leaf.dim() == 0 and leaf.is_floating_point() and leaf.device == device:
                 marks.append(_Number(leaf.dtype))

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
-from lightning_pfo.strategy.model.tracing.noticing import users_line
+from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import Call, make_calls
 from lightning_pfo.strategy.step.programs import Programs

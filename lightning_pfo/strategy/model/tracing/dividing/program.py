@@ -14,8 +14,9 @@ from lightning_pfo.strategy.model.tracing.dividing.cutting import Obstacles
 from lightning_pfo.strategy.model.tracing.dividing.flow import StageOf, last_stage
 from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
-from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction, users_line
+from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
+from lightning_pfo.strategy.model.variables import users_line
 
 
 @dataclass(frozen=True)
