@@ -25,6 +25,7 @@ from lightning_pfo.strategy.model.layers import (
 from lightning_pfo.strategy.model.materialise import materialise
 from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
+    check_scripted,
     local_parameters,
     move_local_tensors,
     parameters_by_end,
@@ -151,6 +152,8 @@ def build_pipeline(
         check_recomputable(activation_checkpointing, sample)
     if sharding is not None:
         check_shardable(sharding, sample)
+    if sample.num_stages > 1:
+        check_scripted(model)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     explain_missing_values(in_hooks=True)

@@ -46,6 +46,21 @@ def check_uncalled(who: str) -> None:
         raise ConfigurationError(f"hold_uncalled is {' or '.join(map(repr, UNCALLED))}; got {who!r}.")
 
 
+def check_scripted(root: nn.Module) -> None:
+    """Check that ranks can hold parts of a module.
+
+    Raises:
+        ConfigurationError: If a part is of `torch.jit` and has parameters, which nobody can replace.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigurationError(
+                f"Each rank holds the parameters of its own stages, and those of modules made by torch.jit cannot be "
+                f"taken away; {name!r} is one ({module.original_name}). Give the module as it was before "
+                f"torch.jit.script; compile=True compiles layers."
+            )
+
+
 def find_users(
     root: nn.Module, parts: Sequence[Part], users_beside: Users, num_stages: int, uncalled: frozenset[int] | None = None
 ) -> dict[str, frozenset[int]]:

@@ -147,10 +147,21 @@ def attach_gradients(
         gradients: What is handed out; by the first backward, which leaves none.
         loss_scale: What the loss was multiplied with when the gradients were computed.
         then: Called when they have been handed out.
+
+    Raises:
+        ConfigurationError: By a second backward.
     """
     handle = torch.zeros((), device=loss.device, requires_grad=True)
+    is_done = False
 
     def install(factor: torch.Tensor) -> None:
+        nonlocal is_done
+        if is_done:
+            raise ConfigurationError(
+                "A pipeline hands the gradients of a step out once, and does not keep them; this is another backward "
+                "on its loss. Differentiate the sum of what both are of (loss + 3 * loss), or run the step once more."
+            )
+        is_done = True
         parameters = [*gradients]
         _add_gradients(gradients, factor if loss_scale is None else factor / loss_scale)
         for parameter in parameters:

@@ -227,6 +227,7 @@ class Trace:
         listened: Units that are to be followed into: somebody hooks into a part, which does not see tracked tensors; or
             the step fails on zeros, and they prepare the batch alone.
         optimizing: What the step does to optimize by itself, in order.
+        switches: Plain attributes of modules that the step itself sets and sets back.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -250,6 +251,7 @@ class Trace:
     differentiations: list[Differentiation] = field(default_factory=list)
     listened: list[Any] = field(default_factory=list)
     optimizing: list[Optimizing] = field(default_factory=list)
+    switches: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def use(self, values: Any, when: float) -> None:
         """Note that an event takes tracked tensors."""

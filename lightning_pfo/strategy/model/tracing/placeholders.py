@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     natively,
     zeros_in_form,
 )
-from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, memory_of, tensors_of
 from lightning_pfo.strategy.parallel.dtensor import alike, is_written_from_nowhere, lacks_values, writes
@@ -225,23 +225,33 @@ def _answer(
     run = current_run()
     if run is not None and any(isinstance(value, Tracked) for value in tree_leaves((args, kwargs))):
         return run.operation(function, args, kwargs)
+    beyond = run is None and is_beyond()
+    if beyond and is_written_from_nowhere(function, args, kwargs, is_placeholder):
+        raise deviates()
     try:
         result = natively(function, args, kwargs)
-        if run is None and is_beyond() and _is_new(result, (args, kwargs)):
-            raise deviates()  # in the trace their values were not asked for, so that another rank has them
-        return _marked(result)  # views of placeholders are some as well
     except (RuntimeError, TypeError) as error:
         if not lacks_values(error):
             raise
         raise ConfigurationError(_IN_STEP.format(place=users_line())) from error
+    if not _is_new(result, (args, kwargs)):
+        return _marked(result)  # views of placeholders are some as well
+    if beyond:
+        raise deviates()  # in the trace their values were not asked for, so that another rank has them
+    # with others together they may have given something that says it lies elsewhere
+    return tree_map_only(torch.Tensor, lambda tensor: _marked(tensor.detach().to("meta")), result)
 
 
 def _is_new(result: Any, given: Any) -> bool:
-    """Whether a function has computed something without values, which is no view of what it was given."""
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta]
+    """Whether a function has computed something, which is no view of what it was given."""
     with DisableTorchFunctionSubclass():
-        memory = {memory_of(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)} if found else set()
-        return any(memory_of(leaf) not in memory for leaf in found)
+        memory = {memory_of(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        return any(memory_of(leaf) not in memory for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+
+
+def has_placeholder(leaves: Iterable[Any]) -> bool:
+    """Whether there is a placeholder among the leaves of arguments."""
+    return not _PLACEHOLDERS.isdisjoint(map(type, leaves))
 
 
 _answering = staticmethod(_answer)

@@ -34,8 +34,9 @@ from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returne
 from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, number_in
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
-from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled
-from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform
+from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled, whose_values_count
+from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, switches_kept
+from lightning_pfo.strategy.model.tracing.placeholders import has_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
     Tracked,
@@ -99,7 +100,9 @@ def run_stage(
     """
     run = StageRun(program, received, enter, around, memory)
     try:
-        with following(run), run.patched() if program.patches else nullcontext():
+        is_early = program.switches and (program.stop is not None or program.is_phase)
+        kept = switches_kept(program.switches) if is_early else nullcontext()
+        with following(run), kept, run.patched() if program.patches else nullcontext():
             result = step()
         if result is None and run.position == 0:
             return SKIPPED
@@ -359,6 +362,8 @@ class StageRun:
         given = args, kwargs
         leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
+        if has_placeholder(leaves) and has_placeholder(whose_values_count(event.what, args, leaves)):
+            raise deviates()
         if any(leaf.held is not None or leaf.is_absent for leaf in ours):
             args, kwargs = unflattened(
                 [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure

@@ -55,6 +55,8 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     is_value,
     leave_transform,
     recomputation_noted,
+    switched_back,
+    switches_noted,
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import (
@@ -103,7 +105,9 @@ def trace_step(
     seen = run.seen = TensorsSeen(run, held, run.see, run.select)
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
-    with placeholders_on(device), following(run), functions_followed(run), noted, Uncompiled(), seen:
+    switches: dict[tuple[nn.Module, str], Any] = {}
+    noted_too = switches_noted(run, switches)
+    with placeholders_on(device), following(run), functions_followed(run), noted, noted_too, Uncompiled(), seen:
         try:
             result = step()
         except HidingError:
@@ -119,6 +123,7 @@ def trace_step(
     run.finish(result)
     with torch.no_grad():
         held.put_back()
+    run.trace.switches = switched_back(switches)
     run.trace.skips = result is None and run.trace.failure is None and not run.trace.events
     run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
     return run.trace

@@ -47,6 +47,7 @@ class StageProgram:
         is_phase: Whether the step has other phases too.
         is_last: Whether it is the last stage.
         failure: What ended the trace of the step early, and the line, if something did.
+        switches: Plain attributes of modules that the step itself sets and sets back.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -71,6 +72,7 @@ class StageProgram:
     is_phase: bool = False
     is_last: bool = False
     failure: str = ""
+    switches: Sequence[tuple[nn.Module, str]] = ()
 
     @property
     def computed(self) -> list[Event]:
@@ -195,6 +197,7 @@ def programs_by_stage(
                 phase is not None,
                 is_last,
                 failure,
+                trace.switches,
             )
         )
     return programs

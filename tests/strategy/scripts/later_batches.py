@@ -1,0 +1,218 @@
+"""Trains and evaluates, on one and on four ranks, steps that do other things than the first; writes OUTPUT/*.json."""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Layer(nn.Module):
+    """A layer with an adapter that can be switched off, and a buffer that others may have too."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.adapter = nn.Parameter(torch.zeros(8, 8))
+        self.on = True
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x * self.mask) + (x @ self.adapter if self.on else 0))
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def penalty(self, x):
+        x = x.detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self.forward(x).sum(), x, create_graph=True)
+        return (gradient.norm(dim=-1) - 1).square().mean()
+
+
+class Base(L.LightningModule):
+    """`use` says what is done besides; `early` that it is done in the first batch too, times 0."""
+
+    def __init__(self, use="nothing", early=False):
+        super().__init__()
+        torch.manual_seed(0)
+        masks = torch.tensor([1.0, 0.0] * 4), torch.tensor([0.0, 1.0] * 4)
+        self.layers = nn.Sequential(*(Layer(masks[index % 2]) for index in range(6)))
+        self.use, self.early = use, early
+        self.found, self.seen = [], []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.found.append(outputs["loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class SwitchedBack(Base):
+    """Switches adapters off for a reference, and on again behind the last call."""
+
+    def training_step(self, batch, batch_idx):
+        y = self.layers(batch)
+        for layer in self.layers:
+            layer.on = False
+        with torch.no_grad():
+            reference = self.layers(batch)
+        for layer in self.layers:
+            layer.on = True
+        return (y - batch).square().mean() + 10 * (y - reference).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert all(layer.on for layer in self.layers)
+
+
+class CallsLess(Base):
+    """Calls a critic in training only; evaluates by loader and by batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = Critic()
+
+    def training_step(self, batch, batch_idx):
+        y = self.layers(batch)
+        return self.critic(y).mean() + self.critic.penalty(batch)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        loss = self.layers(batch).square().mean()
+        if dataloader_idx == 0 or batch_idx == 1:
+            loss = loss + self.layers(2 * batch).square().mean()
+        self.log("validated", loss)
+
+    def predict_step(self, batch, batch_idx):
+        return self.layers(batch)
+
+
+class UsesWeights(Base):
+    """Uses the weights of the first layer beside the layers, from the second batch on."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        weight = self.layers[0].linear.weight
+        loss = (x - batch).square().mean()
+        if self.early:
+            loss = loss + 0 * weight.sum()
+        if batch_idx > 0:
+            if self.use == "log":
+                self.log("norm", weight.norm())
+            if self.use == "number":
+                self.log("norm", float(weight.norm()))
+            if self.use == "return":
+                return {"loss": loss, "other": (x.detach() @ weight).mean()}
+            if self.use == "keep":
+                self.seen.append((x.detach() @ weight).mean())
+            if self.use == "loss":
+                loss = loss + (x @ weight).square().mean()
+        return loss
+
+
+class Tied(Base):
+    """Has a head tied to the first layer, which it calls in the second batch, or in an evaluation."""
+
+    def __init__(self, use):
+        super().__init__(use)
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.layers[0].linear.weight
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        return (self.head(x) if self.use == "late" and batch_idx else x).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self.head(self.layers(batch)).square().mean())
+
+
+class Scripted(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].linear = torch.jit.script(self.layers[1].linear)
+
+    training_step = SwitchedBack.training_step
+
+
+class TwoBackwards(Base):
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def make_trainer(devices):
+    strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
+    return L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def loader():
+    return DataLoader(X, batch_size=4)
+
+
+def train(module, devices):
+    trainer = make_trainer(devices)
+    validated = loader() if isinstance(module, Tied) and module.use == "evaluation" else None
+    trainer.fit(module, loader(), validated)
+    return [*module.found, *map(float, trainer.callback_metrics.values())]
+
+
+def refusal(module, devices):
+    try:
+        return repr(train(module, devices))
+    except ConfigurationError as error:
+        return str(error)
+
+
+def equal_to_one_device(devices):
+    found = {"switched back": train(SwitchedBack(), devices)}
+    module, trainer = CallsLess(), make_trainer(devices)
+    trainer.fit(module, loader())
+    found["calls less"] = module.found
+    found["predicted"] = torch.cat(trainer.predict(module, loader())).flatten().tolist()
+    results = make_trainer(devices).validate(CallsLess(), [loader(), loader()], verbose=False)
+    found["validated"] = [value for result in results for value in result.values()]
+    for use in ("log", "number", "loss"):
+        found[use] = train(UsesWeights(use, early=True), devices)
+    return found
+
+
+def main():
+    found = equal_to_one_device(4)
+    refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
+    refused |= {f"tied {use}": refusal(Tied(use), 4) for use in ("late", "evaluation")}
+    refused["scripted"] = refusal(Scripted(), 4)
+    refused["backwards"] = refusal(TwoBackwards(), 4)
+    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps({"found": found, "refused": refused}))
+
+
+(FOLDER / "one_device.json").write_text(json.dumps(equal_to_one_device(1)))
+run_ranks(main, 4)

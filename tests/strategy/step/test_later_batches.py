@@ -1,0 +1,56 @@
+"""Later batches and evaluations that do other things than the first batch: as on one device, or refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import of_ranks, run_script
+
+ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("later_batches")
+    run_script(Path(__file__).parents[1] / "scripts" / "later_batches.py", folder)
+    return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4)
+
+
+@pytest.mark.parametrize("case", ["switched back", "calls less", "predicted", "validated", "log", "number", "loss"])
+def test_they_are_equal_to_one_device(results, case):
+    expected, ranks = results
+    assert expected[case]
+    for found in ranks:
+        assert found["found"][case] == pytest.approx(expected[case], rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("use", ["log", "number", "return", "keep", "loss"])
+def test_weights_of_another_rank_are_refused_on_all(results, use):
+    _, ranks = results
+    for found in ranks:
+        assert ALIKE in found["refused"][use]
+        what = "float(weight.norm())" if use == "number" else "'layers.0.linear.weight'"
+        assert what in found["refused"][use]
+
+
+@pytest.mark.parametrize("use", ["late", "evaluation"])
+def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results, use):
+    _, ranks = results
+    for found in ranks:
+        refused = found["refused"][f"tied {use}"]
+        assert "'head', which stage 0 has" in refused
+        assert (
+            "has not called 'head', so that its 'layers.0.linear.weight' is only where other modules use it" in refused
+        )
+        assert ALIKE in refused
+
+
+def test_scripted_layers_are_refused_by_name(results):
+    for found in results[1]:
+        assert "'layers.1.linear' is one (Linear)" in found["refused"]["scripted"]
+
+
+def test_gradients_are_handed_out_once(results):
+    for found in results[1]:
+        assert "this is another backward on its loss" in found["refused"]["backwards"]
