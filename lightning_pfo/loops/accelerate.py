@@ -149,7 +149,7 @@ def prepare_pipeline(
             a loader was that cannot be adopted, the accelerator uses fp8 or another kind of parallelism, or the model
             cannot be split as asked.
     """
-    _check_processes(accelerator)
+    check_processes(accelerator)
     _refuse_unsupported(accelerator, model)
     before = dict(model.named_parameters(remove_duplicate=False))
     pipeline = AcceleratedPipeline(
@@ -182,8 +182,12 @@ def prepare_pipeline(
     return pipeline, prepared_optimizer, prepared_loader
 
 
-def _check_processes(accelerator: Accelerator) -> None:
-    """Check that Accelerate sees all processes; in a single one, make a process group of one."""
+def check_processes(accelerator: Accelerator) -> None:
+    """Check that Accelerate sees all processes; in a single one, make a process group of one.
+
+    Raises:
+        ConfigurationError: If it does not.
+    """
     if dist.is_initialized():
         if dist.get_world_size() != accelerator.state.num_processes:
             raise ConfigurationError(
@@ -192,6 +196,12 @@ def _check_processes(accelerator: Accelerator) -> None:
                 f"Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
             )
         return
+    if accelerator.state.num_processes > 1:
+        raise ConfigurationError(
+            f"This Accelerator counts {accelerator.state.num_processes} processes, and their process group is gone, as "
+            f"after accelerator.end_training() or destroy_process_group(). Call it once, when all is done; between "
+            f"trainings accelerator.free_memory() gives back what one has used."
+        )
     # `accelerate launch` sets the first when it is asked for several processes, and leaves starting them to mpirun
     if "MASTER_PORT" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ:
         raise ConfigurationError(

@@ -11,12 +11,20 @@ import torch
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.gradients import without_gradients
 from lightning_pfo.strategy.step.values import ValueExchange
 
 _NOT_IN_TRAINING = (
     "In training the call of a model on a pipeline gives the loss alone: outputs are computed one microbatch after the "
     "other, and all of them would be kept on the last stage. Asked for was {key!r}. "
     "model.predict(**batch) gives all outputs on every rank, and so does the call under model.eval()."
+)
+
+
+_IN_EVALUATION = (
+    "Under model.eval() the call of a model on a pipeline evaluates, and its loss has no gradients. Call model.train() "
+    "before, and eval() of those parts that are to be as in evaluation, such as model.module.dropout.eval()."
 )
 
 
@@ -88,6 +96,8 @@ class EvaluationOutputs:
         """
         has_loss = isinstance(found, Mapping) and "loss" in found
         told, has_loss = self._losses.share(({"loss": found["loss"]} if has_loss else found, has_loss))
+        if torch.is_grad_enabled():
+            told = tree_map_only(torch.Tensor, lambda loss: without_gradients(loss, _IN_EVALUATION), told)
         return LossOutput(told, fetch=partial(self._fetch, found)) if has_loss else told
 
     def _fetch(self, found: Any, key: str | int) -> Any:

@@ -63,6 +63,12 @@ class ModelState(ModuleWithPlaceholders):
 
         return save_pretrained
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ConfigurationError(
+            "A model on a pipeline is one with its processes, and is not copied. Copy (or average, by AveragedModel) "
+            "what this rank holds of your own module, model.module; gather_module() gives a whole one on rank 0."
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: its names, with placeholders for layers of other ranks."""
         return self.module.state_dict(*args, **kwargs)

@@ -37,6 +37,11 @@ class Together:
         except PfoError:
             raise
         except RuntimeError as error:
+            if type(error).__module__.startswith("torch._dynamo"):  # of `torch.compile(model)`
+                raise ConfigurationError(
+                    "A model on a pipeline is not compiled from outside. Compile it, or layers of it, before it is "
+                    "prepared."
+                ) from error
             raise RanksApartError(
                 f"The ranks of a pipeline do everything together, but others have ended while this one comes to: "
                 f"{what}. Call on every rank what all take part in."

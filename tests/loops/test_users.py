@@ -3,9 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.loops.accelerate import check_processes
 from tests.comparing import check
 from tests.launch import run_script
 
@@ -94,6 +97,10 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("summed_values_of_processes", "ConfigurationError", r"accelerator\.reduce counts .* accelerate\.utils"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
         ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
+        ("backward_in_evaluation", "ConfigurationError", r"its loss has no gradients\. Call model\.train\(\)"),
+        ("another_backward", "ConfigurationError", r"hands the gradients of a step out once.*loss \+ 3 \* loss"),
+        ("copied_model", "ConfigurationError", r"model\.module; gather_module\(\)"),
+        ("compiled_afterwards", "ConfigurationError", r"Compile it, or layers of it, before it is prepared"),
         ("tuple_with_loss", "ConfigurationError", r"a tuple of 2 .*return_dict=True"),
         ("freed_model", "ConfigurationError", r"accelerator\.free_memory\(\)"),
     ],
@@ -108,3 +115,11 @@ def test_a_rank_that_is_left_alone_says_so(seen):
     kind, message = seen["ended"]
     assert kind == "RanksApartError"
     assert "others have ended while this one comes to: collecting the state of the model" in message
+
+
+def test_a_process_group_that_is_gone_is_no_single_process():
+    accelerator = SimpleNamespace(state=SimpleNamespace(num_processes=2))
+    with pytest.raises(
+        ConfigurationError, match=r"counts 2 processes, .* gone, as after accelerator"
+    ):
+        check_processes(accelerator)

@@ -69,7 +69,8 @@ def partition_layers(
     if num_layers < num_stages:
         raise PartitionError(
             f"Each stage needs at least one layer; the pipelined module has {counted(num_layers, 'layer')} for "
-            f"{counted(num_stages, 'stage')}. Use devices={num_layers} or fewer, or split the module into more layers."
+            f"{counted(num_stages, 'stage')}. Use devices={num_layers} or fewer, split the module into more layers, or "
+            f"name one whose parts are layers by pipeline_module='...'."
         )
     check_partition(spec)
     kind, _, argument = spec.partition(":")

@@ -173,6 +173,17 @@ def attach_gradients(
     return attached
 
 
+def without_gradients(loss: torch.Tensor, why: str) -> torch.Tensor:
+    """Return `loss` such that `backward` on it raises a ConfigurationError that says why it has no gradients."""
+    handle = torch.zeros((), device=loss.device, requires_grad=True)
+
+    def refuse(factor: torch.Tensor) -> None:
+        raise ConfigurationError(why)
+
+    refusing: torch.Tensor = _LossWithGradients.apply(handle, loss, refuse)  # type: ignore[no-untyped-call]
+    return refusing
+
+
 def loss_of(result: Any) -> torch.Tensor:
     """The loss that a training step returned.
 

@@ -1,5 +1,6 @@
 """What loops of Accelerate's users do that a pipeline cannot: it says why; see `users.py`."""
 
+import copy
 import os
 
 import torch
@@ -135,7 +136,32 @@ def state_when_others_have_ended():
     accelerator.get_state_dict(model)
 
 
+def backward_in_evaluation():
+    accelerator, model, batch = simple()
+    accelerator.backward(model.eval()(**batch).loss)
+
+
+def another_backward():
+    accelerator, model, batch = simple()
+    loss = model(**batch).loss
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(3 * loss)
+
+
+def copied_model():
+    copy.deepcopy(simple()[1])
+
+
+def compiled_afterwards():
+    _, model, batch = simple()
+    torch.compile(model, backend="eager")(**batch)
+
+
 REFUSALS = (
+    backward_in_evaluation,
+    another_backward,
+    copied_model,
+    compiled_afterwards,
     outputs_in_training,
     term_over_parameters,
     items_without_weights,
