@@ -119,7 +119,5 @@ def test_a_rank_that_is_left_alone_says_so(seen):
 
 def test_a_process_group_that_is_gone_is_no_single_process():
     accelerator = SimpleNamespace(state=SimpleNamespace(num_processes=2))
-    with pytest.raises(
-        ConfigurationError, match=r"counts 2 processes, .* gone, as after accelerator"
-    ):
+    with pytest.raises(ConfigurationError, match=r"counts 2 processes, .* gone, as after accelerator"):
         check_processes(accelerator)

@@ -142,6 +142,17 @@ class Tied(Base):
         self.log("validated", self.head(self.layers(batch)).square().mean())
 
 
+class Recurrent(Base):
+    """Keeps a state with a row for each sample."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        if batch_idx:
+            x = torch.tanh(x + self.state)
+        self.state = x.detach()
+        return x.square().mean()
+
+
 class Scripted(Base):
     def __init__(self):
         super().__init__()
@@ -209,6 +220,7 @@ def main():
     found = equal_to_one_device(4)
     refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
     refused |= {f"tied {use}": refusal(Tied(use), 4) for use in ("late", "evaluation")}
+    train(Recurrent(), 4)  # which is told of
     refused["scripted"] = refusal(Scripted(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps({"found": found, "refused": refused}))

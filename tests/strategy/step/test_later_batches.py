@@ -13,13 +13,13 @@ ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * i
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("later_batches")
-    run_script(Path(__file__).parents[1] / "scripts" / "later_batches.py", folder)
-    return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4)
+    output = run_script(Path(__file__).parents[1] / "scripts" / "later_batches.py", folder).stdout
+    return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4), output
 
 
 @pytest.mark.parametrize("case", ["switched back", "calls less", "predicted", "validated", "log", "number", "loss"])
 def test_they_are_equal_to_one_device(results, case):
-    expected, ranks = results
+    expected, ranks, _ = results
     assert expected[case]
     for found in ranks:
         assert found["found"][case] == pytest.approx(expected[case], rel=2e-5, abs=1e-6)
@@ -27,7 +27,7 @@ def test_they_are_equal_to_one_device(results, case):
 
 @pytest.mark.parametrize("use", ["log", "number", "return", "keep", "loss"])
 def test_weights_of_another_rank_are_refused_on_all(results, use):
-    _, ranks = results
+    _, ranks, _ = results
     for found in ranks:
         assert ALIKE in found["refused"][use]
         what = "float(weight.norm())" if use == "number" else "'layers.0.linear.weight'"
@@ -36,7 +36,7 @@ def test_weights_of_another_rank_are_refused_on_all(results, use):
 
 @pytest.mark.parametrize("use", ["late", "evaluation"])
 def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results, use):
-    _, ranks = results
+    _, ranks, _ = results
     for found in ranks:
         refused = found["refused"][f"tied {use}"]
         assert "'head', which stage 0 has" in refused
@@ -49,6 +49,11 @@ def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results, use):
 def test_scripted_layers_are_refused_by_name(results):
     for found in results[1]:
         assert "'layers.1.linear' is one (Linear)" in found["refused"]["scripted"]
+
+
+def test_a_state_of_rows_is_told_of_where_it_first_counts(results):
+    assert results[2].count("The loss of training batch 2 is ") == 1
+    assert results[2].count("a state with a row for each sample is not divided") == 1
 
 
 def test_gradients_are_handed_out_once(results):

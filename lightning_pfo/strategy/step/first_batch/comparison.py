@@ -27,6 +27,14 @@ _LATER = frozenset(4**power for power in range(2, 16))
 """Numbers of the training batches whose loss is compared again: 16, 64, 256 and so on."""
 
 
+_STATE = (
+    "This step keeps something for the next batch, and each microbatch finds all of it: a state with a row for each "
+    "sample is not divided. With num_microbatches=1 and schedule='gpipe' it is that of one device."
+)
+_SECOND = 2
+"""That in which a step finds what it has left, as the state of a recurrent network."""
+
+
 class _Said(NamedTuple):
     """What is to be said of a batch."""
 
@@ -52,6 +60,7 @@ class Comparison:
         self._tries: dict[Source, int] = {}
         self._number_trained = 0
         self._looks_later = True
+        self._leaves_something = False
         self._numbers: dict[Source, NumberCheck] = {}
 
     def check(self, first: StepOnBatch) -> None:
@@ -66,7 +75,8 @@ class Comparison:
         engine, kind, source = self._engine, first.kind, first.source
         self._number_trained += kind == "train"
         if not self._tries.setdefault(source, _TRIES):
-            if kind == "train" and self._looks_later and self._number_trained in _LATER:
+            is_due = self._number_trained in _LATER or (self._leaves_something and self._number_trained == _SECOND)
+            if kind == "train" and self._looks_later and is_due:
                 self._check_later(first)
             return
         self._rehearsal.everywhere = kind == "train" or self._divided
@@ -114,7 +124,8 @@ class Comparison:
         losses = list(map(_losses_of, pairs))
         if not losses or not differ(losses, tolerance):
             return ""
-        return describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
+        said = describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
+        return f"{said} {_STATE}" if self._number_trained == _SECOND else said
 
     def _compare(self, first: StepOnBatch) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
@@ -184,6 +195,7 @@ class Comparison:
         changes = left.get("changes") if left else None
         if not any(self._rehearsal.tell(bool(changes))):
             return []
+        self._leaves_something |= first.kind == "train"
         exchange = ValueExchange(
             self._engine.device, self._engine.group, self._engine.host_group(), self._engine.last_rank
         )
