@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
+from tests.waiting import wait_until
 
 FOLDER = Path(sys.argv[1])
 
@@ -50,7 +51,11 @@ def main():
     except BaseException as error:
         absent = [p.is_meta for p in module.parameters()]
         own = any(absent) and not all(absent)
-        (FOLDER / f"rank_{trainer.global_rank}.json").write_text(json.dumps([type(error).__name__, str(error), own]))
+        said = FOLDER / f"said_by_{trainer.global_rank}"
+        said.write_text(json.dumps([type(error).__name__, str(error), own]))
+        said.rename(FOLDER / f"rank_{trainer.global_rank}.json")
+        # the first one that raises ends the other, which may be writing
+        wait_until(lambda: all((FOLDER / f"rank_{rank}.json").exists() for rank in range(2)))
         raise
 
 
