@@ -151,7 +151,6 @@ def attach_gradients(
     Raises:
         ConfigurationError: By a second backward.
     """
-    handle = torch.zeros((), device=loss.device, requires_grad=True)
     is_done = False
 
     def install(factor: torch.Tensor) -> None:
@@ -169,19 +168,23 @@ def attach_gradients(
                 hook(parameter)
         then()
 
-    attached: torch.Tensor = _LossWithGradients.apply(handle, loss, install)  # type: ignore[no-untyped-call]
-    return attached
+    return _with_backward(loss, install)
 
 
 def without_gradients(loss: torch.Tensor, why: str) -> torch.Tensor:
     """Return `loss` such that `backward` on it raises a ConfigurationError that says why it has no gradients."""
-    handle = torch.zeros((), device=loss.device, requires_grad=True)
 
     def refuse(factor: torch.Tensor) -> None:
         raise ConfigurationError(why)
 
-    refusing: torch.Tensor = _LossWithGradients.apply(handle, loss, refuse)  # type: ignore[no-untyped-call]
-    return refusing
+    return _with_backward(loss, refuse)
+
+
+def _with_backward(loss: torch.Tensor, then: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """Return `loss` such that `backward` on it calls something with its incoming gradient."""
+    handle = torch.zeros((), device=loss.device, requires_grad=True)
+    attached: torch.Tensor = _LossWithGradients.apply(handle, loss, then)  # type: ignore[no-untyped-call]
+    return attached
 
 
 def loss_of(result: Any) -> torch.Tensor:

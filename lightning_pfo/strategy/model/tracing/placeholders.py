@@ -244,9 +244,12 @@ def _answer(
 
 def _is_new(result: Any, given: Any) -> bool:
     """Whether a function has computed something, which is no view of what it was given."""
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not found:  # as where a form is asked for
+        return False
     with DisableTorchFunctionSubclass():
         memory = {memory_of(leaf) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-        return any(memory_of(leaf) not in memory for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return any(memory_of(leaf) not in memory for leaf in found)
 
 
 def has_placeholder(leaves: Iterable[Any]) -> bool:
