@@ -16,6 +16,7 @@ import torch
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.strategy.engine.endings import as_error
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
@@ -272,10 +273,11 @@ class _NotingFailures:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if isinstance(error, Exception):
-            self._stage.failure = self._stage.failure or in_our_words(error)
-            return True
-        return False
+        failure = None if error is None else as_error(error)
+        if failure is None:
+            return False
+        self._stage.failure = self._stage.failure or in_our_words(failure)
+        return True
 
 
 class _TwoStreams:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -107,6 +108,7 @@ class StepRunner:
         self._fresh = FreshBatches()
         self._is_first_batch = True
 
+    @ending_as_raised
     def train(
         self,
         step: Step,
@@ -205,6 +207,7 @@ class StepRunner:
         if error is not None:
             raise error
 
+    @ending_as_raised
     def evaluate(
         self,
         kind: str,

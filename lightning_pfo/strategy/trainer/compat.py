@@ -263,6 +263,7 @@ def handle_signals(trainer: pl.Trainer, on_sigterm: Handler, on_requeue: Handler
 def after_batches(
     trainer: pl.Trainer,
     agree: Callable[[str], None],
+    is_over: Callable[[], None],
     first_comes: Callable[[bool], None],
     evaluated: Callable[[bool, bool], None],
     evaluation_ends: Callable[[bool], None],
@@ -274,6 +275,7 @@ def after_batches(
         trainer: The Trainer.
         agree: Called after each training batch's hooks, after each validation, and after the hooks of each epoch of
             training; that is, before Lightning looks at `trainer.should_stop`, and where it saves for SLURM.
+        is_over: Called when Lightning has done all that belongs to a training batch, or to an epoch.
         first_comes: Called before the first batch of an evaluation, of each loader, with whether each has batches.
         evaluated: Called after each such batch's hooks, with whether the loop expects more batches, and the same.
         evaluation_ends: Called when it has no more, of one of several loaders or at all, before what is done then, and
@@ -286,7 +288,9 @@ def after_batches(
     places: list[tuple[Any, str, Callable[[], Any]]] = [
         (connector, "on_batch_end", lambda: agree("a batch") if trainer.training else None),
         (validation, "run", lambda: agree("validation")),
+        (fit_loop.epoch_loop, "on_advance_end", is_over),
         (fit_loop, "on_advance_end", lambda: agree("an epoch of training")),
+        (fit_loop, "on_advance_end", is_over),
     ]
     for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         progress: Any = loop.batch_progress

@@ -1,22 +1,25 @@
 """What ends a run or saves it between batches, obeyed by all ranks at the same batch.
 
-That is SIGTERM, SLURM's request to save and be requeued, and `trainer.should_stop`, which any rank may set. Lightning's
-handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts each rank;
-between the transfers of a pipeline that would be a wait for each other until the timeout. Here a signal is only noted,
-and when each batch is done the hosts agree on what was noted, in place of the broadcast Lightning does for SIGTERM.
-Where others do not come, a process ends nevertheless, also one that waits in a collective where no handler can run.
+That is SIGTERM, Ctrl-C, SLURM's request to save and be requeued, and `trainer.should_stop`, which any rank may set.
+Lightning's handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts
+each rank, and Python raises KeyboardInterrupt there; between the transfers of a pipeline that would be a wait for each
+other until the timeout. Here a signal is only noted, and when each batch is done the hosts agree on what was noted, in
+place of the broadcast Lightning does for SIGTERM. Where others do not come, a process ends nevertheless: of SIGTERM
+also one that waits in a collective where no handler can run, and of a second Ctrl-C wherever it is.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
@@ -31,6 +34,8 @@ class SignalsAtBatchEnd:
 
     def __init__(self) -> None:
         self._terminate = False
+        self._interrupted = False
+        self._ends_interrupted = False
         self._requeue: tuple[int, FrameType | None] | None = None
         self._save_and_requeue: Handler | None = None
         self._anyone_evaluates = True
@@ -38,6 +43,7 @@ class SignalsAtBatchEnd:
     def take_over(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Have signals obeyed at the end of a batch; to be called in the strategy's setup, before training."""
         self._terminate, self._requeue = False, None
+        self._interrupted = self._ends_interrupted = False
 
         ended = threading.Event()
 
@@ -60,11 +66,37 @@ class SignalsAtBatchEnd:
         after_batches(
             trainer,
             partial(self._agree, trainer),
+            self._batch_is_over,
             partial(self._first_comes, trainer),
             partial(self._evaluated, trainer),
             partial(self._wait_for_replicas, trainer),
             patches,
         )
+
+    def hear_interrupts(self, trainer: pl.Trainer, patches: Patches) -> None:
+        """Have Ctrl-C obeyed at the end of a batch too, so that all ranks can save; a second one where it comes.
+
+        To be called just before the run's loops: after it, Lightning puts back the handlers that it found before.
+        """
+        if threading.current_thread() is not threading.main_thread() or trainer.world_size == 1:
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.default_int_handler:  # the user's own, or it is ignored
+            return
+
+        def note_interrupt(signum: int, frame: FrameType | None) -> None:
+            if self._interrupted:
+                signal.default_int_handler(signum, frame)
+            self._interrupted = True
+            with suppress(RuntimeError):  # the stream is being written to
+                rank_zero_info("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
+
+        def put_back() -> None:
+            if signal.getsignal(signal.SIGINT) is note_interrupt:
+                signal.signal(signal.SIGINT, before)
+
+        signal.signal(signal.SIGINT, note_interrupt)
+        patches.callback(put_back)
 
     def _agree(self, trainer: pl.Trainer, what: str) -> None:
         """Obey what any rank has noted; a collective call.
@@ -74,8 +106,8 @@ class SignalsAtBatchEnd:
             what: What has been done, the same on all ranks.
         """
         strategy: Any = trainer.strategy
-        votes = (self._terminate, self._requeue is not None, trainer.should_stop)
-        terminate, requeue, stop = strategy.meet(f"after {what}", votes)
+        votes = (self._terminate, self._interrupted, self._requeue is not None, trainer.should_stop)
+        terminate, interrupted, requeue, stop = strategy.meet(f"after {what}", votes)
         if stop:
             trainer.should_stop = True
         if requeue and trainer.training and self._save_and_requeue is not None:
@@ -83,6 +115,12 @@ class SignalsAtBatchEnd:
             self._requeue = None
         if terminate:
             end_after_batch(trainer)  # on every rank
+        self._ends_interrupted = interrupted
+
+    def _batch_is_over(self) -> None:
+        """Lightning has counted the batch by now, so that a checkpoint resumes behind it."""
+        if self._ends_interrupted:
+            raise KeyboardInterrupt
 
     def _first_comes(self, trainer: pl.Trainer, has_all: bool) -> None:
         """Where replicas compute each layer together, one without a batch would be waited for within the first."""
@@ -91,7 +129,7 @@ class SignalsAtBatchEnd:
             self._evaluated(trainer, True, has_all)
 
     def _evaluated(self, trainer: pl.Trainer, has_more: bool, has_all: bool) -> None:
-        """Obey SIGTERM between batches of an evaluation, of which replicas may have different numbers.
+        """Obey SIGTERM and Ctrl-C between batches of an evaluation, of which replicas may have different numbers.
 
         A collective call of all replicas. One that is done with its batches takes part in it for as long as another
         one has more, so that nobody waits for it, and so that all end together.
@@ -103,13 +141,14 @@ class SignalsAtBatchEnd:
 
         Raises:
             SIGTERMException: On every rank, if there is more to evaluate.
+            KeyboardInterrupt: On every rank.
             ConfigurationError: On every rank, if replicas that compute each layer together have other numbers, or if
                 one has no batch of a loader where others log what all of them reduce.
         """
         strategy: Any = trainer.strategy
-        votes = (self._terminate, has_more, not has_more, has_all, not has_all)
+        votes = (self._terminate, self._interrupted, has_more, not has_more, has_all, not has_all)
         answers = strategy.meet("after a batch of an evaluation", votes)
-        terminate, self._anyone_evaluates, anyone_is_done, anyone_has_all, anyone_lacks = answers
+        terminate, interrupted, self._anyone_evaluates, anyone_is_done, anyone_has_all, anyone_lacks = answers
         if self._anyone_evaluates and anyone_is_done and strategy.divides_layers:
             raise ConfigurationError(
                 "With fully_shard replicas compute each layer together, so all evaluate the same number of batches; "
@@ -126,6 +165,8 @@ class SignalsAtBatchEnd:
             end_after_batch(trainer)
             if self._anyone_evaluates:
                 raise SIGTERMException
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _wait_for_replicas(self, trainer: pl.Trainer, has_all: bool) -> None:
         while self._anyone_evaluates:

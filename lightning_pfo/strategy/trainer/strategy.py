@@ -368,6 +368,12 @@ class PfoPipelineStrategy(StepStrategy):
             self._memory = MemoryWatch(pipeline.forecast, say) if reports else None
         return pipeline
 
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "run-stage":  # Lightning has noted the handlers that it finds, and its loops begin
+            self._signals.hear_interrupts(self._module().trainer, self._patches)
+
     @property
     def divides_layers(self) -> bool:
         """Whether replicas divide layers among themselves, and so compute together."""

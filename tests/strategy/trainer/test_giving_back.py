@@ -14,6 +14,7 @@ def test_all_is_given_back_after_each_run(tmp_path):
         assert run["while training"] == [
             "connector.on_batch_end",
             "epoch._broadcast_sigterm_tensor",
+            "epoch.on_advance_end",
             "finetuning.filter_on_optimizer",
             "fit.on_advance_end",
             "layer.forward",

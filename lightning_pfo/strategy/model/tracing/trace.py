@@ -110,7 +110,7 @@ def trace_step(
     with placeholders_on(device), following(run), functions_followed(run), noted, noted_too, Uncompiled(), seen:
         try:
             result = step()
-        except HidingError:
+        except (HidingError, KeyboardInterrupt, SystemExit):
             run.finish(None)
             with torch.no_grad():
                 held.put_back()

@@ -1,0 +1,67 @@
+"""Ctrl-C, and steps that raise KeyboardInterrupt or SystemExit: two ranks end together, and save; one launch."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "interrupted.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    run_script(SCRIPT, folder)
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "trained", "ended"),
+    [
+        ("all", [0, 1, 2, 3], ["SystemExit", 1]),  # Lightning's own end after a KeyboardInterrupt
+        ("one", [0, 1, 2, 3], ["SystemExit", 1]),
+        ("last", [*range(8)], ["SystemExit", 1]),
+        ("validation", [*range(8)], ["SystemExit", 1]),
+        ("twice", [0, 1, 2], ["SystemExit", 1]),
+        ("step", [0, 1, 2, 3], ["SystemExit", 1]),
+        ("exit", [0, 1, 2, 3], ["SystemExit", 7]),
+        ("replica", [0, 1, 2, 3], ["SystemExit", 1]),
+    ],
+)
+def test_all_ranks_end_at_the_same_batch_and_both_callbacks_save(found, case, trained, ended):
+    for rank in found:
+        assert rank[case]["ended"] == ended
+        assert rank[case]["trained"] == trained
+        assert rank[case]["saved"] == ["exception.ckpt", "model.ckpt"]
+        assert rank[case]["status"] == "interrupted"
+        assert rank[case]["handler is back"]
+
+
+def test_an_evaluation_ends_at_the_same_batch(found):
+    assert [rank["validation"]["validated"] for rank in found] == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "as_one_device"),
+    [
+        ("all", 4, "alone"),  # interrupted there too, since Lightning does not go on in the middle of a loader
+        ("one", 4, "alone"),
+        ("last", 8, "whole"),
+    ],
+)
+def test_training_goes_on_behind_the_batch_as_on_one_device(found, case, steps, as_one_device):
+    for rank in found:
+        assert rank[case]["steps"] == steps
+        assert rank[case]["trained"] + rank[case]["resumed"] == rank["whole"]["trained"]
+    expected = found[0][as_one_device]["weights"]
+    for name, value in found[0][case]["weights"].items():
+        assert torch.tensor(value) == pytest.approx(torch.tensor(expected[name]), rel=1e-4, abs=1e-6), name
+
+
+def test_a_handler_of_the_users_stays(found):
+    for rank in found:
+        assert (rank["own"]["heard"], rank["own"]["ended"], rank["own"]["trained"]) == (1, None, [*range(8)])
