@@ -89,6 +89,8 @@ class Executor:
                 else:
                     self._post(number, step)
             self._transfers.finish()
+            for stage in self.stages.values():
+                stage.end()
         finally:
             self._ready.clear()
             self._transfers.forget()

@@ -22,7 +22,7 @@ from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
 from lightning_pfo.strategy.engine.work_counter import WorkCounter
 from lightning_pfo.strategy.model.batch_norm import in_our_words
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.ends import SKIPPED
+from lightning_pfo.strategy.model.tracing.ends import SKIPPED, deviates
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
@@ -85,6 +85,7 @@ class Stage:
         self._offload = offload
         self.failure: Exception | None = None
         self._in_flight: dict[int, tuple[Tensors, list[torch.Tensor]]] = {}
+        self._differentiated: dict[int, tuple[StageProgram, set[int]]] = {}  # by program
         self._sent_sizes: dict[int, list[torch.Size]] = {}
         self._weight_gradients: dict[int, Callable[[], None]] = {}
         self._computations: dict[InstructionType, Callable[[int, Tensors], Tensors]] = {
@@ -170,6 +171,7 @@ class Stage:
     def forget(self) -> None:
         """Drop the microbatches in flight, which an exception has left."""
         self._in_flight.clear()
+        self._differentiated.clear()
         self._sent_sizes.clear()
         self._weight_gradients.clear()
 
@@ -186,12 +188,16 @@ class Stage:
             forms = [program.forms[label] for label in program.sent]
             outputs = [torch.zeros(form.shape, dtype=form.dtype, device=self._device) for form in forms]
         if self._train:
-            self._in_flight[microbatch] = (received, [tensor for tensor in outputs if tensor.requires_grad])
+            differentiated = outputs
+            if self._compute_loss is None:
+                pairs = zip(outputs, program.sent, strict=True)
+                differentiated = [tensor for tensor, label in pairs if program.has_gradient(label)]
+            self._in_flight[microbatch] = (received, [tensor for tensor in differentiated if tensor.requires_grad])
             if program.varying and self._compute_loss is None:
                 self._sent_sizes[microbatch] = [
                     tensor.shape
                     for label, tensor in zip(program.sent, outputs, strict=True)
-                    if label in program.varying and program.forms[label].requires_grad
+                    if label in program.varying and program.has_gradient(label)
                 ]
         return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
 
@@ -217,7 +223,7 @@ class Stage:
         inputs, outputs = self._in_flight.pop(microbatch)
         with _NotingFailures(self):
             _backward(outputs, gradients)
-        return _gradients_of(inputs)
+        return self._gradients_of(inputs, microbatch)
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
@@ -227,7 +233,31 @@ class Stage:
         if differentiable and outputs:
             with _NotingFailures(self):
                 self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
-        return _gradients_of(inputs)
+        return self._gradients_of(inputs, microbatch)
+
+    def _gradients_of(self, inputs: Tensors, microbatch: int) -> Tensors:
+        """The gradients that the stage before waits for; zeros where an input was not used."""
+        program = self.programs[microbatch]
+        inputs_of = dict(zip(program.received, inputs, strict=True))
+        found = {label for label, tensor in inputs_of.items() if tensor.grad is not None}
+        self._differentiated.setdefault(id(program), (program, set()))[1].update(found)
+        return tuple(
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+            for label, tensor in inputs_of.items()
+            if program.has_gradient(label)
+        )
+
+    def end(self) -> None:
+        """All instructions of the iteration have run.
+
+        If the loss depends on other values than in the trace, or has done in an earlier iteration, the step has
+        deviated: what computes them would lack gradients, or have zeros where it has none.
+        """
+        for program, found in self._differentiated.values():
+            if found and (found & program.undifferentiated or program.differentiated - found):
+                self.failure = self.failure or deviates()
+            program.differentiated.update(found)
+        self._differentiated.clear()
 
     def _weight_gradient(self, microbatch: int, received: Tensors) -> Tensors:
         with _NotingFailures(self):
@@ -246,21 +276,12 @@ def _received(program: StageProgram, kind: InstructionType) -> list[tuple[int, T
         return [(label, program.forms[label]) for label in program.received]
     if kind is InstructionType.WEIGHT_GRADIENT:
         return []
-    return [(label, form) for label in program.sent if (form := program.forms[label]).requires_grad]
+    return [(label, program.forms[label]) for label in program.sent if program.has_gradient(label)]
 
 
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:
     if outputs:
         torch.autograd.backward(outputs, gradients or None)
-
-
-def _gradients_of(inputs: Tensors) -> Tensors:
-    """The gradients that the stage before waits for; zeros where an input was not used."""
-    return tuple(
-        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
-        for tensor in inputs
-        if tensor.requires_grad
-    )
 
 
 class _NotingFailures:

@@ -228,6 +228,7 @@ class Trace:
             the step fails on zeros, and they prepare the batch alone.
         optimizing: What the step does to optimize by itself, in order.
         switches: Plain attributes of modules that the step itself sets and sets back.
+        loss: The label of the loss that it returns; None: it returns none that stages compute.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -252,6 +253,7 @@ class Trace:
     listened: list[Any] = field(default_factory=list)
     optimizing: list[Optimizing] = field(default_factory=list)
     switches: list[tuple[nn.Module, str]] = field(default_factory=list)
+    loss: int | None = None
 
     def use(self, values: Any, when: float) -> None:
         """Note that an event takes tracked tensors."""

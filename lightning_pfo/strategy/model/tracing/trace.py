@@ -8,7 +8,7 @@ computed as it is; every rank has the batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -310,6 +310,8 @@ class _TraceRun:
     def finish(self, result: Any) -> None:
         """The step has returned."""
         self.note(result)
+        loss: Any = result.get("loss") if isinstance(result, Mapping) else result
+        self.trace.loss = loss.label if is_value(loss) else None
         self._left.finish(lambda label: label < 0 or bool(self.trace.values[label].uses))
         for name, buffer in self._held.assigned().items():
             if isinstance(buffer, Tracked) and is_value(buffer) and buffer.label not in self._left.labels:

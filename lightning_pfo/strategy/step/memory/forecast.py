@@ -214,8 +214,8 @@ class MemoryForecast:
 
     def _by_trace(self, stage: int, program: StageProgram) -> StageCosts:
         saved = self.split.saved_bytes[stage] if self.split.saved_bytes else 0
-        inputs = [program.forms[label] for label in program.received]
-        received = sum(form.nbytes for form in inputs)
+        inputs = {label: program.forms[label] for label in program.received}
+        received = sum(form.nbytes for form in inputs.values())
         behind = sum(form.nbytes for form in received_forms(program, InstructionType.BACKWARD))
         left = sum(self._gradient_bytes(parameter, whole=True) for parameter in self._trained(stage))
         gone = -saved - received - behind
@@ -226,7 +226,7 @@ class MemoryForecast:
             InstructionType.WEIGHT_GRADIENT: Cost(0, gone),
         }
         first = again | {kind: Cost(left, gone + left) for kind, cost in again.items() if cost.kept_bytes == gone}
-        back = sum(form.nbytes for form in inputs if form.requires_grad)
+        back = sum(form.nbytes for label, form in inputs.items() if program.has_gradient(label))
         return StageCosts(received, back, behind, first, again, left)
 
     def _trained(self, *stages: int) -> Iterator[nn.Parameter]:

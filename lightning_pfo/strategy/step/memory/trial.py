@@ -204,10 +204,11 @@ class _StageTrial:
             backwards = [{kind: self._instruction(kind, index) for kind in way[1:]} for index in (0, self._number - 1)]
             first = first or {way[0]: forwards[0]} | backwards[0]
             again |= {way[0]: forwards[-1]} | backwards[1]
-        inputs = [self._program.forms[label] for label in self._program.received]
+        program = self._program
+        inputs = {label: program.forms[label] for label in program.received}
         return StageCosts(
-            _bytes_of(inputs, self._device),
-            _bytes_of([form for form in inputs if form.requires_grad], self._device),
+            _bytes_of(inputs.values(), self._device),
+            _bytes_of([form for label, form in inputs.items() if program.has_gradient(label)], self._device),
             _bytes_of(self._received_forms(InstructionType.BACKWARD), self._device),
             first,
             again,

@@ -13,6 +13,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import Obstacles
 from lightning_pfo.strategy.model.tracing.dividing.flow import StageOf, last_stage
 from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
+from lightning_pfo.strategy.model.tracing.dividing.undifferentiated import undifferentiated
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
@@ -48,6 +49,8 @@ class StageProgram:
         is_last: Whether it is the last stage.
         failure: What ended the trace of the step early, and the line, if something did.
         switches: Plain attributes of modules that the step itself sets and sets back.
+        undifferentiated: Labels of the values that the loss does not depend on, though their forms have gradients.
+        differentiated: Labels of the values that have had gradients in some iteration, on the stage that received them.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -73,6 +76,12 @@ class StageProgram:
     is_last: bool = False
     failure: str = ""
     switches: Sequence[tuple[nn.Module, str]] = ()
+    undifferentiated: frozenset[int] = frozenset()
+    differentiated: set[int] = field(default_factory=set, repr=False, compare=False)
+
+    def has_gradient(self, label: int) -> bool:
+        """Whether the gradient of a value goes back to the stage that computes it."""
+        return self.forms[label].requires_grad and label not in self.undifferentiated
 
     @property
     def computed(self) -> list[Event]:
@@ -159,6 +168,7 @@ def programs_by_stage(
     live = [
         tuple(label for label, (born, needed) in spans.items() if born < stage <= needed) for stage in range(num_stages)
     ]
+    without_gradients = undifferentiated(trace)
     failed = trace.failure
     failure = "" if failed is None else f"{type(failed).__name__}: {failed}, at {users_line(failed)}"
     programs = []
@@ -198,6 +208,7 @@ def programs_by_stage(
                 is_last,
                 failure,
                 trace.switches,
+                without_gradients,
             )
         )
     return programs
