@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of_log
 from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
+from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.programs import StepPrograms
 from lightning_pfo.strategy.step.recording import LogRecorder
 
@@ -40,6 +41,7 @@ class StepOnBatch:
         phase: Which phase of the step it is.
         ends: Whether it is the last phase, which runs the step to its end.
         loader: Which of several loaders the batch is of.
+        rows: What the batch before has left in rows.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class StepOnBatch:
     phase: int = 0
     ends: bool = True
     loader: int = 0
+    rows: RowsLeft = field(default_factory=RowsLeft)
 
     @property
     def source(self) -> Source:
@@ -61,7 +64,12 @@ class StepOnBatch:
 
     def of_microbatch(self, index: int) -> Any:
         """Run the step on a microbatch."""
-        return self.step(self.parts[index], *self.rest)
+        return self.of_part(self.parts, index)
+
+    def of_part(self, parts: Microbatches, index: int) -> Any:
+        """Run the step on one of some parts of the batch, which are its first samples."""
+        with self.rows.of_samples(sum(parts.sizes[:index]), parts.sizes[index], self.parts.size):
+            return self.step(parts[index], *self.rest)
 
 
 @dataclass(frozen=True)

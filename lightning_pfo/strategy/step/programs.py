@@ -181,6 +181,10 @@ class Programs:
         self._followed.add(kind)
         return is_new
 
+    def forget(self) -> None:
+        """Trace all forms anew: the step finds something else."""
+        self._known.clear()
+
     def left_by(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Left | None:
         """What a step leaves, by a trace of it; None if it does not run to its end.
 

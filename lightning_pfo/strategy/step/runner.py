@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.strategy.engine.endings import ending_as_raised
+from lightning_pfo.strategy.engine.endings import StepEndedError, ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -26,6 +26,7 @@ from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batch
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches
+from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
@@ -106,6 +107,7 @@ class StepRunner:
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
         self._fresh = FreshBatches()
+        self._rows = RowsLeft()
         self._is_first_batch = True
 
     @ending_as_raised
@@ -154,7 +156,8 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
-        of = StepOnBatch("train", self._fresh.given_to("train", step), microbatches, step_seed, batch, rest)
+        step = self._fresh.given_to("train", step)
+        of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
         if between is not None and not self.batching.joins_microbatches:
             *earlier_phases, of = self._phases.find(of)
             for phase in earlier_phases:
@@ -172,7 +175,7 @@ class StepRunner:
                     outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
                 return outcome, results, self._iterations.finish(of, gathered)
 
-        outcome, results, gradients = self._following(of, run)
+        outcome, results, gradients = self._run_again(of, run)
         loss = outcome["loss"]
         if loss is not None:
             loss = loss.to(torch.get_default_dtype())
@@ -184,6 +187,23 @@ class StepRunner:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
+
+    def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
+        """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
+        try:
+            return self._following(of, run)
+        except StepEndedError:
+            raise
+        except Exception as error:
+            if of.programs is not None or not self._rows.divide():
+                raise
+            self.programs.forget()
+            try:
+                return self._following(of, run)
+            except Exception:
+                self._rows.give_up()
+                self.programs.forget()
+                raise error from None
 
     def _following(self, of: StepOnBatch, run: Callable[[], T]) -> T:
         """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace."""
@@ -238,10 +258,17 @@ class StepRunner:
         with _without_inference_mode((batch, rest)) as (batch, rest):
             microbatches = self.batching.split(batch, num_microbatches)
             of = StepOnBatch(
-                kind, self._fresh.given_to(kind, step), microbatches, step_seed, batch, rest, loader=loader
+                kind,
+                self._fresh.given_to(kind, step),
+                microbatches,
+                step_seed,
+                batch,
+                rest,
+                loader=loader,
+                rows=self._rows,
             )
             self._first_looks.look(of)
-            outcome, _ = self._following(of, lambda: self._run(of, outputs=outputs))
+            outcome, _ = self._run_again(of, lambda: self._run(of, outputs=outputs))
             self._leave_behind(outcome, microbatches.size, train=False)
             return outcome["output"]
 
@@ -303,7 +330,7 @@ class StepRunner:
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(stages.skipped, shared["skipped"])
-        effects.leave(shared, is_first=engine.rank == 0)
+        self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
         stages.layers.end(engine.all_gather)
         return shared, results
 

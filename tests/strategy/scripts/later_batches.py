@@ -143,13 +143,35 @@ class Tied(Base):
 
 
 class Recurrent(Base):
-    """Keeps a state with a row for each sample."""
+    """Keeps a state with a row for each sample, which microbatches of one take as it is, or one that they cannot."""
 
     def training_step(self, batch, batch_idx):
         x = self.layers(batch)
         if batch_idx:
-            x = torch.tanh(x + self.state)
-        self.state = x.detach()
+            x = torch.tanh(x + (self.state.view(-1, 8) if self.use == "flat" else self.state))
+        self.state = x.detach().flatten() if self.use == "flat" else x.detach()
+        return x.square().mean()
+
+
+class Stateful(Base):
+    """Cells whose states have a row for each sample, in the second dimension of some."""
+
+    def __init__(self, use="cells"):
+        super().__init__(use)
+        is_cell = use == "cells"
+        self.layers = nn.ModuleList(nn.GRUCell(8, 8) if is_cell else nn.LSTM(8, 8, batch_first=True) for _ in range(4))
+        self.states = None
+
+    def training_step(self, batch, batch_idx):
+        x, states, now = batch if self.use == "cells" else batch[:, None], self.states or [None] * 4, []
+        for layer, state in zip(self.layers, states, strict=True):
+            if self.use == "cells":
+                x = state = layer(x, state)
+                now.append(state.detach())
+            else:
+                x, state = layer(x, state)
+                now.append({"both": tuple(part.detach() for part in state)})
+        self.states = now if self.use == "cells" else [each["both"] for each in now]
         return x.square().mean()
 
 
@@ -213,6 +235,9 @@ def equal_to_one_device(devices):
     found["validated"] = [value for result in results for value in result.values()]
     for use in ("log", "number", "loss"):
         found[use] = train(UsesWeights(use, early=True), devices)
+    for use in ("cells", "in the second dimension"):
+        found[use] = train(Stateful(use), devices)
+    found["rows of one"] = train(Recurrent(), devices)
     return found
 
 
@@ -220,7 +245,7 @@ def main():
     found = equal_to_one_device(4)
     refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
     refused |= {f"tied {use}": refusal(Tied(use), 4) for use in ("late", "evaluation")}
-    train(Recurrent(), 4)  # which is told of
+    train(Recurrent("flat"), 4)  # which is told of
     refused["scripted"] = refusal(Scripted(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps({"found": found, "refused": refused}))

@@ -17,7 +17,12 @@ def results(tmp_path_factory):
     return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4), output
 
 
-@pytest.mark.parametrize("case", ["switched back", "calls less", "predicted", "validated", "log", "number", "loss"])
+STATES = ["cells", "in the second dimension", "rows of one"]
+
+
+@pytest.mark.parametrize(
+    "case", ["switched back", "calls less", "predicted", "validated", "log", "number", "loss", *STATES]
+)
 def test_they_are_equal_to_one_device(results, case):
     expected, ranks, _ = results
     assert expected[case]
@@ -51,9 +56,9 @@ def test_scripted_layers_are_refused_by_name(results):
         assert "'layers.1.linear' is one (Linear)" in found["refused"]["scripted"]
 
 
-def test_a_state_of_rows_is_told_of_where_it_first_counts(results):
+def test_a_state_without_rows_is_told_of_where_it_first_counts(results):
     assert results[2].count("The loss of training batch 2 is ") == 1
-    assert results[2].count("a state with a row for each sample is not divided") == 1
+    assert results[2].count("This step keeps something for the next batch, and each microbatch finds all of it") == 1
 
 
 def test_gradients_are_handed_out_once(results):

@@ -48,6 +48,7 @@ from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
+from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
 
 _ABSENT = object()
 _DEAR_BYTES = 4 * 2**20
@@ -67,6 +68,7 @@ class Attributes:
         streams: Its iterators and files.
         opaque: Its objects of libraries.
         modules: Modules beside those of the model.
+        rows: Where the latest merged changes have a row for each sample.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Attributes:
         self.opaque = places.opaque
         self.modules = places.all_modules()
         self._left_alone: frozenset[Path] = frozenset()
+        self.rows: dict[Path, Dimensions] = {}
 
     def changed_values(self) -> list[Any]:
         """What the step has set and appended, but the dear."""
@@ -206,9 +209,25 @@ class Attributes:
                 if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
                 of_these = merge if len(values) == len(changes) else merge.only(there)
-                merged[path] = (found[0][0], of_these.values(values, self._value_at(path), named(path), path[:-1]))
+                together = of_these.values(values, self._value_at(path), named(path), path[:-1])
+                merged[path] = (found[0][0], together)
+                if kinds == {"set"} and len(found) == len(changes) > 1:
+                    self._note_rows(path, values, together, sizes)
         as_they_are: Changes = {path: ("written", array.detach()) for path, array in self._not_taken_back.items()}
         return _with_values(merged | self._meters.changes() | as_they_are)
+
+    def _note_rows(self, path: Path, values: Sequence[Any], together: Any, sizes: Sequence[int]) -> None:
+        if where := dimensions_of_rows(values, together, sizes):
+            self.rows[path] = where
+
+    def rows_at(self, where: Mapping[Path, Dimensions]) -> list[Rows]:
+        """What is at places with rows now."""
+        found = []
+        for path, dimensions in where.items():
+            holder, _ = self._containers.get(path[:-1], (None, None))
+            if isinstance(holder, MutableMapping) and path[-1] in holder:
+                found.append(Rows(holder, path[-1], holder[path[-1]], dimensions))
+        return found
 
     def _referring(self, value: Any) -> Any:
         """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""

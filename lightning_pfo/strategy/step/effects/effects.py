@@ -28,6 +28,7 @@ from lightning_pfo.strategy.step.effects.outward.calls import (
 )
 from lightning_pfo.strategy.step.effects.outward.opaque import OpaqueLook
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
+from lightning_pfo.strategy.step.effects.rows import Rows
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 
@@ -166,6 +167,7 @@ class Effects:
             calls = [call for call in calls if not is_of_metric(call)]
         return {
             "changes": {path: change for path, change in changes.items() if path not in self.dear},
+            "rows": {path: where for path, where in self._attributes.rows.items() if path not in self.dear},
             "switched": self._switched,
             "drawn": self._attributes.generators.drawn(),
             "taken": self._attributes.streams.taken(),
@@ -180,8 +182,12 @@ class Effects:
         """Make changes on this rank, and nothing else of an outcome."""
         self._attributes.apply(changes)
 
-    def leave(self, outcome: dict[str, Any], *, is_first: bool) -> None:
-        """Leave it behind on this rank; the first of a pipeline writes into files."""
+    def leave(self, outcome: dict[str, Any], *, is_first: bool) -> list[Rows]:
+        """Leave it behind on this rank; the first of a pipeline writes into files.
+
+        Returns:
+            What is left in rows.
+        """
         if self._opaque is not None:
             self._opaque.end()
         self._attributes.apply({**outcome["changes"], **self.dear})
@@ -190,6 +196,7 @@ class Effects:
         self._attributes.streams.go_on(outcome["taken"])
         outlets = self._attributes.streams.outlets(is_first=is_first) if outcome["calls"] else {}
         make_calls(self._owner, [*self._here, *outcome["calls"]], outlets, is_first=is_first)
+        return self._attributes.rows_at(outcome["rows"])
 
 
 class _Run(AbstractContextManager[None]):

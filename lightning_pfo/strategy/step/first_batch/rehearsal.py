@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +174,7 @@ class Rehearsal:
                 with types_noted(dtypes):
                     programs = self._runner.run(
                         "compare" if is_training else first.kind,
-                        lambda index: first.step(parts[index], *first.rest),
+                        partial(first.of_part, parts),
                         parts,
                         (*first.seed, draw),
                         recorder,
