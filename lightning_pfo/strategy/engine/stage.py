@@ -179,7 +179,7 @@ class Stage:
         program = self.programs[microbatch]
         with DisableTorchFunctionSubclass():
             for tensor, label in zip(received, program.received, strict=True):
-                tensor.requires_grad_(program.forms[label].requires_grad and self._train)
+                tensor.requires_grad_(program.is_differentiable(label, sent=False) and self._train)
         outputs = None
         offload = self._offload if self._train and microbatch not in self.at_once else None
         with _NotingFailures(self), nullcontext() if offload is None else offload.of_forward():
@@ -191,13 +191,13 @@ class Stage:
             differentiated = outputs
             if self._compute_loss is None:
                 pairs = zip(outputs, program.sent, strict=True)
-                differentiated = [tensor for tensor, label in pairs if program.has_gradient(label)]
+                differentiated = [tensor for tensor, label in pairs if program.has_gradient(label, sent=True)]
             self._in_flight[microbatch] = (received, [tensor for tensor in differentiated if tensor.requires_grad])
             if program.varying and self._compute_loss is None:
                 self._sent_sizes[microbatch] = [
                     tensor.shape
                     for label, tensor in zip(program.sent, outputs, strict=True)
-                    if label in program.varying and program.has_gradient(label)
+                    if label in program.varying and program.has_gradient(label, sent=True)
                 ]
         return () if self._compute_loss is not None else tuple(tensor.detach() for tensor in outputs)
 
@@ -244,7 +244,7 @@ class Stage:
         return tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
             for label, tensor in inputs_of.items()
-            if program.has_gradient(label)
+            if program.has_gradient(label, sent=False)
         )
 
     def end(self) -> None:
@@ -276,7 +276,7 @@ def _received(program: StageProgram, kind: InstructionType) -> list[tuple[int, T
         return [(label, program.forms[label]) for label in program.received]
     if kind is InstructionType.WEIGHT_GRADIENT:
         return []
-    return [(label, program.forms[label]) for label in program.sent if program.has_gradient(label)]
+    return [(label, program.forms[label]) for label in program.sent if program.has_gradient(label, sent=True)]
 
 
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:

@@ -76,6 +76,10 @@ PRIVATE = {
         "What another stage computes could not stand in a step as a tensor of its shape, dtype and device that has no "
         "memory. torch's own documentation of subclasses uses it."
     ),
+    "torch._is_all_true": (
+        "That distributions check their values (`validate_args`) would be taken for control flow: they would be sent, "
+        "and stages could not be called again after it."
+    ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
     "torch.UntypedStorage._cdata": (
@@ -284,6 +288,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a tensor is a view of; None if it is none."""
     return tensor._base
+
+
+CHECKS = frozenset({torch._is_all_true, torch.Tensor._is_all_true})
+"""Functions whose answer is looked at only to raise an error where it is not True."""
 
 
 def without_memory(cls: type[TensorT], form: torch.Tensor) -> TensorT:

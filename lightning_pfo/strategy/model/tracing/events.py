@@ -14,7 +14,7 @@ from lightning_pfo.strategy.model.tracing.forms.left import Place
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
-from lightning_pfo.strategy.parallel.compat import base_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, base_of
 
 FOREVER = math.inf
 _SINGLE = tree_flatten(0)[1]
@@ -64,6 +64,7 @@ class Value:
         memory: What memory it has, as a number; views have that of their base.
         changed_at: The last event that changed it in place.
         varies: Whether its shape depends on the values of other tensors, or may do so.
+        gradient_from: The event that has written something with gradients into it, if it had none before; else -1.
         uses: The events that take it, in order.
     """
 
@@ -73,6 +74,7 @@ class Value:
     memory: int = 0
     changed_at: int = -1
     varies: bool = False
+    gradient_from: int = -1
     uses: list[float] = field(default_factory=list)
 
     @property
@@ -274,6 +276,16 @@ class Trace:
         self.use(loss, FOREVER)
         label = None if loss is None else loss.label if isinstance(loss, Tracked) else -1
         self.optimizing.append(Optimizing(len(self.events), label, frozenset(changed), tuple(names), line))
+
+    def need_gradients(self, label: int, position: int) -> None:
+        """Note that an event writes something with gradients into a value, and so into all that share its memory."""
+        memory = self.values[label].memory
+        with DisableTorchFunctionSubclass():
+            for value in self.values:
+                can_have = value.form.dtype.is_floating_point or value.form.dtype.is_complex
+                if value.memory == memory and can_have and not value.form.requires_grad:
+                    value.form.requires_grad_()
+                    value.gradient_from = position
 
     def last_changes(self) -> dict[int, int]:
         """When memory is changed in place for the last time: a change through one view changes all."""

@@ -56,6 +56,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import (
+    CHECKS,
     DisableTorchFunctionSubclass,
     Recompute,
     memory_of,
@@ -194,6 +195,8 @@ class StageRun:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, or leave out, a function of torch."""
+        if function in CHECKS:
+            return torch.ones((), dtype=torch.bool) if args[0].is_absent else natively(function, args, kwargs)
         return self._event(function, function, args, kwargs)
 
     def told(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> Any:
@@ -267,13 +270,16 @@ class StageRun:
                 if (
                     (tensor.shape != form.shape and label not in self._program.varying)
                     or tensor.dtype != form.dtype
-                    or (torch.is_grad_enabled() and tensor.requires_grad != form.requires_grad)
+                    or (torch.is_grad_enabled() and tensor.requires_grad != self._is_differentiable(label))
                 ):
                     raise differs(tensor, form)
                 tensor = tensor.contiguous()
                 sent.append(tensor.clone() if memory_of(tensor) in lasting else tensor.view_as(tensor))
         self._remember()
         return tuple(sent)
+
+    def _is_differentiable(self, label: int) -> bool:
+        return self._program.is_differentiable(label, sent=True)
 
     def _lasting(self) -> set[int]:
         """The memory of what the next microbatch may change while the values of this one are being sent."""

@@ -72,6 +72,8 @@ from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
 from lightning_pfo.strategy.model.variables import users_line, users_module
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
+    CHECKS,
+    DisableTorchFunctionSubclass,
     base_of,
     has_memory,
     memory_of,
@@ -152,6 +154,8 @@ class _TraceRun:
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a function and run it on zeros."""
+        if function in CHECKS:  # on values that are not there yet
+            return torch.ones((), dtype=torch.bool)
         given = args, kwargs
         leaves, structure = tree_flatten(given)
         event = Event(function, held=self._held.names(whose_values_count(function, args, leaves)))
@@ -184,6 +188,7 @@ class _TraceRun:
         for leaf in leaves:
             if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
                 self.trace.values[leaf.label].changed_at = position
+                self._note_gradients(leaf, position)
                 self._change(self._held_values.get(leaf.label))
         found, structure = tree_flatten(result)
         self.trace.has_sizes |= depends.by_stages_found
@@ -226,6 +231,7 @@ class _TraceRun:
                 self.trace.values[leaves[index].label].changed_at = position
         for index in outline.given_gradients:
             need_gradients(leaves[index])
+            self._note_gradients(leaves[index], position)
         for leaf in outline.leaves if outline.left else ():
             if is_value(leaf):  # it is kept somewhere, and changed there
                 self.trace.values[leaf.label].changed_at = position
@@ -252,6 +258,11 @@ class _TraceRun:
         self.trace.use_sizes(labels, FOREVER)
         self.trace.decided_by_sizes = True
         self._look()
+
+    def _note_gradients(self, changed: Any, position: int) -> None:
+        with DisableTorchFunctionSubclass():
+            if is_value(changed) and changed.requires_grad:
+                self.trace.need_gradients(changed.label, position)
 
     def _values_of(self, form: torch.Tensor) -> torch.Tensor:
         zeros = zeros_of(form)

@@ -226,7 +226,7 @@ class MemoryForecast:
             InstructionType.WEIGHT_GRADIENT: Cost(0, gone),
         }
         first = again | {kind: Cost(left, gone + left) for kind, cost in again.items() if cost.kept_bytes == gone}
-        back = sum(form.nbytes for label, form in inputs.items() if program.has_gradient(label))
+        back = sum(form.nbytes for label, form in inputs.items() if program.has_gradient(label, sent=False))
         return StageCosts(received, back, behind, first, again, left)
 
     def _trained(self, *stages: int) -> Iterator[nn.Parameter]:

@@ -208,7 +208,9 @@ class _StageTrial:
         inputs = {label: program.forms[label] for label in program.received}
         return StageCosts(
             _bytes_of(inputs.values(), self._device),
-            _bytes_of([form for label, form in inputs.items() if program.has_gradient(label)], self._device),
+            _bytes_of(
+                [form for label, form in inputs.items() if program.has_gradient(label, sent=False)], self._device
+            ),
             _bytes_of(self._received_forms(InstructionType.BACKWARD), self._device),
             first,
             again,

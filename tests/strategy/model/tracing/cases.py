@@ -119,6 +119,15 @@ class Tells(Block):
         return y, y.abs().mean().item(), (y.sum(1) > 0).tolist(), y.argmax(1).tolist(), 2 * scale, name, "text"
 
 
+class Couples(Block):
+    """Adds to what it is given, in place."""
+
+    def forward(self, x, total):
+        y = super().forward(x)
+        total += y.sum(1)
+        return y, total
+
+
 class Regularised(Block):
     """Leaves a loss of its own in an attribute, and in one of its part what it returns."""
 
@@ -883,6 +892,16 @@ def through_numpy(net, x, y):
 
 
 GRADIENT = r"torch\.autograd\.grad in a step can only .*cases\.py"
+
+
+@case(layer=Couples)
+def layers_add_to_what_had_no_gradients(net, x, y):
+    total = net.prepares(x, y)[0].sum(1)
+    z = net.stem(x)
+    halved = total / 2
+    for layer in net.layers:
+        z, total = layer(z, total)
+    return net.loss(z, y) + (total - halved).square().mean()
 
 
 @case(refused=GRADIENT)

@@ -45,7 +45,12 @@ def _twice(owner):
     return (first * second).mean() + made.square().mean()
 
 
-@pytest.mark.parametrize("step", [_judge_first, _in_place, _twice])
+def _checks(owner):
+    normal = torch.distributions.Normal(owner.judge(X), 1.0, validate_args=True)
+    return normal.log_prob(owner.judge(owner.make(Z))).mean()
+
+
+@pytest.mark.parametrize("step", [_judge_first, _in_place, _twice, _checks])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_later_stage_may_be_called_first(step, num_stages):
     stages = Stages(_parts(), _in_order, num_stages=num_stages)
@@ -70,6 +75,16 @@ def _differentiates(owner):
     made = owner.make(Z)
     (slope,) = torch.autograd.grad(owner.judge(made).sum(), made, create_graph=True)
     return real.mean() + slope.square().mean()
+
+
+def test_what_distributions_refuse_is_refused_on_the_stage_that_has_it():
+    def step(owner):
+        return torch.distributions.Bernoulli(probs=owner.judge(owner.make(Z)) + 5, validate_args=True).mean.mean()
+
+    stages = Stages(_parts(), _in_order, num_stages=2)
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        stages.run(step)
+    stages.close()
 
 
 @pytest.mark.parametrize("step", [_back, _decides])

@@ -50,6 +50,8 @@ class StageProgram:
         failure: What ended the trace of the step early, and the line, if something did.
         switches: Plain attributes of modules that the step itself sets and sets back.
         undifferentiated: Labels of the values that the loss does not depend on, though their forms have gradients.
+        received_before: Of what is received, what gets its gradients later, from something that is written into it.
+        sent_before: The same of what is sent.
         differentiated: Labels of the values that have had gradients in some iteration, on the stage that received them.
     """
 
@@ -77,11 +79,17 @@ class StageProgram:
     failure: str = ""
     switches: Sequence[tuple[nn.Module, str]] = ()
     undifferentiated: frozenset[int] = frozenset()
+    received_before: frozenset[int] = frozenset()
+    sent_before: frozenset[int] = frozenset()
     differentiated: set[int] = field(default_factory=set, repr=False, compare=False)
 
-    def has_gradient(self, label: int) -> bool:
-        """Whether the gradient of a value goes back to the stage that computes it."""
-        return self.forms[label].requires_grad and label not in self.undifferentiated
+    def is_differentiable(self, label: int, *, sent: bool) -> bool:
+        """Whether a value that is sent, or received, may have a gradient by then."""
+        return self.forms[label].requires_grad and label not in (self.sent_before if sent else self.received_before)
+
+    def has_gradient(self, label: int, *, sent: bool) -> bool:
+        """Whether the gradient of a value that is sent, or received, comes back."""
+        return self.is_differentiable(label, sent=sent) and label not in self.undifferentiated
 
     @property
     def computed(self) -> list[Event]:
@@ -171,6 +179,14 @@ def programs_by_stage(
     without_gradients = undifferentiated(trace)
     failed = trace.failure
     failure = "" if failed is None else f"{type(failed).__name__}: {failed}, at {users_line(failed)}"
+    before = [
+        frozenset(
+            label
+            for label in live[stage]
+            if (position := trace.values[label].gradient_from) >= 0 and stage_of.get(position, -1) >= stage
+        )
+        for stage in range(num_stages)
+    ]
     programs = []
     for stage in range(num_stages):
         mine = {position for position, of in stage_of.items() if of == stage}
@@ -209,6 +225,8 @@ def programs_by_stage(
                 failure,
                 trace.switches,
                 without_gradients,
+                before[stage],
+                frozenset() if is_last else before[stage + 1],
             )
         )
     return programs
