@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, no_longer_tracked
-from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
+from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of, version_restorer
 from lightning_pfo.strategy.parallel.groups import Shared, global_rank
 
 Changes = Mapping[str, int | None]
@@ -36,6 +37,7 @@ class StepBuffers:
 
     Attributes:
         gone_on: Buffers of which a later microbatch has made something else than an earlier one.
+        differing: Parameters into which one has written something else.
     """
 
     def __init__(self, owner: nn.Module, changes: Changes, num_stages: int, *, looks: bool = False) -> None:
@@ -45,7 +47,7 @@ class StepBuffers:
         self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
         changed = dict(self._changed())
         self._parameters = {
-            name: (tensor, tensor.detach().clone())
+            name: (tensor, tensor.detach().clone(), version_restorer(tensor))
             for name, tensor in changed.items()
             if isinstance(tensor, nn.Parameter) and not is_placeholder(tensor)
         }
@@ -54,6 +56,8 @@ class StepBuffers:
         self._left: dict[int, dict[str, torch.Tensor]] = {}
         self._looks = looks
         self.gone_on: set[str] = set()
+        self.differing: set[str] = set()
+        self._written: dict[tuple[int, str], torch.Tensor] = {}
 
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
@@ -75,8 +79,9 @@ class StepBuffers:
             self._of_stage[stage] = dict(self._changed())
             now_there = self._looked_at(stage)
             self.gone_on |= {name for name, before in looked_at.items() if not _is_same(before, now_there[name])}
+            self._compare(stage)
             if self._several:  # stages that end the step before it changes a parameter may run later
-                self._left[stage] = {name: tensor.detach().clone() for name, (tensor, _) in self._parameters.items()}
+                self._left[stage] = {name: tensor.detach().clone() for name, (tensor, *_) in self._parameters.items()}
 
     def _looked_at(self, stage: int) -> dict[str, torch.Tensor]:
         """Copies of the buffers that a stage has changed in an earlier microbatch, where it has the values for them."""
@@ -90,9 +95,33 @@ class StepBuffers:
             }
 
     def put_back(self) -> None:
-        """Give parameters the values that they had before."""
-        for tensor, before in self._parameters.values():
-            tensor.data.copy_(before)  # backward takes them as the step leaves them, as on one device
+        """Give parameters the values that they had before.
+
+        Backward takes them as the step leaves them, as on one device; if it has used them before it wrote into them,
+        torch says so, by their version.
+        """
+        for name, (tensor, before, restore_version) in self._parameters.items():
+            tensor.data.copy_(before)
+            if name not in self.differing:  # else a backward would take the values of another microbatch
+                restore_version()
+
+    def _compare(self, stage: int) -> None:
+        """Find parameters into which a microbatch has written something else than the one before.
+
+        Raises:
+            ConfigurationError: If it is one that is trained.
+        """
+        for name, (tensor, *_) in self._parameters.items() if self._looks else ():
+            if self._changes[name] not in (None, stage) or name in self.differing:
+                continue
+            with following(None), torch.no_grad():
+                now = _print_of(tensor)
+                before = self._written.setdefault((stage, name), now)
+                if not _is_same(before, now):
+                    if tensor.requires_grad:
+                        raise ConfigurationError(writes_otherwise(name))
+                    self.differing.add(name)
+                    tensor.add_(0)  # another version than the first microbatch has saved
 
     def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
         """Give all who hold one the value of the stage that has changed it; a collective call of the pipeline."""
@@ -127,6 +156,22 @@ class StepBuffers:
     def _set(self, name: str, value: torch.Tensor) -> None:
         path, _, key = name.rpartition(".")
         tensors_of(self._owner.get_submodule(path)).buffers[key] = value
+
+
+def writes_otherwise(name: str) -> str:
+    """What is said of a parameter into which the step has written something else for each microbatch."""
+    return (
+        f"The step writes into the parameter self.{name} something else for each microbatch, of which the last one "
+        f"stays; on one device it writes once for the batch. Keep in the step what it is made from (self.rows = "
+        f"rows.detach(), which is that of the whole batch on every rank), and write in on_train_batch_end."
+    )
+
+
+def _print_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Two numbers that are other ones for other values, most likely; a copy would take the memory of the tensor."""
+    numbers = tensor.detach()
+    norm = torch.linalg.vector_norm(numbers, dtype=torch.promote_types(numbers.dtype, torch.float64))
+    return torch.stack([norm, numbers.sum(dtype=norm.dtype)])
 
 
 def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:

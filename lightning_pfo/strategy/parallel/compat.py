@@ -82,6 +82,10 @@ PRIVATE = {
     ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
+    "torch.autograd._unsafe_preserve_version_counter": (
+        "A weight that the step writes into would fail in the backward of a microbatch when another one has done the "
+        "same; each finds it as it was before, with that version."
+    ),
     "torch.UntypedStorage._cdata": (
         "Two values that share memory, one of which is changed later, would be sent without a word; `data_ptr` is the "
         "same for all that is empty."
@@ -261,6 +265,12 @@ def drop_hooks_of_tensor_parallelism(module: nn.Module) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor, or a view of it, has been changed in place; those of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
+    """What sets the version of a tensor back to that of now, for who gives it back the values of now."""
+    keeper = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return lambda: keeper.__exit__()
 
 
 def memory_of(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
-from lightning_pfo.strategy.model.buffers import StepBuffers
+from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -180,6 +180,9 @@ class StepOnStages:
                     _tell_of_draws()
                 kept.check_switched()
                 tell_of_buffers(buffers.gone_on, len(microbatches))
+                name = min(buffers.differing, default="")
+                if name and engine.place == (0, 0) and (engine.rank == 0 or changes[name] is not None):
+                    warn_once(writes_otherwise(name))
             finally:
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if phase is None:  # nothing of it counts

@@ -72,6 +72,37 @@ class AtTheEnd(Assigns):
         return loss
 
 
+class Constrains(Assigns):
+    """Writes into a weight that is trained, with gradients noted, as a constraint of its norm."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            weight = self.student[1][0].weight
+            weight.copy_(weight.renorm(2, 0, 0.5))
+        return self.loss(batch)
+
+
+class ConstrainsByBatch(Assigns):
+    """Writes something else for each microbatch."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.student[1][0].weight.mul_(1 + 0.01 * batch[0].mean())
+        return self.loss(batch)
+
+
+class FollowsTheBatch(Assigns):
+    """The same, into a weight that is not trained."""
+
+    def move(self):
+        with torch.no_grad():
+            self.teacher[0][0].bias.copy_(self.offset)
+
+    def training_step(self, batch, batch_idx):
+        self.offset = batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
 class InAHook(Assigns):
     """Moves the teacher after the optimizer's step, in place; layers have buffers of every kind."""
 
@@ -142,6 +173,8 @@ CASES = {
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),
+    "constrains": (Constrains, {}),
+    "constrains, several stages": (Constrains, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "of several stages": (AtTheEnd, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "of the whole batch": (Assigns, {"schedule": "gpipe", "loss_over": "batch"}),
 }
@@ -170,11 +203,12 @@ def run(number):
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
     found["refused"] = {}
-    for case in (Alone, LogsNorm, LogsNormOfState):
+    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch):
         try:
             trainer_of(number, {}).fit(case(), loader)
         except ConfigurationError as error:
             found["refused"][case.__name__] = str(error)
+    trainer_of(number, {}).fit(FollowsTheBatch(), loader)  # which is told of
     (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 

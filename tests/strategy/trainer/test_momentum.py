@@ -10,7 +10,7 @@ from tests.launch import of_ranks, run_script
 
 CASES = (
     *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
-    *("in a hook", "copied", "all of mine"),
+    *("in a hook", "copied", "all of mine", "constrains", "constrains, several stages"),
 )
 SCRIPT = Path(__file__).parents[1] / "scripts" / "momentum.py"
 
@@ -18,8 +18,9 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "momentum.py"
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("momentum")
-    run_script(SCRIPT, folder)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
+    output = run_script(SCRIPT, folder).stdout
+    found = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
+    return found | {"output": output}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,6 +46,14 @@ def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(traine
         refused = trained[rank]["refused"][case]
         assert re.match(r".*momentum\.py, line \d+ needs values of layers that other ranks hold", refused)
         assert "whole_parameters" in refused
+
+
+def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(trained):
+    said = "something else for each microbatch, of which the last one stays"
+    for rank in ("2_0", "2_1"):
+        refused = trained[rank]["refused"]["ConstrainsByBatch"]
+        assert f"writes into the parameter self.student.1.0.weight {said}" in refused
+    assert trained["output"].count(f"writes into the parameter self.teacher.0.0.bias {said}") == 1
 
 
 def test_a_rank_that_raises_alone_among_whole_parameters_is_named_by_the_others(tmp_path):
