@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,6 +105,22 @@ def declared_batch_size(loaders: Any) -> int | None:
             if isinstance(size, int):
                 return size
     return None
+
+
+def declared_sizes(loaders: Any) -> frozenset[int]:
+    """How many samples batches may have, as DataLoaders say: as many as they collect, or as remain for a last one.
+
+    Args:
+        loaders: DataLoaders, in lists and dicts.
+    """
+    found = set()
+    for loader in tree_leaves(loaders, is_leaf=lambda node: hasattr(node, "batch_sampler")):
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            found.add(size)
+            with suppress(TypeError, NotImplementedError):  # of samplers without a length
+                found.add(len(loader.sampler) % size)
+    return frozenset(found - {0})
 
 
 def can_be_read_again(loaders: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
     can_be_read_again,
     declared_batch_size,
+    declared_sizes,
     default_num_microbatches,
     evaluation_microbatches,
     too_few_samples,
@@ -174,6 +175,15 @@ class StepStrategy(CheckpointStrategy):
         """Whether batches are put together from those of several loaders, part for part."""
         loaders = training_loaders(self._module().trainer)
         return len(self._first_loaders if loaders is None else loaders.flattened) > 1
+
+    def _expected_sizes(self) -> Collection[int]:
+        """How many samples the loaders of the present loop say that their batches have."""
+        trainer = self._module().trainer
+        if trainer.training:
+            return declared_sizes(trainer.train_dataloader or self._first_loaders)
+        if trainer.predicting:
+            return declared_sizes(trainer.predict_dataloaders)
+        return declared_sizes(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -242,7 +242,12 @@ class PfoPipelineStrategy(StepStrategy):
             )
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._batching = Batching(
-            batch_dim, split_batch, microbatch_weight, loss_over, has_several_loaders=self._trains_side_by_side
+            batch_dim,
+            split_batch,
+            microbatch_weight,
+            loss_over,
+            has_several_loaders=self._trains_side_by_side,
+            expected=self._expected_sizes,
         )
         self._check_loss = check_loss
         self._batch_norm = batch_norm

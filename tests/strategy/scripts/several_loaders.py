@@ -1,6 +1,6 @@
-"""Loaders in a dict whose batches have other sizes than one another; usage: several_loaders.py FOLDER.
+"""Loaders in a dict whose batches have other sizes than one another, and loaders alone know how many samples lists have.
 
-On one rank and on two; each writes the losses.
+Usage: several_loaders.py FOLDER. On one rank and on two; each writes the losses.
 """
 
 import json
@@ -40,12 +40,24 @@ class Both(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Pictures(Both):
+    """Of lists of pictures with three rows each."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(torch.stack(batch)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.losses.append(float(self.training_step(batch, batch_idx)))
+
+
 def loader(number, batch_size):
     return DataLoader(TensorDataset(SAMPLES[:number], CLASSES[:number]), batch_size=batch_size)
 
 
-def run(number):
-    trainer = L.Trainer(
+def trainer_of(number):
+    return L.Trainer(
         accelerator="cpu",
         devices=number,
         strategy=PfoPipelineStrategy() if number > 1 else "auto",
@@ -54,10 +66,22 @@ def run(number):
         enable_progress_bar=False,
         enable_model_summary=False,
         max_epochs=2,
+        use_distributed_sampler=False,
     )
+
+
+def fitted(module, data, number):
+    trainer_of(number).fit(module, data, data)
+    return module.losses
+
+
+def run(number):
+    trainer = trainer_of(number)
     module = Both()
     trainer.fit(module, {"few": loader(13, 4), "many": loader(37, 8)})  # their last batches have 1 and 5 samples
-    (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(module.losses))
+    pictures = DataLoader(torch.arange(240.0).sin().view(10, 3, 8).unbind(), batch_size=4, collate_fn=list)
+    found = {"both": module.losses, "pictures": fitted(Pictures(), pictures, number)}
+    (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
 for size in (1, 2):

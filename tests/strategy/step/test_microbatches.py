@@ -9,6 +9,7 @@ from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.strategy.step.microbatches import (
     declared_batch_size,
+    declared_sizes,
     default_num_microbatches,
     shapes_of,
     too_few_samples,
@@ -62,6 +63,13 @@ def test_a_schedule_that_can_run_no_number_is_told_of():
 
     with pytest.raises(BatchError, match=r"batch of 3 samples cannot be divided.*Use another schedule.*batches of 16"):
         default_num_microbatches(3, 4, none)
+
+
+def test_loaders_say_how_many_samples_batches_may_have():
+    data = TensorDataset(torch.zeros(21, 1))
+    assert declared_sizes(DataLoader(data, batch_size=8)) == {8, 5}
+    assert declared_sizes([DataLoader(data, batch_size=7), DataLoader(data, batch_size=None), range(3)]) == {7}
+    assert declared_sizes(None) == declared_sizes([]) == set()
 
 
 def test_batch_sizes_are_known_before_training_unless_loaders_make_batches_by_themselves():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ class Batching:
             computed once, of what all microbatches have come to.
         shifted_labels: Whether the first label of each sequence has no part in the loss.
         has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
+        expected: Says which sizes the loaders say that their batches have; see `reading`.
 
     Raises:
         ConfigurationError: If a setting has another form.
@@ -46,6 +47,7 @@ class Batching:
     loss_over: str = "microbatch"
     shifted_labels: bool = False
     has_several_loaders: Callable[[], bool] = bool
+    expected: Callable[[], Collection[int]] = tuple
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)
@@ -90,7 +92,9 @@ class Batching:
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.split(num_microbatches)
-        return split_batch(batch, num_microbatches, batch_dim=self.batch_dim, split=self.split_batch)
+        return split_batch(
+            batch, num_microbatches, batch_dim=self.batch_dim, split=self.split_batch, expected=self.expected()
+        )
 
     def _side_by_side(self, batch: Any) -> SideBySide | None:
         if self.split_batch is not None or not self.has_several_loaders():
@@ -100,15 +104,15 @@ class Batching:
     def size_of(self, batch: Any, num_ranks: int) -> int:
         """Number of samples of a batch to train on; on one rank 1, if it cannot be divided."""
         if self.split_batch is not None:
-            return split_batch(batch, 1, batch_dim=self.batch_dim).size
+            return split_batch(batch, 1, batch_dim=self.batch_dim, expected=self.expected()).size
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.size
-        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim)
+        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim, self.expected())
 
     def evaluation_size_of(self, batch: Any) -> int | None:
         """Number of samples of a batch that is only run forward; 1: it need not be divided; None: it is not known."""
-        return None if self.split_batch is not None else size_or_one(batch, self.batch_dim)
+        return None if self.split_batch is not None else size_or_one(batch, self.batch_dim, self.expected())
 
     def first_parts(self, batch: Any, microbatches: Microbatches, number: int) -> Any:
         """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""
@@ -117,7 +121,7 @@ class Batching:
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.first(sum(microbatches.sizes[:number]))
-        return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim)
+        return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim, self.expected())
 
     def weights(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much each microbatch counts."""

@@ -169,10 +169,10 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> R
     """The right one of several readings, of which one at least is firm."""
     firm = [reading for reading in readings if reading.is_firm]
     known = [reading for reading in firm if reading.size in expected]
-    if len(known) == 1:
-        return known[0]
     tensor_sizes = {leaf.size for leaf in root.sized()}
     by_tensors = next((reading for reading in firm if {reading.size} == tensor_sizes), None)
+    if len(known) == 1 and (by_tensors in (None, known[0]) or by_tensors.size % known[0].size):
+        return known[0]  # else a collate_fn may have made several samples of each, as patches of an image
     if by_tensors is None:
         if len(firm) == 1:
             return firm[0]
@@ -186,6 +186,11 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> R
     # default_collate leaves no number or text beside tensors, so these are of one sample
     if len({node.length for node in lists}) == 1 and all(_has_plain_values(node) for node in lists):
         return by_lists[lists[0].path]
+    # nor does it leave a list of numbers, so one that is as long as a list of tensors has one for each sample
+    plain = {node.path for node in root.all() if not node.has_tensors and node.length}
+    by_both = [reading for reading in firm if reading.lists & plain and reading.lists & {node.path for node in lists}]
+    if len(by_both) == 1:
+        return by_both[0]
     for node in lists[:1]:
         if not _has_tensors_only(node) or _look_like_images(node):
             warn_once(

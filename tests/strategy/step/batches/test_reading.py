@@ -99,10 +99,19 @@ def test_dimensions_are_named():
         ([zeros(5), zeros(6)], [2], 2),
         ([("a", "b"), ("c", "d"), ("e", "f")], [3], 3),
         ([zeros(64, 2), zeros(64)], [1], 64),  # DataLoader(batch_size=1, collate_fn=...) may yield more
+        ([zeros(64, 2), zeros(64, 1)], [2], 64),
     ],
 )
 def test_the_size_of_the_loader_decides_where_both_readings_are_possible(batch, expected, size):
     assert read(batch, expected=expected).size == size
+
+
+def test_numbers_beside_a_list_of_tensors_say_that_it_has_one_for_each_sample(caplog):
+    pairs = tuple((zeros(3, 8, 8), zeros(3, 8, 8)) for _ in range(5))
+    with caplog.at_level(logging.WARNING):
+        assert read((pairs, (0, 1, 2, 0, 1))).size == 5
+        assert read(([zeros(3, 5), zeros(3, 5)], zeros(3))).size == 3
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
