@@ -44,6 +44,7 @@ class Pictures(Both):
     """Of lists of pictures with three rows each."""
 
     def training_step(self, batch, batch_idx):
+        assert batch[0].shape == (3, 8), "a microbatch has whole pictures"
         loss = self.net(torch.stack(batch)).square().mean()
         self.log("loss", loss)
         return loss
