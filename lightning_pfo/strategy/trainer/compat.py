@@ -109,6 +109,9 @@ PRIVATE = {
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn": (
         "SLURM's request to be requeued would save from within a signal handler, on each rank at another batch."
     ),
+    "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": (
+        "With val_check_interval as a time, each rank would validate when its own clock says so."
+    ),
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
         "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
     ),
@@ -301,6 +304,20 @@ def after_batches(
         patches.set(loop, "run", _and_then(loop.run, partial(_ran, loop, evaluation_ends)))
     for owner, name, then in places:
         patches.set(owner, name, _and_then(getattr(owner, name), then))
+
+
+def validate_together(trainer: pl.Trainer, is_any: Callable[[bool], bool], patches: Patches) -> None:
+    """Let ranks validate together where the time decides when: each has a clock of its own.
+
+    Args:
+        trainer: The Trainer.
+        is_any: Answers on each rank whether any says yes.
+        patches: Closing them puts back what decides.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):  # a time is not kept there
+        decide = loop._should_check_val_fx
+        patches.set(loop, "_should_check_val_fx", lambda data_fetcher: is_any(decide(data_fetcher)))
 
 
 def _comes(loop: Any, first_comes: Callable[[bool], None]) -> None:

@@ -1,11 +1,12 @@
 """What ends a run or saves it between batches, obeyed by all ranks at the same batch.
 
-That is SIGTERM, Ctrl-C, SLURM's request to save and be requeued, and `trainer.should_stop`, which any rank may set.
-Lightning's handlers of signals talk to the other ranks, or save, from within the signal handler, wherever it interrupts
-each rank, and Python raises KeyboardInterrupt there; between the transfers of a pipeline that would be a wait for each
-other until the timeout. Here a signal is only noted, and when each batch is done the hosts agree on what was noted, in
-place of the broadcast Lightning does for SIGTERM. Where others do not come, a process ends nevertheless: of SIGTERM
-also one that waits in a collective where no handler can run, and of a second Ctrl-C wherever it is.
+That is SIGTERM, Ctrl-C, SLURM's request to save and be requeued, and `trainer.should_stop`, which any rank may set; and
+with `val_check_interval` as a time, when to validate. Lightning's handlers of signals talk to the other ranks, or save,
+from within the signal handler, wherever it interrupts each rank, and Python raises KeyboardInterrupt there; between the
+transfers of a pipeline that would be a wait for each other until the timeout. Here a signal is only noted, and when
+each batch is done the hosts agree on what was noted, in place of the broadcast Lightning does for SIGTERM. Where others
+do not come, a process ends nevertheless: of SIGTERM also one that waits in a collective where no handler can run, and
+of a second Ctrl-C wherever it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.trainer.compat import Handler, after_batches, end_after_batch, handle_signals
+from lightning_pfo.strategy.trainer.compat import (
+    Handler,
+    after_batches,
+    end_after_batch,
+    handle_signals,
+    validate_together,
+)
 from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
 
 
@@ -72,6 +79,11 @@ class SignalsAtBatchEnd:
             partial(self._wait_for_replicas, trainer),
             patches,
         )
+        validate_together(trainer, partial(self._is_any, trainer), patches)
+
+    def _is_any(self, trainer: pl.Trainer, is_here: bool) -> bool:
+        strategy: Any = trainer.strategy
+        return bool(strategy.meet("whether it is time to validate", (is_here,))[0])
 
     def hear_interrupts(self, trainer: pl.Trainer, patches: Patches) -> None:
         """Have Ctrl-C obeyed at the end of a batch too, so that all ranks can save; a second one where it comes.

@@ -1,4 +1,4 @@
-"""Training is interrupted, by a signal or by the step itself; usage: interrupted.py FOLDER.
+"""Training is interrupted, by a signal, by the step itself or by the time to validate; usage: interrupted.py FOLDER.
 
 Two processes; each writes FOLDER/rank_N.json.
 """
@@ -7,12 +7,14 @@ import json
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,10 +62,11 @@ class Module(L.LightningModule):
 
 
 def trainer_of(callbacks=(), **options):
+    of_strategy = {name: options.pop(name) for name in ("data_parallel_size",) if name in options}
     return L.Trainer(
         accelerator="cpu",
         devices=options.pop("devices", 2),
-        strategy=options.pop("strategy", None) or PfoPipelineStrategy(check_loss=False, **options),
+        strategy=options.pop("strategy", None) or PfoPipelineStrategy(check_loss=False, **of_strategy),
         max_epochs=1,
         use_distributed_sampler=False,
         callbacks=list(callbacks),
@@ -71,6 +74,7 @@ def trainer_of(callbacks=(), **options):
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=bool(callbacks),
+        **options,
     )
 
 
@@ -147,6 +151,18 @@ def own_handler():
     return {**found, "heard": len(heard)}
 
 
+def timed():
+    """By the clock of the first rank it is always time to validate, by the other's never."""
+    seconds = 0.0 if dist.get_rank() == 0 else 1e6
+    module = Module()
+    try:
+        trainer = trainer_of(val_check_interval=timedelta(seconds=seconds), check_val_every_n_epoch=None)
+    except (TypeError, MisconfigurationException):  # a Lightning that takes numbers only
+        return None
+    trainer.fit(module, DATA, DATA)
+    return {"trained": module.trained, "validated": module.validated}
+
+
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started this may ignore it
     alone = {"devices": 1, "strategy": "auto"}
@@ -164,6 +180,7 @@ def main():
         "exit": interrupted("exit", step=at(3, leave(SystemExit(7)))),
         "replica": interrupted("replica", step=at(3, of_second), data_parallel_size=2),
         "own": own_handler(),
+        "timed": timed(),
     }
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Loaders in a dict whose batches have other sizes than one another, and loaders alone know how many samples lists have.
+"""Loaders in a dict whose batches have other sizes, and ones that alone know how many samples lists have.
 
 Usage: several_loaders.py FOLDER. On one rank and on two; each writes the losses.
 """

@@ -65,3 +65,10 @@ def test_training_goes_on_behind_the_batch_as_on_one_device(found, case, steps, 
 def test_a_handler_of_the_users_stays(found):
     for rank in found:
         assert (rank["own"]["heard"], rank["own"]["ended"], rank["own"]["trained"]) == (1, None, [*range(8)])
+
+
+def test_ranks_validate_together_though_their_clocks_differ(found):
+    if found[0]["timed"] is None:
+        pytest.skip("this Lightning has no val_check_interval as a time")
+    for rank in found:
+        assert rank["timed"] == {"trained": [*range(8)], "validated": [*range(8)] * 8}
