@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import selectors
 import socket
@@ -31,6 +32,7 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.watch.connection import CONNECT_TIMEOUT_S, Address, RankConnection, open_server
 
 _log = logging.getLogger(__name__)
+_OF_TRANSFERS = re.compile(r"gloo|nccl|connection|process ?group", re.IGNORECASE)
 
 
 class RankDiedError(PfoError, RuntimeError):
@@ -55,6 +57,14 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]  # Ctrl-C has no text
 
 
+def tells_of_others(error: BaseException) -> bool:
+    """Whether an error is that of a transfer, which may have failed because another rank is gone."""
+    return (
+        isinstance(error, RuntimeError)
+        and re.search(r"gloo|nccl|connection|process ?group", str(error), re.I) is not None
+    )
+
+
 class RankWatch:
     """Watches the other ranks of a run, from a thread of its own.
 
@@ -74,6 +84,7 @@ class RankWatch:
         self._active = False
         self._death: str | None = None
         self._death_error = ""
+        self._failures: dict[str, str] = {}  # of other ranks in the present run: their errors, and what is said of them
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, RankConnection] = {}
@@ -142,6 +153,7 @@ class RankWatch:
         with self._changed:
             self._run += 1
             self._active = True
+            self._failures.clear()
             self._started = max(self._started, self._run)
             self._tell(event="begin", run=self._run)
             self._judge()
@@ -154,7 +166,8 @@ class RankWatch:
 
     def failed(self, error: BaseException) -> None:
         """Say that the run has raised, so that the others do not wait for this rank."""
-        self._end(event="failed", run=self._run, error=_text_of(error), explained=isinstance(error, PfoError))
+        explained = isinstance(error, PfoError) or tells_of_others(error)
+        self._end(event="failed", run=self._run, error=_text_of(error), explained=explained)
 
     def _end(self, **message: Any) -> None:
         with self._changed:
@@ -173,10 +186,21 @@ class RankWatch:
             self._changed.wait_for(lambda: self._death is not None, wait_s if self._connections else 0.0)
             return self._death
 
-    def is_found_by_all(self, error: BaseException) -> bool:
-        """Whether the rank that has died in the present run had raised the same."""
+    def cause(self, error: BaseException, wait_s: float) -> str | None:
+        """Which rank has died or failed in the present run, so that this one has raised an error; None if none has.
+
+        Args:
+            error: What this rank has raised; where others have raised the same, it is its own.
+            wait_s: How long to wait for the news.
+        """
+        text = _text_of(error)
         with self._changed:
-            return self._death is not None and self._death_error == _text_of(error)
+            self._changed.wait_for(
+                lambda: self._death is not None or self._failures, wait_s if self._connections else 0.0
+            )
+            if not tells_of_others(error) and text in (self._death_error, *self._failures):
+                return None
+            return next(iter(self._failures.values()), self._death)
 
     # ---- the watching thread ----
 
@@ -223,13 +247,19 @@ class RankWatch:
             peer.completed = message["run"]
         elif event == "failed":
             peer.error, peer.explained = message["error"], message["explained"]
-            self._expect_end(message["run"], peer.ending())
+            self._note_failure(message, peer.ending())
             if self._rank == 0:
-                self._relay(rank, event="failed elsewhere", run=message["run"], text=peer.ending())
+                self._relay(rank, **message | {"event": "failed elsewhere", "text": peer.ending()})
         elif event == "failed elsewhere":
-            self._expect_end(message["run"], message["text"])
+            self._note_failure(message, message["text"])
         elif event == "dead":
             self._declare(message["text"], message["error"], is_news=message["is_news"])
+
+    def _note_failure(self, message: dict[str, Any], text: str) -> None:
+        if message["run"] == self._run and not message["explained"]:
+            self._failures.setdefault(message["error"], f"{text}. The run cannot go on without it.")
+            self._changed.notify_all()
+        self._expect_end(message["run"], text)
 
     def _relay(self, source: int, **message: Any) -> None:
         for rank, connection in list(self._connections.items()):
