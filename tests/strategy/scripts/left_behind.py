@@ -173,7 +173,9 @@ class Part(nn.Module):
 
 
 class Layer(nn.Module):
-    """Counts its calls and samples, on its own, and keeps means and sums; once in a list."""
+    """Counts calls and samples, on its own, and keeps means and sums, some from its class's on; once in a list."""
+
+    turns, total = 0, 0.5
 
     def __init__(self, kept=None):
         super().__init__()
@@ -186,9 +188,14 @@ class Layer(nn.Module):
         x = self.linear(x).tanh()
         self.mean += x.detach().mean().item()
         self.sum += x.detach().sum().item()
+        self.turns += 1
+        self.total += x.detach().sum().item()
         if self.kept is not None:
             self.kept.append(len(x))
         return x
+
+    def counted(self):
+        return [self.calls, self.samples, self.mean, self.sum, self.turns, self.total]
 
 
 class Layers(Base):
@@ -197,13 +204,13 @@ class Layers(Base):
         self.layers, self.seen = nn.Sequential(Layer([]), Layer(), Layer(), Layer()), []
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append([[layer.calls, layer.samples, layer.mean, layer.sum] for layer in self.layers])
+        self.seen.append([layer.counted() for layer in self.layers])
 
     def validation_step(self, batch, batch_idx):
         return self.layers(batch[0]).mean()
 
     def on_validation_epoch_end(self):
-        self.seen.append([[layer.calls, layer.samples, layer.mean, layer.sum] for layer in self.layers])
+        self.seen.append([layer.counted() for layer in self.layers])
 
     def found(self):
         return self.seen

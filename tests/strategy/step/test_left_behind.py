@@ -13,6 +13,7 @@ CASES = (
     "draws_late",
     "objects",
     "modules",
+    "layers",
     "closed",
     "calls",
     "elsewhere",

@@ -63,8 +63,11 @@ class LayerWatch:
 
     def growth_since(self, before: Numbers) -> Numbers:
         """By how much they have grown."""
-        now = self.numbers()
-        return {place: now[place] - value for place, value in before.items() if now.get(place, value) != value}
+        grown = {
+            (name, key): value - before.get((name, key), _of_class(self._modules[name], key))
+            for (name, key), value in self.numbers().items()
+        }
+        return {place: number for place, number in grown.items() if number}
 
     def learn(self, by_parts: Numbers, whole: Numbers, number: int) -> None:
         """Compare by how much numbers have grown by so many microbatches, and by these as one batch."""
@@ -108,7 +111,9 @@ class LayerWatch:
             setattr(module, place[1], round(now) if type(self._begin[place]) is int else now)
 
     def _now(self) -> Numbers:
-        return {place: vars(module).get(place[1], 0) for place, module in self._shared.items()}
+        return {
+            place: vars(module).get(place[1], _of_class(module, place[1])) for place, module in self._shared.items()
+        }
 
     def look(self) -> None:
         """A batch is done; a warning names an attribute that it has changed."""
@@ -160,6 +165,12 @@ class LayerWatch:
             for key, value in vars(module).items()
             if key not in LEFT_ALONE and key != "_buffers"
         }
+
+
+def _of_class(module: nn.Module, key: str) -> int | float:
+    """What a number of a module goes on from that it does not have itself yet (`self.calls += 1`): its class's."""
+    value = getattr(type(module), key, 0)
+    return value if type(value) in (int, float) else 0
 
 
 def _print_of(value: Any) -> Any:
