@@ -183,6 +183,15 @@ class Scripted(Base):
     training_step = SwitchedBack.training_step
 
 
+class Attacks(Base):
+    """Differentiates by its input, itself."""
+
+    def training_step(self, batch, batch_idx):
+        batch = batch.clone().requires_grad_(True)
+        self.layers(batch).square().sum().backward()
+        return self.layers(batch + batch.grad.sign()).square().mean()
+
+
 class TwoBackwards(Base):
     def training_step(self, batch, batch_idx):
         return self.layers(batch).square().mean()
@@ -247,6 +256,7 @@ def main():
     refused |= {f"tied {use}": refusal(Tied(use), 4) for use in ("late", "evaluation")}
     train(Recurrent("flat"), 4)  # which is told of
     refused["scripted"] = refusal(Scripted(), 4)
+    refused["attacks"] = refusal(Attacks(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps({"found": found, "refused": refused}))
 

@@ -56,6 +56,13 @@ def test_scripted_layers_are_refused_by_name(results):
         assert "'layers.1.linear' is one (Linear)" in found["refused"]["scripted"]
 
 
+def test_a_backward_in_an_automatic_step_is_refused_with_its_line(results):
+    for found in results[1]:
+        refused = found["refused"]["attacks"]
+        assert "it calls backward() itself: " in refused
+        assert "later_batches.py" in refused
+
+
 def test_a_state_without_rows_is_told_of_where_it_first_counts(results):
     assert results[2].count("The loss of training batch 2 is ") == 1
     assert results[2].count("This step keeps something for the next batch, and each microbatch finds all of it") == 1

@@ -36,6 +36,16 @@ def deviates() -> DeviationError:
     )
 
 
+def calls_backward() -> str:
+    """What is said of a step that calls `backward` on what layers have computed."""
+    return (
+        f"A step returns its loss, and what layers have computed is differentiated by the pipeline; here it calls "
+        f"backward() itself: {users_line()} Each stage has the graph of its own part only. For a gradient by "
+        f"the input (an attack, Langevin dynamics), put all that is differentiated into one module, and call "
+        f"torch.autograd.grad in its forward."
+    )
+
+
 def ended_early(name: str, failure: str) -> ConfigurationError:
     """What is said of a step that calls another stage's layers where its trace has ended.
 

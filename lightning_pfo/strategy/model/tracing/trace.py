@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
+from lightning_pfo.strategy.model.tracing.ends import calls_backward
 from lightning_pfo.strategy.model.tracing.events import (
     FOREVER,
     NUMBERS,
@@ -178,6 +179,8 @@ class _TraceRun:
         depends = Selecting(self._selected, by_stages=decide_about_shapes(function, leaves))
         with self._nothing_drawn(), following(Inside(self, event)), depends:
             result = run(*(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
+        if function is torch.Tensor.backward:
+            raise HidingError(calls_backward())
         if depends.by_batch_found:
             self.select()
         changed = [

@@ -19,7 +19,7 @@ _MOST = 300
 
 
 class HidingError(ConfigurationError):
-    """A layer hides tensors, which ends the trace for good: no other stage could get them."""
+    """What ends a trace for good: a layer hides tensors, so that no other stage could get them, or the like."""
 
 
 def hiding(leaves: Iterable[Any], without: Iterable[Any] = ()) -> str:
