@@ -19,7 +19,12 @@ from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.values import LooksBounded, fill_rising, rising
-from lightning_pfo.strategy.model.tracing.forms.varying import all_varying, differing, larger_arguments
+from lightning_pfo.strategy.model.tracing.forms.varying import (
+    all_varying,
+    differing,
+    larger_arguments,
+    warnings_unheard,
+)
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import (
@@ -147,7 +152,8 @@ def varying_of_call(
     leaves, structure = tree_flatten(arguments)
     try:
         larger = tree_unflatten(larger_arguments(leaves), structure)
-        of_larger = outline_call(module, forward, larger, device, selects_all=selects_all)
+        with warnings_unheard():
+            of_larger = outline_call(module, forward, larger, device, selects_all=selects_all)
         own = outline.varying or (frozenset(),) * len(outline.leaves)
         changing = differing(outline.leaves, of_larger.leaves)
         return [one | other for one, other in zip(own, changing, strict=True)]

@@ -7,7 +7,9 @@ where they come from, so that whatever takes them needs those tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -25,6 +27,16 @@ _ARITHMETIC = (
     *("mod", "rmod", "pow", "rpow", "neg", "pos", "abs", "round"),
 )
 _DECIDING = ("eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index", "hash", "trunc", "floor", "ceil")
+
+
+@contextmanager
+def warnings_unheard() -> Iterator[None]:
+    """Let nobody hear warnings: no run of the step has these sizes. What is warned of once is so later, too."""
+    shown, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        warnings.showwarning = shown
 
 
 class _Number:
@@ -179,7 +191,7 @@ def varying_of_operation(
 
     def ask(convert: Callable[[Any], Any], selected: Selected = Selected.BY_VALUES) -> list[Any]:
         args, kwargs = tree_unflatten(map(convert, leaves), structure)
-        with following(None), torch.no_grad(), Selecting(selected, by_stages=True):
+        with following(None), torch.no_grad(), Selecting(selected, by_stages=True), warnings_unheard():
             return tree_flatten(natively(function, args, kwargs))[0]
 
     try:
