@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -124,7 +125,8 @@ def _trace(
 
     Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
-    enough are left. Where the step calls none of the layers, as those of a large image encoder with a batch of text,
+    enough are left, and so is one that calls its layers in an autograd.Function, as a reversible one does. Where the
+    step calls none of the layers, as those of a large image encoder with a batch of text,
     they are looked for in what it does call.
 
     Args:
@@ -156,6 +158,9 @@ def _trace(
             trace = trace_untouched(model, step, torch.device("cpu"), Caches())
     if (trace.failure is not None and not trace.marks) or trace.skips:
         return units, trace
+    owners = _owners_of_applied(model, units, trace) - set(whole)
+    if owners and len((fewer := find(opened=opened, whole=(*whole, *sorted(owners)))).layers) >= at_least:
+        return again(fewer, whole=(*whole, *sorted(owners)))
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:
         return again(find(opened=in_parts, whole=whole), opened=in_parts)
@@ -176,6 +181,23 @@ def _trace(
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
         )
     return units, trace
+
+
+def _owners_of_applied(model: nn.Module, units: Units, trace: Trace) -> set[str]:
+    """The names of modules with lists of layers whose weights an autograd.Function is given, and of their class."""
+    applied = [event for event in trace.events if isinstance(event.what, AppliedFunction)]
+    used = [name for event in applied for name in event.held]
+    found = set()
+    for layer in units.layers:
+        if not any(name.startswith(f"{layer.name}.") for name in used):
+            continue
+        name = layer.name.rpartition(".")[0]
+        while name and isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
+            name = name.rpartition(".")[0]
+        found.add(name)
+    kinds = {type(model.get_submodule(name)) for name in found - {""}}
+    # that of the first layers is not noted, as it takes the batch alone
+    return {name for name, module in model.named_modules() if name and type(module) in kinds}
 
 
 def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:

@@ -20,6 +20,7 @@ EQUAL = [
     "unet",
     "text_beside_a_large_encoder",
     "list_that_is_not_called",
+    "reversible",
     "tied_embedding_and_head",
     "layers_called_repeatedly",
     "boolean_mask_from_stem",

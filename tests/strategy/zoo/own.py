@@ -131,6 +131,69 @@ def list_that_is_not_called() -> Any:
     return Regressor(OverridesForward()), vectors(WIDTH)
 
 
+class Reversing(torch.autograd.Function):
+    """Keeps its result alone, and computes its input again from that in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, couplings: Any, *parameters: Tensor) -> Tensor:
+        for coupling in couplings:
+            x = coupling(x)
+        ctx.couplings, ctx.result = couplings, x.detach()
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        (gradient,), x, found = gradients, ctx.result, []
+        for coupling in reversed(ctx.couplings):
+            with torch.no_grad():
+                x = coupling.inverse(x)
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                gradient, *others = torch.autograd.grad(coupling(leaf), (leaf, *coupling.parameters()), gradient)
+            found = [*others, *found]
+        return gradient, None, *found
+
+
+class Coupling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_second, self.of_first = nn.Linear(WIDTH // 2, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        first = first + torch.tanh(self.of_second(second))
+        return torch.cat([first, second + torch.tanh(self.of_first(first))], -1)
+
+    def inverse(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        second = second - torch.tanh(self.of_first(first))
+        return torch.cat([first - torch.tanh(self.of_second(second)), second], -1)
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.couplings = nn.ModuleList(Coupling() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversing.apply(x, self.couplings, *self.couplings.parameters())  # type: ignore[no-any-return]
+
+
+class Reversibles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.second = Reversible(), nn.Linear(WIDTH, WIDTH), Reversible()
+        self.third, self.fourth = Reversible(), Reversible()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fourth(self.third(self.second(self.between(self.first(x)))))
+
+
+@case("own")
+def reversible() -> Any:
+    return Regressor(Reversibles()), vectors(WIDTH)
+
+
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
