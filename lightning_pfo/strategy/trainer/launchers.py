@@ -37,13 +37,11 @@ def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kw
         result = function(*args, **kwargs)
     except BaseException as error:
         if strategy.rank_watch is not None:
-            strategy.rank_watch.failed(error)
-            if isinstance(error, Exception) and not isinstance(error, PfoError):
-                # what fails because another rank is gone fails a little before the news arrive; a mistake of the user's
-                # that all ranks have found is raised by each, also where others have ended by now
-                cause = strategy.rank_watch.cause(error, wait_s=2.0 if isinstance(error, RuntimeError) else 0.0)
-                if cause is not None:
-                    raise RankDiedError(cause) from error
+            # what fails because another rank is gone fails a little before the news arrive; a mistake of the user's
+            # that all ranks have found is raised by each, also where others have ended by now
+            cause = strategy.rank_watch.failed(error, wait_s=2.0 if isinstance(error, RuntimeError) else 0.0)
+            if cause is not None and isinstance(error, Exception) and not isinstance(error, PfoError):
+                raise RankDiedError(cause) from error
         raise
     if strategy.rank_watch is not None:
         strategy.rank_watch.done()

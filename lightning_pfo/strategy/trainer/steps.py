@@ -180,7 +180,8 @@ class StepStrategy(CheckpointStrategy):
         """How many samples the loaders of the present loop say that their batches have."""
         trainer = self._module().trainer
         if trainer.training:
-            return declared_sizes(trainer.train_dataloader or self._first_loaders)
+            loaders = trainer.train_dataloader
+            return declared_sizes(self._first_loaders if loaders is None else loaders)
         if trainer.predicting:
             return declared_sizes(trainer.predict_dataloaders)
         return declared_sizes(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)

@@ -164,10 +164,32 @@ class RankWatch:
         """Say that the run has ended well."""
         self._end(event="done", run=self._run)
 
-    def failed(self, error: BaseException) -> None:
-        """Say that the run has raised, so that the others do not wait for this rank."""
-        explained = isinstance(error, PfoError) or tells_of_others(error)
-        self._end(event="failed", run=self._run, error=_text_of(error), explained=explained)
+    def failed(self, error: BaseException, wait_s: float = 0.0) -> str | None:
+        """Say that the run has raised, so that the others do not wait for this rank.
+
+        Args:
+            error: What it has raised; where others have raised the same, it is its own.
+            wait_s: How long to wait for the news that another rank has died or failed.
+
+        Returns:
+            Which rank that is, so that this one has raised an error; None if none has.
+        """
+        text = _text_of(error)
+        with self._changed:
+            if not self._active:
+                return None
+            explained = isinstance(error, PfoError) or tells_of_others(error)
+            self._tell(event="failed", run=self._run, error=text, explained=explained)
+            has_news = self._connections and not isinstance(error, PfoError)
+            self._changed.wait_for(lambda: self._death is not None or self._failures, wait_s if has_news else 0.0)
+            cause = next(iter(self._failures.values()), self._death)
+            if not tells_of_others(error) and text in (self._death_error, *self._failures):
+                cause = None
+            if cause is not None and self._death is None:  # else that has been told
+                _log.error("Rank %d: %s", self._rank, cause)
+            self._active = False
+            self._changed.notify_all()
+            return cause
 
     def _end(self, **message: Any) -> None:
         with self._changed:
@@ -185,22 +207,6 @@ class RankWatch:
         with self._changed:
             self._changed.wait_for(lambda: self._death is not None, wait_s if self._connections else 0.0)
             return self._death
-
-    def cause(self, error: BaseException, wait_s: float) -> str | None:
-        """Which rank has died or failed in the present run, so that this one has raised an error; None if none has.
-
-        Args:
-            error: What this rank has raised; where others have raised the same, it is its own.
-            wait_s: How long to wait for the news.
-        """
-        text = _text_of(error)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._death is not None or self._failures, wait_s if self._connections else 0.0
-            )
-            if not tells_of_others(error) and text in (self._death_error, *self._failures):
-                return None
-            return next(iter(self._failures.values()), self._death)
 
     # ---- the watching thread ----
 
