@@ -1,5 +1,7 @@
 """Steps that call parts of later stages first, and steps that optimize several times."""
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -50,9 +52,14 @@ def _checks(owner):
     return normal.log_prob(owner.judge(owner.make(Z))).mean()
 
 
+SAYS_THAT_IT_CHECKS = "_is_all_true" in inspect.getsource(torch.distributions.distribution)
+
+
 @pytest.mark.parametrize("step", [_judge_first, _in_place, _twice, _checks])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_later_stage_may_be_called_first(step, num_stages):
+    if step is _checks and not SAYS_THAT_IT_CHECKS:
+        pytest.skip(f"the distributions of torch {torch.__version__} look at their values as any other code does")
     stages = Stages(_parts(), _in_order, num_stages=num_stages)
     output = stages.run(step)
     assert_equal((output, stages.gradients()), run_plainly(_parts(), step))
