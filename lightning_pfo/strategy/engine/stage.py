@@ -238,14 +238,18 @@ class Stage:
     def _gradients_of(self, inputs: Tensors, microbatch: int) -> Tensors:
         """The gradients that the stage before waits for; zeros where an input was not used."""
         program = self.programs[microbatch]
-        inputs_of = dict(zip(program.received, inputs, strict=True))
-        found = {label for label, tensor in inputs_of.items() if tensor.grad is not None}
-        self._differentiated.setdefault(id(program), (program, set()))[1].update(found)
-        return tuple(
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
-            for label, tensor in inputs_of.items()
-            if program.has_gradient(label, sent=False)
-        )
+        if not inputs:
+            return ()
+        if id(program) not in self._differentiated:
+            self._differentiated[id(program)] = (program, set())
+        found, gradients = self._differentiated[id(program)][1], []
+        for label, tensor in zip(program.received, inputs, strict=True):
+            gradient = tensor.grad
+            if gradient is not None:
+                found.add(label)
+            if program.has_gradient(label, sent=False):
+                gradients.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+        return tuple(gradients)
 
     def end(self) -> None:
         """All instructions of the iteration have run.

@@ -68,6 +68,8 @@ class StepOnBatch:
 
     def of_part(self, parts: Microbatches, index: int) -> Any:
         """Run the step on one of some parts of the batch, which are its first samples."""
+        if not self.rows.are_divided:
+            return self.step(parts[index], *self.rest)
         with self.rows.of_samples(sum(parts.sizes[:index]), parts.sizes[index], self.parts.size):
             return self.step(parts[index], *self.rest)
 

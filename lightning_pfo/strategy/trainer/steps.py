@@ -71,6 +71,7 @@ class StepStrategy(CheckpointStrategy):
     _num_microbatches: int | None = None
     _first_size: int | None = None
     _first_loaders: Sequence[Any] = ()
+    _sizes: tuple[Any, Collection[int]] = (None, ())
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -181,10 +182,14 @@ class StepStrategy(CheckpointStrategy):
         trainer = self._module().trainer
         if trainer.training:
             loaders = trainer.train_dataloader
-            return declared_sizes(self._first_loaders if loaders is None else loaders)
-        if trainer.predicting:
-            return declared_sizes(trainer.predict_dataloaders)
-        return declared_sizes(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
+            loaders = self._first_loaders if loaders is None else loaders
+        elif trainer.predicting:
+            loaders = trainer.predict_dataloaders
+        else:
+            loaders = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        if self._sizes[0] is not loaders:
+            self._sizes = (loaders, declared_sizes(loaders))
+        return self._sizes[1]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

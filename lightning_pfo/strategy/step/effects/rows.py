@@ -38,26 +38,30 @@ class Rows:
 
 
 class RowsLeft:
-    """What the latest batch has left in rows, and whether microbatches are given their own."""
+    """What the latest batch has left in rows.
+
+    Attributes:
+        are_divided: Whether microbatches are given their own.
+    """
 
     def __init__(self) -> None:
         self._rows: list[Rows] = []
-        self._are_divided = False
+        self.are_divided = False
 
     def note(self, rows: Sequence[Rows]) -> None:
         """A batch has left these."""
-        if rows or not self._are_divided:
+        if rows or not self.are_divided:
             self._rows = list(rows)
 
     def divide(self) -> bool:
         """Let microbatches have their own rows from now on; False: they have, or there are none."""
-        is_new = not self._are_divided and any(rows.holder.get(rows.key) is rows.value for rows in self._rows)
-        self._are_divided = self._are_divided or is_new
+        is_new = not self.are_divided and any(rows.holder.get(rows.key) is rows.value for rows in self._rows)
+        self.are_divided = self.are_divided or is_new
         return is_new
 
     def give_up(self) -> None:
         """Let them find all again."""
-        self._are_divided = False
+        self.are_divided = False
 
     @contextmanager
     def of_samples(self, start: int, number: int, of_all: int) -> Iterator[None]:
@@ -69,7 +73,7 @@ class RowsLeft:
             of_all: How many the batch has.
         """
         given: list[tuple[Rows, Any]] = []
-        for rows in self._rows if self._are_divided else ():
+        for rows in self._rows:
             if rows.holder.get(rows.key) is rows.value and _have(rows, of_all):
                 rows.holder[rows.key] = part = _part_of(rows, start, number)
                 given.append((rows, part))
