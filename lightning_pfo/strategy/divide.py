@@ -126,8 +126,8 @@ def _trace(
     Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
     enough are left, and so is one that calls its layers in an autograd.Function, as a reversible one does. Where the
-    step calls none of the layers, as those of a large image encoder with a batch of text,
-    they are looked for in what it does call.
+    step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in what
+    it does call.
 
     Args:
         model: The user's module.

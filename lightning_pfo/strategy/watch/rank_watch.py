@@ -57,12 +57,9 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]  # Ctrl-C has no text
 
 
-def tells_of_others(error: BaseException) -> bool:
+def _tells_of_others(error: BaseException) -> bool:
     """Whether an error is that of a transfer, which may have failed because another rank is gone."""
-    return (
-        isinstance(error, RuntimeError)
-        and re.search(r"gloo|nccl|connection|process ?group", str(error), re.I) is not None
-    )
+    return isinstance(error, RuntimeError) and bool(_OF_TRANSFERS.search(str(error)))
 
 
 class RankWatch:
@@ -162,7 +159,10 @@ class RankWatch:
 
     def done(self) -> None:
         """Say that the run has ended well."""
-        self._end(event="done", run=self._run)
+        with self._changed:
+            if self._active:
+                self._tell(event="done", run=self._run)
+                self._leave()
 
     def failed(self, error: BaseException, wait_s: float = 0.0) -> str | None:
         """Say that the run has raised, so that the others do not wait for this rank.
@@ -174,29 +174,25 @@ class RankWatch:
         Returns:
             Which rank that is, so that this one has raised an error; None if none has.
         """
-        text = _text_of(error)
+        text, is_of_others = _text_of(error), _tells_of_others(error)
         with self._changed:
             if not self._active:
                 return None
-            explained = isinstance(error, PfoError) or tells_of_others(error)
+            explained = isinstance(error, PfoError) or is_of_others
             self._tell(event="failed", run=self._run, error=text, explained=explained)
             has_news = self._connections and not isinstance(error, PfoError)
             self._changed.wait_for(lambda: self._death is not None or self._failures, wait_s if has_news else 0.0)
             cause = next(iter(self._failures.values()), self._death)
-            if not tells_of_others(error) and text in (self._death_error, *self._failures):
+            if not is_of_others and text in (self._death_error, *self._failures):
                 cause = None
             if cause is not None and self._death is None:  # else that has been told
                 _log.error("Rank %d: %s", self._rank, cause)
-            self._active = False
-            self._changed.notify_all()
+            self._leave()
             return cause
 
-    def _end(self, **message: Any) -> None:
-        with self._changed:
-            if self._active:
-                self._active = False
-                self._tell(**message)
-                self._changed.notify_all()
+    def _leave(self) -> None:
+        self._active = False
+        self._changed.notify_all()
 
     def _tell(self, **message: Any) -> None:
         for connection in list(self._connections.values()):

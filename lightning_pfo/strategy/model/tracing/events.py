@@ -277,6 +277,14 @@ class Trace:
         label = None if loss is None else loss.label if isinstance(loss, Tracked) else -1
         self.optimizing.append(Optimizing(len(self.events), label, frozenset(changed), tuple(names), line))
 
+    def taken(self) -> list[list[int]]:
+        """The labels of the values that each event takes."""
+        found: list[list[int]] = [[] for _ in self.events]
+        for label, value in enumerate(self.values):
+            for use in {int(use) for use in value.uses if use != FOREVER}:
+                found[use].append(label)
+        return found
+
     def need_gradients(self, label: int, position: int) -> None:
         """Note that an event writes something with gradients into a value, and so into all that share its memory."""
         memory = self.values[label].memory

@@ -255,11 +255,11 @@ class StageRun:
         Raises:
             ConfigurationError: If one is not as in the trace.
         """
-        sent, lasting = [], self._lasting()
-        for label in self._program.sent:
+        sent, lasting, program = [], self._lasting(), self._program
+        for label in program.sent:
             if label not in self._kept:
                 raise deviates()
-            tensor, form = value_of(self._kept[label]), self._program.forms[label]
+            tensor, form = value_of(self._kept[label]), program.forms[label]
             if isinstance(tensor, DTensor):
                 raise ConfigurationError(
                     f"What a stage sends to the next one is a plain tensor; got a DTensor with placements "
@@ -268,18 +268,15 @@ class StageRun:
                 )
             with DisableTorchFunctionSubclass():
                 if (
-                    (tensor.shape != form.shape and label not in self._program.varying)
+                    (tensor.shape != form.shape and label not in program.varying)
                     or tensor.dtype != form.dtype
-                    or (torch.is_grad_enabled() and tensor.requires_grad != self._is_differentiable(label))
+                    or (torch.is_grad_enabled() and tensor.requires_grad != program.is_differentiable(label, sent=True))
                 ):
                     raise differs(tensor, form)
                 tensor = tensor.contiguous()
                 sent.append(tensor.clone() if memory_of(tensor) in lasting else tensor.view_as(tensor))
         self._remember()
         return tuple(sent)
-
-    def _is_differentiable(self, label: int) -> bool:
-        return self._program.is_differentiable(label, sent=True)
 
     def _lasting(self) -> set[int]:
         """The memory of what the next microbatch may change while the values of this one are being sent."""

@@ -188,7 +188,8 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> R
         return by_lists[lists[0].path]
     # nor does it leave a list of numbers, so one that is as long as a list of tensors has one for each sample
     plain = {node.path for node in root.all() if not node.has_tensors and node.length}
-    by_both = [reading for reading in firm if reading.lists & plain and reading.lists & {node.path for node in lists}]
+    of_tensors = {node.path for node in lists}
+    by_both = [reading for reading in firm if reading.lists & plain and reading.lists & of_tensors]
     if len(by_both) == 1:
         return by_both[0]
     for node in lists[:1]:

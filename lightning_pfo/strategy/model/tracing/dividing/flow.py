@@ -34,17 +34,13 @@ class Flow:
     """
 
     def __init__(self, trace: Trace) -> None:
-        number = len(trace.events)
-        self.inputs: list[list[int]] = [[] for _ in range(number)]
-        self.before: list[set[int]] = [set() for _ in range(number)]
+        self.inputs = trace.taken()
+        self.before = [{trace.values[label].born for label in labels} for labels in self.inputs]
         changed = {value.memory for value in trace.values if value.changed_at >= 0}
         touching: dict[int, set[int]] = {}
-        for label, value in enumerate(trace.values):
-            uses = {int(use) for use in value.uses if use != FOREVER}
-            for use in uses:
-                self.inputs[use].append(label)
-                self.before[use].add(value.born)
+        for value in trace.values:
             if value.memory in changed:
+                uses = {int(use) for use in value.uses if use != FOREVER}
                 touching.setdefault(value.memory, set()).update(uses, (value.born,))
         for positions in touching.values():  # what is changed in place is touched in order
             ordered = sorted(positions)

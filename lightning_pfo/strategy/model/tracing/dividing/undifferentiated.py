@@ -5,7 +5,7 @@ What computes them has no gradients then, as on one device: zeros would let opti
 
 from __future__ import annotations
 
-from lightning_pfo.strategy.model.tracing.events import FOREVER, Adopted, New, Trace
+from lightning_pfo.strategy.model.tracing.events import Adopted, New, Trace
 
 
 def undifferentiated(trace: Trace) -> frozenset[int]:
@@ -22,12 +22,7 @@ def undifferentiated(trace: Trace) -> frozenset[int]:
     last_changes = trace.last_changes()
     changed = {label for label, value in enumerate(trace.values) if last_changes[value.memory] >= 0}
     needed = changed | {trace.loss}
-    takes: list[list[int]] = [[] for _ in trace.events]
-    for label, value in enumerate(trace.values):
-        for use in value.uses:
-            if use != FOREVER:
-                takes[int(use)].append(label)
-    for event, taken in zip(reversed(trace.events), reversed(takes), strict=True):
+    for event, taken in zip(reversed(trace.events), reversed(trace.taken()), strict=True):
         made = [leaf.label for leaf in (*event.results, *event.adopted) if isinstance(leaf, (New, Adopted))]
         counts = any(label in needed and trace.values[label].form.requires_grad for label in made)
         if counts or not changed.isdisjoint(taken):
