@@ -57,7 +57,7 @@ class AcceleratedPipeline(PipelinedModel):
     _autocast: Callable[[], AbstractContextManager[None]]
 
     def __init__(self, accelerator: Accelerator, *args: Any, loader: Any = None, **kwargs: Any) -> None:
-        self.__dict__["_read_example"] = partial(first_batch, loader, accelerator.device)
+        self.__dict__["_read_example"] = partial(first_batch, loader, args[0], accelerator.device)
         self.__dict__["_autocast"] = accelerator.autocast
         super().__init__(*args, scaler=accelerator.scaler, **kwargs)
         mark_prepared(self)  # `accelerator.prepare` leaves it alone, instead of wrapping it in DDP
@@ -130,7 +130,7 @@ def prepare_pipeline(
         data_parallel_size: Number of replicas of the pipeline. Each reads batches of its own, as the processes of DDP
             do, and gradients are averaged.
         example_batch: A batch as the call of the model takes it, by which layers are divided; see `PipelinedModel`.
-            None is the loader's first batch, if its dataset has an index.
+            None is the loader's first batch, if its dataset has an index or can be copied.
         pipeline_module: Dotted name of the module whose layers are divided; None finds them.
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: Splits batches that are not split along a dimension; see `PipelinedModel`.

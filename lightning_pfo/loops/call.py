@@ -18,8 +18,8 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.fresh import anew
+from lightning_pfo.strategy.step.first_batch.ahead import read_ahead
 from lightning_pfo.strategy.step.microbatches import (
-    can_be_read_again,
     default_num_microbatches,
     evaluation_microbatches,
     too_few_samples,
@@ -102,10 +102,10 @@ class ModelCall:
         return evaluation_microbatches(self.batching.evaluation_size_of(batch), self.num_microbatches, self.num_ranks)
 
 
-def first_batch(loader: Any, device: torch.device) -> Any:
-    """A batch of a loader that training does not miss; None where it might."""
-    if not can_be_read_again(loader):
+def first_batch(loader: Any, model: nn.Module, device: torch.device) -> Any:
+    """A batch of a loader that training does not miss; None where it would."""
+    if loader is None:
         return None
     loader = getattr(loader, "base_dataloader", loader)  # Accelerate's own would be taken for one that is gone through
-    with random_state.isolated(device):  # a loader draws numbers for its workers and its order
-        return next(iter(loader), None)
+    with random_state.isolated(device), read_ahead(loader, [loader], [model]) as source:
+        return next(iter(source), None) if source is not None else None

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
@@ -121,11 +121,3 @@ def declared_sizes(loaders: Any) -> frozenset[int]:
             with suppress(TypeError, NotImplementedError):  # of samplers without a length
                 found.add(len(loader.sampler) % size)
     return frozenset(found - {0})
-
-
-def can_be_read_again(loaders: Any) -> bool:
-    """Whether a batch can be taken from loaders without missing in training: their datasets have an index."""
-    leaves = tree_leaves(loaders, is_leaf=lambda node: isinstance(node, DataLoader))
-    return bool(leaves) and all(
-        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) for loader in leaves
-    )

@@ -28,10 +28,10 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
+from lightning_pfo.strategy.step.first_batch.ahead import read_ahead
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
 from lightning_pfo.strategy.step.microbatches import (
-    can_be_read_again,
     declared_batch_size,
     declared_sizes,
     default_num_microbatches,
@@ -137,18 +137,20 @@ class StepStrategy(CheckpointStrategy):
         )
 
     def _first_step(self) -> Callable[[torch.device], Any] | None:
-        """What runs `training_step` on a first microbatch; None where a loader might lose a batch by it."""
+        """What runs `training_step` on a first microbatch; None where training would miss something by it."""
         module = self._module()
         first = self._loading_rank()
         with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
             data = training_data(module.trainer)
-            if self._partition != "profile" and not can_be_read_again(data):
-                return None
             found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, "max_size_cycle")
             self._first_loaders = found.flattened
 
             def load() -> Any:
-                return next((item for item in found if item[0] is not None), None)  # Lightning leaves out None
+                with read_ahead(found, found.flattened, (module, module.trainer)) as source:
+                    if source is None and self._partition != "profile":
+                        return None
+                    items = found if source is None else source
+                    return next((item for item in items if item[0] is not None), None)  # Lightning leaves out None
 
             item = load() if first is None else first.do("the first batch", load)
             if item is None:

@@ -54,8 +54,8 @@ _ELSEWHERE = (
 )
 _IN_STEP = (
     "A step reads values of a parameter or buffer that other ranks hold, by what the first training batch uses. At "
-    "{place} Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss. Where training "
-    "reads a dataset without an index (IterableDataset), no batch is looked at before: there one with an index helps."
+    "{place} Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss. Of a "
+    "dataset without an index (IterableDataset) that cannot be copied (pickled), no batch is looked at before training."
 )
 _text = WHOLE
 _has_warned = False
