@@ -76,7 +76,10 @@ def test_a_copy_leaves_what_it_is_of():
     assert torch.equal(torch.rand(4, generator=generator), order)
 
 
-@pytest.mark.parametrize("held", [(letter for letter in "abc"), threading.Lock(), io.TextIOWrapper(io.BytesIO()), "the owner"])
+NOT_COPIED = [(letter for letter in "abc"), threading.Lock(), io.TextIOWrapper(io.BytesIO()), "the owner"]
+
+
+@pytest.mark.parametrize("held", NOT_COPIED)
 def test_what_cannot_be_copied_is_not_read_unless_it_has_an_index(held):
     owner = threading.Event()
     if held == "the owner":
