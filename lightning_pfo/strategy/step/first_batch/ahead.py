@@ -52,7 +52,7 @@ def read_ahead(reader: Any, loaders: Sequence[Any], owners: Sequence[Any]) -> Ge
     except Exception as error:  # users' own methods for copies may raise any
         if all(map(_has_index, loaders)):
             source = reader
-            held += [part for loader in loaders for part in (loader, loader.sampler, loader.dataset)]
+            held += [part for x in loaders for part in (x, x.sampler, x.batch_sampler, x.dataset)]
         how = "before training begins" if source is None else "but by its index"
         _log.debug("No first batch is read %s, as its loader cannot be copied: %s", how, error)
     with ExitStack() as stack:
@@ -82,7 +82,7 @@ def _copied(reader: Any, loaders: Sequence[Any], owners: Sequence[Any]) -> Any:
 class _Bounded(io.BytesIO):
     @override
     def write(self, data: Any) -> int:
-        if self.tell() > _MOST_BYTES:
+        if self.tell() + memoryview(data).nbytes > _MOST_BYTES:  # before it takes the memory
             raise ValueError(f"it holds more than {_MOST_BYTES} bytes")
         return super().write(data)
 
