@@ -44,8 +44,8 @@ from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_fir
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
+from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
-from lightning_pfo.strategy.step.outside import allow_calls_outside_steps
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
 from lightning_pfo.strategy.watch.exit import let_collectives_settle_at_exit
@@ -101,7 +101,7 @@ def build_pipeline(
     precise_gradients: bool = False,
     hold_uncalled: str = "everywhere",
     seed: int = 0,
-    meet: Callable[[str], object] | None = None,
+    calls_outside_steps: bool = False,
 ) -> Pipeline:
     """Split `model` over the ranks of `group`, move this rank's part to `device`, and get ready to run steps.
 
@@ -134,7 +134,7 @@ def build_pipeline(
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         hold_uncalled: Who holds what the first batch does not use; see `split_units`.
         seed: Seed shared by all ranks; random numbers inside a microbatch derive from it.
-        meet: Notices ranks that call the model outside of steps alone; None: there is no calling it there.
+        calls_outside_steps: Whether all ranks may call the model together where no step is under way.
 
     Raises:
         ConfigurationError: If there are no or several candidates to split, the model was split otherwise before, or
@@ -230,8 +230,7 @@ def build_pipeline(
         precise_gradients,
         sharding,
     )
-    if meet is not None:
-        allow_calls_outside_steps(split, engine, meet)
+    UnitCalls(split, model, engine, outside_steps=calls_outside_steps)
     groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)
     partitioned = describe_partition(

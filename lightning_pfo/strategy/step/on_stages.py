@@ -17,6 +17,7 @@ from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.groups import Shared
@@ -26,6 +27,7 @@ from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_on
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
@@ -171,7 +173,8 @@ class StepOnStages:
             looks = train and effects is not None and self.earlier.number > 0
             buffers = StepBuffers(self.owner, changes, len(engine.stages), looks=looks)
             try:
-                with self._deferred.batch() if train and self._deferred is not None else nullcontext():
+                of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
+                with of_batch, earlier_runs.undone_if_it_fails():
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
                         programs, step_seed, run_step, take, train=train, after_backward=after_backward, memory=memory
@@ -190,6 +193,37 @@ class StepOnStages:
                 if effects is None:
                     kept.discard()
         return programs
+
+    def run_by_units(
+        self, of: StepOnBatch, recorder: LogRecorder, take: Callable[[Any, int], torch.Tensor], effects: Effects
+    ) -> None:
+        """Run a step of an evaluation on all ranks, in one piece; see room `by_units`.
+
+        Args:
+            of: The step, on a batch of one part.
+            recorder: Where logs of the rank of the last stage go.
+            take: Takes what the step has returned there.
+            effects: Takes what it has left behind there.
+
+        Raises:
+            Exception: What went wrong on this rank; others may not know of it.
+        """
+        engine = self.engine
+        device, ends_here = engine.device, engine.is_last
+        metrics = self._metrics.found(effects.modules())
+        earlier_runs = EarlierRuns(metrics)
+        self.skipped = [set() for _ in range(engine.num_stages)]
+        with random_state.isolated(device), placeholders_on(device), step_by_units(), torch.no_grad():
+            random_state.seed(device, engine.seed, *of.seed)
+            contexts: list[AbstractContextManager[Any]] = [
+                effects.of(ends_here=ends_here, log=recorder.log, size=recorder.size),
+                without_synchronisation(metrics),
+                earlier_runs.undone_if_it_fails() if ends_here else earlier_runs.of(0),
+            ]
+            with all_of(contexts):
+                result = of.of_microbatch(0)
+            if ends_here:
+                take(result, 0)
 
 
 def _tell_of_draws() -> None:

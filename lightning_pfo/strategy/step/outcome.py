@@ -42,6 +42,7 @@ class StepOnBatch:
         ends: Whether it is the last phase, which runs the step to its end.
         loader: Which of several loaders the batch is of.
         rows: What the batch before has left in rows.
+        by_units: Whether all ranks run it in one piece, unit by unit; else stages do.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class StepOnBatch:
     ends: bool = True
     loader: int = 0
     rows: RowsLeft = field(default_factory=RowsLeft)
+    by_units: bool = False
 
     @property
     def source(self) -> Source:

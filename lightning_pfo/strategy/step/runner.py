@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import StepEndedError, ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
@@ -23,7 +25,9 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
+from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
@@ -42,7 +46,7 @@ from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.metrics.compat import set_batch_value
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun
+from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
@@ -109,6 +113,7 @@ class StepRunner:
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
+        self._by_units: dict[Source, ConfigurationError] = {}
 
     @ending_as_raised
     def train(
@@ -267,10 +272,28 @@ class StepRunner:
                 loader=loader,
                 rows=self._rows,
             )
-            self._first_looks.look(of)
-            outcome, _ = self._run_again(of, lambda: self._run(of, outputs=outputs))
+            outcome = self._evaluated(of, outputs)
             self._leave_behind(outcome, microbatches.size, train=False)
             return outcome["output"]
+
+    def _evaluated(self, of: StepOnBatch, outputs: Outputs) -> dict[str, Any]:
+        """What came of a step of an evaluation; where it cannot be divided into stages, it runs unit by unit."""
+        refused = self._by_units.get(of.source)
+        if refused is None:
+            try:
+                self._first_looks.look(of)
+                return self._run_again(of, lambda: self._run(of, outputs=outputs))[0]
+            except ConfigurationError as error:
+                refused = error
+        try:
+            in_one_piece = replace(of, parts=self.batching.split(of.batch, 1), by_units=True)
+            outcome, _ = self._run(in_one_piece, outputs=outputs)
+        except ConfigurationError as error:
+            raise refused from error
+        if of.source not in self._by_units and self.engine.rank == 0 and self.engine.place == (0, 0):
+            warn_once(told_of(of.kind, refused))
+        self._by_units[of.source] = refused
+        return outcome
 
     def _run(
         self,
@@ -312,9 +335,11 @@ class StepRunner:
         stages.layers.begin(microbatches.sizes, looks=train)
 
         try:
-            stages.run(
-                kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward, phase=of
-            )
+            if of.by_units:
+                stages.run_by_units(of, recorder, take, effects)
+            else:
+                given = kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward
+                stages.run(*given, phase=of)
             if engine.is_last:
                 run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
                 with stages.rules.looking(of, run, engine.seed) as rules:
@@ -322,6 +347,8 @@ class StepRunner:
                 outcome["skipped"] = sorted(stages.skipped[-1])
         except Exception as exception:
             error = exception
+        if of.by_units:
+            meet_at_end(kind, self._hosts, error)
         if (exchange := self._exchanges.get(kind)) is None:
             exchange = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
             self._exchanges[kind] = exchange

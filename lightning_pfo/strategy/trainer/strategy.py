@@ -361,7 +361,7 @@ class PfoPipelineStrategy(StepStrategy):
             precise_gradients=self._precise_gradients,
             hold_uncalled=self._hold_uncalled,
             seed=self._seed,
-            meet=self.meet,
+            calls_outside_steps=True,
         )
         refuse_saving(module)
         if module.trainer.state.fn == TrainerFn.FITTING:

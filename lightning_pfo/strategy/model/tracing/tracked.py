@@ -301,6 +301,15 @@ WHOLE = (
 """What is said where a split module is saved as it is."""
 
 
+def not_here(name: str) -> ConfigurationError:
+    """What is said of a unit that is called where nobody waits for it."""
+    return ConfigurationError(
+        f"{name!r} can only be called inside a step (training_step, validation_step, test_step or predict_step; in a "
+        f"loop of one's own, the model's call): elsewhere this process holds the layers of its own stage only. Move "
+        f"the call there."
+    )
+
+
 class _Followed:
     """The `forward` of a unit. A function would be pickled by its name, which is that of its class's own."""
 
@@ -317,15 +326,14 @@ class _Followed:
             return self._forward(*args, **kwargs)
         if _beyond is not None and unit.is_elsewhere:
             _beyond.call(unit, args, kwargs)  # which knows what to say of it
-        if unit.outside is not None and not unit.followed_into:
-            return unit.outside(unit, plain_in_place(args), plain_in_place(kwargs))
+        if unit.followed_into:
+            return self._forward(*args, **kwargs)
+        args, kwargs = plain_in_place(args), plain_in_place(kwargs)
+        if unit.outside is not None:
+            return unit.outside(unit, args, kwargs)
         if unit.is_elsewhere:
-            raise ConfigurationError(
-                f"{unit.name!r} can only be called inside a step (training_step, validation_step, test_step or "
-                f"predict_step; in a loop of one's own, the model's call): elsewhere this process holds the layers of "
-                f"its own stage only. Move the call there."
-            )
-        return unit.compute(*plain_in_place(args), **plain_in_place(kwargs))
+            raise not_here(unit.name)
+        return unit.compute(*args, **kwargs)
 
     def __copy__(self) -> _Followed:
         return self

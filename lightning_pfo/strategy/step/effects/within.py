@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 _under_way: list[bool] = []
 _without_replicas: list[None] = []
+_by_units: list[None] = []
 
 
 class step_under_way:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
@@ -34,6 +35,21 @@ def within_step() -> bool:
 def step_ends_here() -> bool:
     """Whether the step that is under way is run to its end here."""
     return bool(_under_way) and _under_way[-1]
+
+
+@contextmanager
+def step_by_units() -> Iterator[None]:
+    """Say that all ranks run the step that is under way, in one piece, while the context is open."""
+    _by_units.append(None)
+    try:
+        yield
+    finally:
+        _by_units.pop()
+
+
+def runs_by_units() -> bool:
+    """Whether that context is open."""
+    return bool(_by_units)
 
 
 @contextmanager

@@ -140,16 +140,32 @@ class EarlierRuns:
         if index and not self._changes:
             yield
             return
-        before = [(metric, dict(vars(metric)), _copied(state_of(metric))) for metric in self._metrics]
+        before = self._now()
         try:
             yield
         finally:
-            for metric, attributes, state in before:
-                now = vars(metric)
-                if len(now) != len(attributes) or any(now.get(name) is not it for name, it in attributes.items()):
-                    self._changes = True
-                    now.clear()
-                    now.update(attributes | state)
+            self._put_back(before)
+
+    @contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Leave metrics as they were if a run fails: it is tried in another way."""
+        before = self._now()
+        try:
+            yield
+        except BaseException:
+            self._put_back(before)
+            raise
+
+    def _now(self) -> list[tuple[Metric, dict[str, Any], dict[str, Any]]]:
+        return [(metric, dict(vars(metric)), _copied(state_of(metric))) for metric in self._metrics]
+
+    def _put_back(self, before: list[tuple[Metric, dict[str, Any], dict[str, Any]]]) -> None:
+        for metric, attributes, state in before:
+            now = vars(metric)
+            if len(now) != len(attributes) or any(now.get(name) is not it for name, it in attributes.items()):
+                self._changes = True
+                now.clear()
+                now.update(attributes | state)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

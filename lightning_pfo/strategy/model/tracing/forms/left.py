@@ -115,6 +115,16 @@ class Leaving(Protocol):
         """Where its parts leave tensors."""
 
 
+def roots_of(module: nn.Module) -> list[Any]:
+    """Where a call of a module may leave something: in its parts, and in variables that their functions name."""
+    roots: list[Any] = list(module.modules())
+    for cls in dict.fromkeys(map(type, roots)):
+        if is_users(cls):
+            known = known_to(cls)
+            roots += [known.around, *(variables for _, variables in known.variables)]
+    return roots
+
+
 class Kept:
     """What a module and its parts keep now, beside parameters, buffers and modules.
 
@@ -123,11 +133,7 @@ class Kept:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        roots: list[Any] = list(module.modules())
-        for cls in dict.fromkeys(map(type, roots)):
-            if is_users(cls):
-                known = known_to(cls)
-                roots += [known.around, *(variables for _, variables in known.variables)]
+        roots = roots_of(module)
         self._holders: list[tuple[Any, tuple[Any, ...], Any, Any, dict[Any, int]]] = [
             (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder), _versions(holder))
             for root, path, holder in holders_in(roots)

@@ -1,0 +1,104 @@
+"""A call of a unit where all ranks run the same code: one of those that hold it runs it, and tells the others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.forms.left import Kept
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.tracked import not_here
+from lightning_pfo.strategy.model.units import Unit
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.groups import meet
+from lightning_pfo.strategy.step.by_units.changes import Given, Told
+from lightning_pfo.strategy.step.effects.within import runs_by_units, within_step
+from lightning_pfo.strategy.step.values import ValueExchange
+
+
+class UnitCalls:
+    """Lets all ranks together call units that some of them hold; each is run forward only.
+
+    Args:
+        split: How the model is divided.
+        owner: The user's module.
+        engine: The pipeline engine of this rank.
+        outside_steps: Whether that is so wherever no step is under way, as in hooks; else only in steps that run so.
+    """
+
+    def __init__(self, split: Split, owner: nn.Module, engine: PipelineEngine, *, outside_steps: bool) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._outside_steps = outside_steps
+        self._holders: dict[Unit, int | None] = {}
+        self._exchanges: dict[Unit, ValueExchange] = {}
+        for unit in split.units.all:
+            unit.outside = self.call
+
+    def call(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a unit; a collective call, but in a step that stages run, and where the unit is everywhere.
+
+        Raises:
+            ConfigurationError: If it is not here, and nobody else is known to call it now; or if what it returns cannot
+                be sent.
+            RanksApartError: If other ranks do something else.
+        """
+        engine = self._engine
+        # of a step the last stage follows nothing more once it has begun, and recomputed layers are called in backward
+        if engine.num_ranks == 1 or engine.is_running or (within_step() and not runs_by_units()):
+            return unit.compute(*args, **kwargs)
+        if not (self._outside_steps or runs_by_units()):
+            if unit.is_elsewhere:
+                raise not_here(unit.name)
+            return unit.compute(*args, **kwargs)
+        holder = self._holder_of(unit)
+        if holder is None:
+            with torch.no_grad():
+                return unit.compute(*args, **kwargs)
+        meet(f"a call of {unit.name!r}", engine.host_group())
+        given = Given((args, kwargs), self._modules)
+        result, sent, error = None, None, None
+        if engine.rank == holder:
+            try:
+                result, *sent = self._run(unit, args, kwargs, given)
+            except Exception as exception:
+                error = exception
+        if (exchange := self._exchanges.get(unit)) is None:
+            exchange = ValueExchange(engine.device, engine.group, engine.host_group(), holder)
+            self._exchanges[unit] = exchange
+        told, drawn = exchange.share(sent, error)
+        if engine.rank == holder:
+            return result
+        if drawn:
+            random_state.set_state(pickle.loads(drawn), engine.device)
+        return given.after(told, unit, engine.device)
+
+    def _run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> tuple[Any, Told, bytes]:
+        """What a unit returns here, what others are told, and the random numbers that are left if it has drawn some."""
+        device = self._engine.device
+        before = random_state.get_state(device)
+        with torch.no_grad(), Kept(unit.module) as kept:
+            result = unit.compute(*args, **kwargs)
+        after = random_state.get_state(device)
+        told = given.told(result, kept.take_left(), unit)
+        return result, told, b"" if random_state.same_state(before, after) else pickle.dumps(after)
+
+    def _holder_of(self, unit: Unit) -> int | None:
+        """The first rank that has all of a unit; None if all have, or none. A collective call the first time."""
+        if unit not in self._holders:
+            tensors = (*unit.module.parameters(), *unit.module.buffers())
+            everywhere = self._engine.all_gather(not any(map(is_placeholder, tensors)))
+            self._holders[unit] = None if len(set(everywhere)) == 1 else everywhere.index(True)
+        return self._holders[unit]
+
+    @cached_property
+    def _modules(self) -> Mapping[int, nn.Module]:
+        """The modules of the model by their ids; all ranks have them in the same order."""
+        return {id(module): module for module in self._owner.modules()}
