@@ -11,8 +11,9 @@ import io
 import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import is_
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -166,7 +167,7 @@ class _Writer(pickle.Pickler):
     @override
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
         if not isinstance(obj, _HELD):
-            if is_cache(type(obj)) and id(obj) not in self._in_caches:
+            if is_cache(cast(Any, type(obj))) and id(obj) not in self._in_caches:
                 self._in_caches |= {id(obj), *_tensors_in(obj)}
             return None
         number = self._held.numbers.get(id(obj))
@@ -222,9 +223,11 @@ def _written(value: Any, pickler: _Look | _Writer) -> bytes:
 
 def _adopted(own: Any, other: Any, done: dict[int, Any]) -> Any:
     """What stands in the place of `own` so that its content is that of `other`: itself, where it can be changed."""
-    if own is other or id(other) in done:
-        return done.get(id(other), own)
-    if type(own) is not type(other) or isinstance(own, _HELD):
+    if id(other) in done:
+        return done[id(other)]
+    attributes = attributes_of(other)
+    is_plain = not (attributes or isinstance(other, (*_CONTAINERS, tuple)))
+    if own is other or type(own) is not type(other) or is_plain or isinstance(own, _HELD):
         return other
     done[id(other)] = own
     if isinstance(own, dict):
@@ -238,15 +241,17 @@ def _adopted(own: Any, other: Any, done: dict[int, Any]) -> Any:
         mine = dict(enumerate(own))
         items = [_adopted(mine[n], value, done) if n in mine else value for n, value in enumerate(other)]
         if isinstance(own, tuple):
-            is_same = len(items) == len(own) and all(a is b for a, b in zip(items, own, strict=True))
-            return own if is_same else type(own)(*items) if hasattr(own, "_fields") else type(own)(items)
+            is_same = len(items) == len(own) and all(map(is_, items, own))
+            done[id(other)] = made = own if is_same else _tuple_of(type(own), items)
+            return made
         own.clear()
         own.extend(items)
-    attributes = attributes_of(other)
-    if not attributes and not isinstance(own, _CONTAINERS):
-        return other
     for name in attributes_of(own).keys() - attributes.keys():
         object.__delattr__(own, name)
     for name, value in attributes.items():
         object.__setattr__(own, name, _adopted(getattr(own, name, None), value, done))
     return own
+
+
+def _tuple_of(kind: Any, items: list[Any]) -> Any:
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
