@@ -382,7 +382,7 @@ class PipelinedModel(ModelState):
         """
         self._together.end()
         self.patches.close()
-        explain_missing_values(in_hooks=False)
+        explain_missing_values(None)
 
     def __getattr__(self, name: str) -> Any:
         """What is not the pipeline's own is the module's, such as `config`."""

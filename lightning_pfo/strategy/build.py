@@ -156,7 +156,7 @@ def build_pipeline(
         check_scripted(model)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
-    explain_missing_values(in_hooks=True)
+    explain_missing_values(device)
     mark_placeholders(model)  # where it was made on meta
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(

@@ -403,7 +403,7 @@ class PfoPipelineStrategy(StepStrategy):
     @override
     def teardown(self) -> None:
         self._patches.close()
-        explain_missing_values(in_hooks=False)
+        explain_missing_values(None)
         move_optimizers(self.optimizers, torch.device("cpu"))
         if self.lightning_module is not None:
             move_local_tensors(self.lightning_module, torch.device("cpu"))

@@ -42,6 +42,8 @@ _resting: Any = _ORDINARY
 """What placeholders do while no step runs."""
 _device: torch.device | None = None
 """Where placeholders say that they lie, while a step runs."""
+_home: torch.device | None = None
+"""Where they say so between steps."""
 
 
 _PROTOCOL_OF_FILES = 2
@@ -69,6 +71,7 @@ def _warn_of_file(protocol: Any) -> None:
 
 
 _GRADIENT: Any = torch.Tensor.grad
+_DEVICE = torch.Tensor.device.__get__
 
 
 def _ordinary(placeholder: torch.Tensor) -> Any:
@@ -153,14 +156,16 @@ class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instr
             _follow(_resting)
 
 
-def explain_missing_values(*, in_hooks: bool) -> None:
+def explain_missing_values(device: torch.device | None) -> None:
     """Let what needs the values of placeholders say why they are not there.
 
     Args:
-        in_hooks: Whether there is a pipeline, which runs hooks; else none is left.
+        device: Where the layers of the pipeline lie here; placeholders say so too, as hooks make tensors where the first
+            parameter lies. None: there is no pipeline any more.
     """
-    global _resting, _text
-    _resting, _text = staticmethod(_explain), _ELSEWHERE if in_hooks else WHOLE
+    global _resting, _text, _home
+    _resting, _home = staticmethod(_explain), device
+    _text = WHOLE if device is None else _ELSEWHERE
     if _device is None:
         _follow(_resting)
 
@@ -169,6 +174,8 @@ def _explain(
     function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     kwargs = kwargs or {}
+    if _home is not None and function == _DEVICE:  # not `is_meta`, by which they are told apart
+        return _home
     if is_metadata(function):
         return natively(function, args, kwargs)
     if is_written_from_nowhere(function, args, kwargs, is_placeholder):
