@@ -136,6 +136,10 @@ MAY_KNOW = {
         *("strategy.step.effects", "strategy.step.gradients", "strategy.step.outcome", "strategy.step.programs"),
         *("strategy.step.on_stages", "strategy.step.recording", "strategy.step.values"),
     },
+    "strategy.step.by_units": {
+        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.effects"),
+        "strategy.step.values",
+    },
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),

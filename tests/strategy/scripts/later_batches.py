@@ -247,13 +247,14 @@ def equal_to_one_device(devices):
     for use in ("cells", "in the second dimension"):
         found[use] = train(Stateful(use), devices)
     found["rows of one"] = train(Recurrent(), devices)
+    found["tied evaluation"] = train(Tied("evaluation"), devices)
     return found
 
 
 def main():
     found = equal_to_one_device(4)
     refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
-    refused |= {f"tied {use}": refusal(Tied(use), 4) for use in ("late", "evaluation")}
+    refused |= {"tied late": refusal(Tied("late"), 4)}
     train(Recurrent("flat"), 4)  # which is told of
     refused["scripted"] = refusal(Scripted(), 4)
     refused["attacks"] = refusal(Attacks(), 4)

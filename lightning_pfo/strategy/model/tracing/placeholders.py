@@ -160,8 +160,8 @@ def explain_missing_values(device: torch.device | None) -> None:
     """Let what needs the values of placeholders say why they are not there.
 
     Args:
-        device: Where the layers of the pipeline lie here; placeholders say so too, as hooks make tensors where the first
-            parameter lies. None: there is no pipeline any more.
+        device: Where the layers of the pipeline lie here; placeholders say so too, as hooks make tensors where the
+            first parameter lies. None: there is no pipeline any more.
     """
     global _resting, _text, _home
     _resting, _home = staticmethod(_explain), device
@@ -182,12 +182,23 @@ def _explain(
         raise ConfigurationError(_explained())
     try:
         return _marked(natively(function, args, kwargs))
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, NotImplementedError) as error:
         if not lacks_values(error):
             raise
         if args and writes(function, kwargs) and all(map(is_placeholder, alike(args[0]))):
             return args[0]  # that is done by the rank that holds it
+        if args and _home is not None and _goes_home(function, args[1:], kwargs):
+            return args[0]
         raise ConfigurationError(_explained()) from error
+
+
+def _goes_home(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function only asks for a tensor to lie where this rank computes."""
+    if function not in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+        return False
+    assert _home is not None
+    wanted = function(torch.empty(0, device=_home), *args, **kwargs)
+    return bool(wanted.device == _home)
 
 
 def _explained() -> str:

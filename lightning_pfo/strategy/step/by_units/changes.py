@@ -99,7 +99,9 @@ class Given:
         """
         result, arguments, places = _Reader(told, self._held, device).load()
         if arguments is not None:
-            _adopted(self._arguments, arguments, {})
+            own: dict[int, Any] = {}
+            _adopted(self._arguments, arguments, own)
+            result = _settled(result, own)
         roots = roots_of(unit.module) if places else []
         for (number, *where), values in places:
             Place(roots[number], *where).fill(values)
@@ -251,6 +253,22 @@ def _adopted(own: Any, other: Any, done: dict[int, Any]) -> Any:
     for name, value in attributes.items():
         object.__setattr__(own, name, _adopted(getattr(own, name, None), value, done))
     return own
+
+
+def _settled(value: Any, own: Mapping[int, Any]) -> Any:
+    """A result with the arguments of this rank in the place of those that it was sent with."""
+    if id(value) in own:
+        return own[id(value)]
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            if (settled := _settled(item, own)) is not item:
+                value[key] = settled
+    elif isinstance(value, list):
+        value[:] = [_settled(item, own) for item in value]
+    elif isinstance(value, tuple):
+        items = [_settled(item, own) for item in value]
+        return value if all(map(is_, items, value)) else _tuple_of(type(value), items)
+    return value
 
 
 def _tuple_of(kind: Any, items: list[Any]) -> Any:

@@ -17,6 +17,7 @@ from lightning_pfo.strategy.engine.living_bytes import bytes_on
 from lightning_pfo.strategy.engine.stage import received_forms
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import memory_of, named_tensors
@@ -273,7 +274,9 @@ def _bytes_of(device: torch.device, tensors: Iterable[Any]) -> int:
     """Of tensors on a device, each piece of memory once."""
     of_memory: dict[int, int] = {}
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == device.type and tensor.layout == torch.strided:
+        if not isinstance(tensor, torch.Tensor) or is_placeholder(tensor):
+            continue
+        if tensor.device.type == device.type and tensor.layout == torch.strided:
             memory = memory_of(tensor)
             of_memory[memory] = max(of_memory.get(memory, 0), bytes_on(device, tensor.nbytes))
     return sum(of_memory.values())

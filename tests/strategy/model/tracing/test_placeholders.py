@@ -40,7 +40,7 @@ def resting(request, monkeypatch):
     monkeypatch.setattr(placeholders, "_resting", placeholders._ORDINARY)
     placeholders._follow(placeholders._ORDINARY)
     if request.param != "no pipeline yet":
-        explain_missing_values(in_hooks=request.param == "a pipeline")
+        explain_missing_values(torch.device("cpu") if request.param == "a pipeline" else None)
     yield
     placeholders._follow(before)
 
@@ -129,9 +129,9 @@ def test_they_are_left_out_of_what_is_put_back_after_a_step(absent):
 
 @pytest.fixture
 def explained():
-    explain_missing_values(in_hooks=False)
+    explain_missing_values(None)
     yield
-    explain_missing_values(in_hooks=True)
+    explain_missing_values(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
