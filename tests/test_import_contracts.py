@@ -104,7 +104,9 @@ MAY_KNOW = {
         "strategy.watch",
     },
     "strategy.trainer.callbacks": {"core", "strategy.model", "strategy.parallel", "strategy.trainer.compat"},
-    "strategy.trainer.manual": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
+    "strategy.trainer.manual": {
+        *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.trainer.coupling"),
+    },
     "strategy.divide": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",

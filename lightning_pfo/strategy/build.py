@@ -32,6 +32,7 @@ from lightning_pfo.strategy.model.ownership import (
     release_others,
 )
 from lightning_pfo.strategy.model.partition import describe_partition
+from lightning_pfo.strategy.model.reach.drawing import draw_alike
 from lightning_pfo.strategy.model.split import remember_split
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
@@ -158,6 +159,7 @@ def build_pipeline(
     stages = sample.stages_of(dist.get_rank(group))
     explain_missing_values(device)
     mark_placeholders(model)  # where it was made on meta
+    draw_alike(device, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
         model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled

@@ -72,19 +72,17 @@ def sum_shared_gradients(shared: Sequence[Shared], gradients: Gradients, *, prec
     devices.
     """
     for each in shared:
-        trainable = [parameter for parameter in each.parameters if parameter.requires_grad]
-        if trainable:
-            used = torch.tensor([kind_of(gradients.get(parameter)) for parameter in trainable], dtype=torch.int32)
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=each.hosts)
-            by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-            for parameter, kind in zip(trainable, used.tolist(), strict=True):
-                if kind:
-                    by_type.setdefault(gradient_type(parameter, precise=precise), []).append(parameter)
-            for dtype, parameters in by_type.items():
-                _sum_gradients(parameters, dtype, gradients, each.group)
-            for parameter, kind in zip(trainable, used.tolist(), strict=True):
-                if kind:
-                    gradients[parameter] = of_kind(gradients[parameter], kind)
+        # also of those that are frozen by now: the step may have trained them for a part of it
+        used = torch.tensor([kind_of(gradients.get(parameter)) for parameter in each.parameters], dtype=torch.int32)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=each.hosts)
+        by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+        kinds = {p: kind for p, kind in zip(each.parameters, used.tolist(), strict=True) if kind}
+        for parameter in kinds:
+            by_type.setdefault(gradient_type(parameter, precise=precise), []).append(parameter)
+        for dtype, parameters in by_type.items():
+            _sum_gradients(parameters, dtype, gradients, each.group)
+        for parameter, kind in kinds.items():
+            gradients[parameter] = of_kind(gradients[parameter], kind)
 
 
 def _sum_gradients(

@@ -187,6 +187,7 @@ class StepOnStages:
                 if name and engine.place == (0, 0) and (engine.rank == 0 or changes[name] is not None):
                     warn_once(writes_otherwise(name))
             finally:
+                kept.flags.freeze()
                 buffers.agree(engine.placement, self._shared, engine.group)
                 if phase is None:  # nothing of it counts
                     buffers.put_back()

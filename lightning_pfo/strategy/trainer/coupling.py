@@ -1,7 +1,8 @@
-"""Optimizers that treat parameters together, as by a norm over all gradients (SAM) or a step size for all (Prodigy).
+"""Optimizers that do other things than those of torch, found by trying them on two small parameters of a copy.
 
-Whether one does is tried, on two small parameters of a copy: does what becomes of the first depend on whether the
-second has a gradient?
+Some treat parameters together, as by a norm over all gradients (SAM) or a step size for all (Prodigy): does what
+becomes of the first depend on whether the second has a gradient? And some need gradients at other weights: do they call
+their closure otherwise than once, before they change anything?
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -29,46 +31,100 @@ _TOLERANCE = 1e-3
 def couples_parameters(optimizer: Optimizer) -> bool:
     """Whether what an optimizer does to a parameter depends on the gradients of others; it remains as it is.
 
-    All ranks find the same: only shapes are looked at, which placeholders have too. An optimizer of which no copy can
-    be made is taken to treat each parameter on its own, and so is one that gives something free in its `__del__`, as
-    DeepSpeedCPUAdam: the copy would do so too early.
+    All ranks find the same: only shapes are looked at, which placeholders have too. An optimizer that cannot be tried
+    is taken to treat each parameter on its own.
+    """
+    small = _small(optimizer)
+    return len(small) == 2 and _tried(optimizer, lambda: _are_coupled(optimizer, small))
+
+
+def needs_other_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer calls a closure several times in a step, or after it has changed parameters.
+
+    One that cannot be tried is taken to do as those of torch.
+    """
+    if optimizer not in _needing:
+        small = _small(optimizer)[:1]
+        is_known = isinstance(optimizer, torch.optim.LBFGS)
+        _needing[optimizer] = is_known or (
+            bool(small) and _tried(optimizer, lambda: _calls_otherwise(optimizer, small))
+        )
+    return _needing[optimizer]
+
+
+_needing: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+
+def _small(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Two of its parameters at most; none if it gives something free in its `__del__`, as DeepSpeedCPUAdam.
+
+    A copy would do so too early.
     """
     if any(hasattr(type(each), "__del__") for each in (optimizer, *vars(optimizer).values())):
-        return False
+        return []
     all_of_them = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    small = sorted((p for p in all_of_them if 1 < p.numel() <= _LARGEST), key=lambda p: p.numel())[:2]
-    if len(small) < 2:
-        return False
+    return sorted((p for p in all_of_them if 1 < p.numel() <= _LARGEST), key=lambda p: p.numel())[:2]
+
+
+def _tried(optimizer: Optimizer, trial: Callable[[], bool]) -> bool:
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            begin, alone = _stepped(optimizer, small, 1)
-            _, together = _stepped(optimizer, small, 2)
+            return trial()
     except Exception as error:  # optimizers may hold anything, and ask anything of their parameters
         _log.info("%s is not tried: %s", type(optimizer).__name__, error)
         return False
+
+
+def _are_coupled(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+    begin, alone = _stepped(optimizer, parameters, 1)
+    _, together = _stepped(optimizer, parameters, 2)
     way = max(float((each - begin).abs().max()) for each in (alone, together))
     return float((alone - together).abs().max()) > _TOLERANCE * way
 
 
 def _stepped(optimizer: Optimizer, parameters: list[nn.Parameter], with_gradients: int) -> tuple[Any, Any]:
     """The first parameter before and after steps of a copy, in which so many of the parameters have gradients."""
+    twin, stand_ins, closure = _trial(optimizer, parameters, with_gradients)
+    begin = stand_ins[0].detach().clone()
+    for number in range(_STEPS):
+        torch.manual_seed(number)  # what it draws for the first one comes first
+        closure()
+        _step(twin, closure)
+    return begin, stand_ins[0].detach()
+
+
+def _calls_otherwise(optimizer: Optimizer, parameters: list[nn.Parameter]) -> bool:
+    twin, stand_ins, closure = _trial(optimizer, parameters, len(parameters))
+    begin = stand_ins[0].detach().clone()
+    unchanged: list[bool] = []
+
+    def noting() -> torch.Tensor:
+        unchanged.append(torch.equal(stand_ins[0].detach(), begin))
+        return closure()
+
+    closure()
+    _step(twin, noting)
+    return len(unchanged) > 1 or not all(unchanged)
+
+
+def _step(twin: Any, closure: Callable[[], torch.Tensor]) -> None:
+    type(twin).step(twin, closure)  # its own may be one that Lightning or a schedule has put there
+
+
+def _trial(
+    optimizer: Optimizer, parameters: list[nn.Parameter], with_gradients: int
+) -> tuple[Any, list[nn.Parameter], Callable[[], torch.Tensor]]:
+    """A copy, the parameters that it has, and a closure that gives the first of them gradients."""
     torch.manual_seed(0)
     stand_ins = [nn.Parameter(torch.randn(p.shape, dtype=p.dtype)) for p in parameters]
     slopes = [torch.rand_like(each) for each in stand_ins]
-    twin = _twin(optimizer, dict(zip(parameters, stand_ins, strict=True)))
-    begin = stand_ins[0].detach().clone()
 
     def closure() -> torch.Tensor:
         for stand_in, slope in [*zip(stand_ins, slopes, strict=True)][:with_gradients]:
             stand_in.grad = slope + stand_in.detach()
         return torch.ones(())
 
-    step: Callable[..., Any] = type(optimizer).step
-    for number in range(_STEPS):
-        torch.manual_seed(number)  # what it draws for the first one comes first
-        closure()
-        step(twin, closure)
-    return begin, stand_ins[0].detach()
+    return _twin(optimizer, dict(zip(parameters, stand_ins, strict=True))), stand_ins, closure
 
 
 def _twin(optimizer: Optimizer, stand_ins: dict[nn.Parameter, nn.Parameter]) -> Any:

@@ -539,6 +539,54 @@ class Counts(Module):
         return len(batch)
 
 
+class Switches(Gan):
+    """Trains the judge for its own loss only, as published GANs do; a batch ends with a judge that is frozen."""
+
+    def set_requires_grad(self, net, value):
+        for parameter in net.parameters():
+            parameter.requires_grad = value
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        fake = self.net(batch[0])
+        self.set_requires_grad(self.judge, True)
+        d_loss = self.bce(self.judge(batch[0][:, :4]), 1.0) + self.bce(self.judge(fake.detach()), 0.0)
+        opt_d.zero_grad()
+        self.manual_backward(d_loss)
+        opt_d.step()
+        self.set_requires_grad(self.judge, False)
+        g_loss = self.bce(self.judge(fake), 1.0)
+        opt_g.zero_grad()
+        self.manual_backward(g_loss)
+        opt_g.step()
+        self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
+
+
+class Sam(Module):
+    """Needs gradients at other weights than those of the loss that was differentiated before."""
+
+    class Optimizer(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure):
+            held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            uphill = [0.05 * p.grad for p in held]
+            torch._foreach_add_(held, uphill)
+            with torch.enable_grad():
+                closure()
+            torch._foreach_sub_(held, uphill)
+            super().step()
+
+    def training_step(self, batch, batch_idx):
+        def closure():
+            self.manual_backward(self.loss(batch))
+
+        closure()
+        self.optimizers().step(closure)
+
+    def configure_optimizers(self):
+        return self.Optimizer(self.parameters(), 0.1)
+
+
 class Decides(Module):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -566,7 +614,7 @@ SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedu
 PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, BothLosses, LooksAgain, ThreeOptimizers)),
-    *((kind, "1f1b") for kind in (Closures, StepsFirst)),
+    *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches)),
 ]
 EQUAL = {
     f"{kind.__name__}, {name}": (kind, options)
@@ -587,7 +635,7 @@ EQUAL = {
     "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
 REFUSED = {
-    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale, Lbfgs)},
+    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale, Lbfgs, Sam)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.trainer.coupling import couples_parameters
+from lightning_pfo.strategy.trainer.coupling import couples_parameters, needs_other_gradients
 
 
 class SharpnessAware(torch.optim.Optimizer):
@@ -109,3 +109,28 @@ def test_schedulers_change_nothing():
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     assert couples_parameters(optimizer)
     assert not couples_parameters(torch.optim.SGD(parameters(), lr=0.1))
+
+
+class Uphill(torch.optim.SGD):
+    """Calls its closure once, where it has changed something."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.add_(0.1)
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+@pytest.mark.parametrize("make", [SharpnessAware, lambda held: Uphill(held, lr=0.1), torch.optim.LBFGS])
+def test_who_needs_gradients_at_other_weights_is_found(make):
+    held = parameters()
+    before = [p.detach().clone() for p in held]
+    assert needs_other_gradients(make(held))
+    assert all(map(torch.equal, held, before))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_others_call_their_closure_first(name):
+    assert not needs_other_gradients(ALONE[name](parameters()))

@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 ON_ONE = [
     *(f"{kind}, 1f1b" for kind in ("Module", "TwoOptimizers", "Accumulates", "Toggles", "Generates", "Resumed")),
     *(f"{kind}, 1f1b" for kind in ("Gan", "JudgeFirst", "Adversarial", "Critics", "Closures", "StepsFirst")),
-    *(f"{kind}, 1f1b" for kind in ("Looks", "OnlyLooks")),
+    *(f"{kind}, 1f1b" for kind in ("Looks", "OnlyLooks", "Switches")),
 ]
 ON_TWO = [
     *(f"Module, {schedule}" for schedule in SCHEDULES),
@@ -24,6 +24,7 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("TwoOptimizers", "Toggles", "Generates", "TogglesModel", "SetsRates", "TwoLosses")),
     *(f"{kind}, 1f1b" for kind in ("Skips", "Half", "Resumed", "ReusesFake", "Adversarial", "Critics", "BothLosses")),
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
+    "Switches, 1f1b",
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),
 ]
@@ -37,6 +38,7 @@ REFUSED = {
     "Clips": ["gradients after manual_backward", "clip_grad_norm_(self.parameters(), 1.0)", "self.clip_gradients"],
     "Averages": ["weights after optimizer.step()", "self.average = ", "on_train_batch_end"],
     "Lbfgs": ["calls its closure several times", "self.optimizers().step(closure=", "another optimizer"],
+    "Sam": ["Optimizer calls its closure several times", "with other weights", "self.optimizers().step(closure)"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],
     "Counts": ["In manual optimization, `training_step` must either return a Tensor"],
     "Stale": ["before it changed the weights", "self.manual_backward(self.bce(", "opt_g.step()", "x.detach()"],

@@ -185,6 +185,9 @@ class Flags:
         self.modules = modules_of(root)
         self._parameters = parameters_of(self.modules)
         self._training, self._trained = self._now()
+        self._all_trained = all(self._trained)
+        self._thawed: set[int] = set()
+        self._noted: set[int] | None = None
 
     @property
     def at_first(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -199,6 +202,50 @@ class Flags:
             self._switch({i: self._training[i] for i in changed[0]}, {i: self._trained[i] for i in changed[1]})
         return changed
 
+    def begin_run(self) -> None:
+        """A run of a step begins, switched as at first."""
+        _noting.append(self)
+        self.freeze()
+
+    def end_run(self, *, looks: bool = True) -> Changed:
+        """Return what a run of a step has switched, and switch it back; but not what its backward still needs.
+
+        That adds nothing to the gradients of parameters that are not trained meanwhile. Those that were when the run
+        ended, or where it has noted a backward, are until another run begins, or `freeze` is called.
+
+        Args:
+            looks: Whether it may have switched anything.
+        """
+        _noting.remove(self)
+        noted, self._noted = self._noted, None
+        if not looks:
+            return {}, {}
+        thawed = self._thawed_now() if noted is None else noted
+        changed = self.take_changes()
+        self._thawed = thawed
+        self._switch({}, dict.fromkeys(thawed, True))
+        return changed
+
+    @property
+    def has_thawed(self) -> bool:
+        """Whether something is trained only for a backward."""
+        return bool(self._thawed)
+
+    def freeze(self) -> None:
+        """Switch back what was left switched for a backward."""
+        if self._thawed:
+            self._switch({}, dict.fromkeys(self._thawed, False))
+            self._thawed = set()
+
+    def _thawed_now(self) -> set[int]:
+        """The parameters that are trained now, and were not at first."""
+        if self._all_trained:
+            return set()
+        return {index for index, now in _differing(self._now()[1], self._trained).items() if now}
+
+    def _note(self) -> None:
+        self._noted = (self._noted or set()) | self._thawed_now()
+
     def apply(self, changed: Changed) -> None:
         """Switch what has been switched elsewhere."""
         self._switch(*changed)
@@ -212,6 +259,16 @@ class Flags:
             self.modules[index].training = value
         for index, value in trained.items():
             self._parameters[index].requires_grad_(value)
+
+
+_noting: list[Flags] = []
+"""Those of runs that are under way, the innermost last."""
+
+
+def note_backward() -> None:
+    """A step differentiates something now: what is trained at this moment gets gradients."""
+    for flags in _noting[-1:]:
+        flags._note()
 
 
 def _differing(now: list[bool], before: list[bool]) -> dict[int, bool]:

@@ -71,6 +71,17 @@ _LIKE_ANOTHER = frozenset(
 )
 """Functions that give a tensor the form of their second argument."""
 
+_RANDOM = frozenset(
+    function
+    for name in (
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        *("bernoulli", "multinomial", "poisson", "normal", "rand_like", "randn_like", "randint_like"),
+        "kaiming_uniform_",
+    )
+    for owner in (torch, torch.Tensor, torch.nn.init)
+    if (function := getattr(owner, name, None)) is not None
+)
+
 HOOKS = frozenset(
     function
     for name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
@@ -84,6 +95,11 @@ _SWITCHES = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad._
 def tells_place(function: Any) -> bool:
     """Whether a function tells where a tensor lies."""
     return _is_in(_TELL_PLACE, function)
+
+
+def draws(function: Any) -> bool:
+    """Whether a function draws as many random numbers as a tensor has elements."""
+    return _is_in(_RANDOM, function)
 
 
 def form_argument(function: Any) -> int | None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import deviates
-from lightning_pfo.strategy.model.tracing.functions import form_argument, is_metadata, tells_place
+from lightning_pfo.strategy.model.tracing.functions import draws, form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import (
     WHOLE,
@@ -180,6 +180,8 @@ def _explain(
         return natively(function, args, kwargs)
     if is_written_from_nowhere(function, args, kwargs, is_placeholder):
         raise ConfigurationError(_explained())
+    if _home is not None and draws(function):
+        _draw(function, args, kwargs)
     try:
         return _marked(natively(function, args, kwargs))
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -190,6 +192,16 @@ def _explain(
         if args and _home is not None and _goes_home(function, args[1:], kwargs):
             return args[0]
         raise ConfigurationError(_explained()) from error
+
+
+def _draw(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draw the random numbers that a rank draws that has the values, so that generators go on alike everywhere."""
+
+    def substitute(value: Any) -> Any:
+        return torch.zeros(value.shape, dtype=value.dtype, device=_home) if is_placeholder(value) else value
+
+    with torch.no_grad():
+        function(*map(substitute, args), **{name: substitute(value) for name, value in kwargs.items()})
 
 
 def _goes_home(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -90,5 +90,5 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
             f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
             f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
             f"alike (lightning.seed_everything(seed, workers=True), accelerate.utils.set_seed(seed)), and do not let "
-            f"ranks read different data."
+            f"ranks read different data, or draw random numbers in hooks on some ranks only."
         )

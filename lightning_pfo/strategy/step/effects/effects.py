@@ -81,6 +81,7 @@ class Effects:
 
     def begin(self, index: int, note: Note) -> None:
         """A run of the step begins; `note` takes its calls."""
+        self.flags.begin_run()
         self._attributes.generators.enter(index)
         self._attributes.enter()
         self._attributes.streams.enter(note)
@@ -97,9 +98,10 @@ class Effects:
             self._opaque.after_run()
         self._attributes.generators.leave(has_ended=calls is not None)
         with following(None):
-            if index == 0 or self._switches:  # dear, and a step does so for all microbatches, or for none
-                switched = self.flags.take_changes()
-                self._switches = self._switches or any(switched)
+            looks = index == 0 or self._switches  # dear, and a step does so for all microbatches, or for none
+            switched = self.flags.end_run(looks=looks)
+            if looks:
+                self._switches = self._switches or any(switched) or self.flags.has_thawed
                 self._switched = self._switched if calls is None else switched
             if calls is None:
                 self._attributes.take_back()
@@ -113,6 +115,7 @@ class Effects:
         Raises:
             ConfigurationError: If one has, so that those after it were run otherwise than those before.
         """
+        self.flags.freeze()
         if any(self.flags.take_changes()):
             raise ConfigurationError(
                 "A step that switches modules (train, eval, requires_grad_) does so for each microbatch of a batch; "

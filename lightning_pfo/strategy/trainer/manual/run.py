@@ -14,12 +14,14 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.reach.untouched import note_backward
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.step.effects.outward.calls import Call, note_call, with_values
 from lightning_pfo.strategy.step.effects.within import step_ends_here
+from lightning_pfo.strategy.trainer.coupling import needs_other_gradients
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
 from lightning_pfo.strategy.trainer.manual.settings import Moment, RunSettings
 
@@ -73,6 +75,7 @@ class Targets:
         optimizers = self.module.optimizers()
         self.optimizers: list[Any] = optimizers if isinstance(optimizers, list) else [optimizers]
         self.bare = [optimizer.optimizer for optimizer in self.optimizers]
+        self.needs_others = [*map(needs_other_gradients, self.bare)]
         self.schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         loop = trainer.fit_loop.epoch_loop.manual_optimization
         self.progress = loop.optim_step_progress.total
@@ -241,6 +244,7 @@ class ManualRun:
         if self._acted:
             self._next_phase()
         self._note(Do(Which("module", ""), BACKWARD))
+        note_backward()
         loss = loss.reshape(()) if loss.dim() else loss
         _tell(loss)
         self._losses.append(loss)
@@ -274,10 +278,13 @@ class ManualRun:
         def step(closure: Any = None, **kwargs: Any) -> Any:
             loss = None
             if closure is not None:
-                if isinstance(self._targets.find(which), torch.optim.LBFGS):
+                bare = int(which.index)
+                if self._targets.needs_others[bare]:
                     raise ConfigurationError(
-                        f"torch.optim.LBFGS calls its closure several times in a step, with other weights each time, "
-                        f"which a step on a pipeline cannot: {users_line()} Use another optimizer."
+                        f"{type(self._targets.bare[bare]).__name__} calls its closure several times in a step, or with "
+                        f"other weights than the step began with, which a step on a pipeline cannot: {users_line()} "
+                        f"Use another optimizer; or automatic optimization, in which it may call its closure as it "
+                        f"likes."
                     )
                 with torch.enable_grad():  # as optimizers call it
                     loss = closure()

@@ -37,6 +37,7 @@ def resting(request, monkeypatch):
     """What this process has had so far."""
     before = placeholders._resting
     monkeypatch.setattr(placeholders, "_text", placeholders._text)
+    monkeypatch.setattr(placeholders, "_home", placeholders._home)
     monkeypatch.setattr(placeholders, "_resting", placeholders._ORDINARY)
     placeholders._follow(placeholders._ORDINARY)
     if request.param != "no pipeline yet":
@@ -175,3 +176,36 @@ def test_a_module_with_layers_that_are_followed_is_not_saved_but_copied():
         assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
         assert list(inspect.signature(layer.forward).parameters) == ["input"]
     torch.save(layer, io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda module: nn.init.kaiming_uniform_(module.weight.view(3, 1)),
+        lambda module: nn.init.xavier_normal_(module.weight.view(3, 1), gain=2.0),
+        lambda module: module.weight.data.normal_(0, 2).exponential_(),
+        lambda module: module.bias.add_(torch.randn_like(module.bias)),
+        lambda module: torch.bernoulli(module.weight),
+        lambda module: module.reset_parameters(),
+    ],
+)
+@pytest.mark.parametrize("resting", ["a pipeline"], indirect=True)
+@pytest.mark.usefixtures("resting")
+def test_hooks_that_draw_for_layers_of_other_ranks_leave_generators_as_there(absent, draw):
+    states = []
+    for module in (nn.BatchNorm1d(3), absent):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            draw(module)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("resting", ["a pipeline"], indirect=True)
+@pytest.mark.usefixtures("resting")
+def test_between_steps_they_say_where_this_rank_computes_and_stay_apart(absent):
+    assert absent.weight.device == CPU
+    assert absent.weight.is_meta
+    assert absent.weight.to(absent.weight.device) is absent.weight.cpu() is absent.weight
+    with pytest.raises(ConfigurationError, match="whole_parameters"):
+        absent.weight.cpu().numpy()
