@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +81,9 @@ class LogRecorder:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().clone()  # the step may write into it afterwards
             value = value.reshape(()) if value.dim() else value
-        elif not isinstance(value, (int, float)):
+        elif isinstance(value, numbers.Real):
+            value = int(value) if isinstance(value, numbers.Integral) else float(value)
+        else:
             raise self._refused(name, value, *args, **kwargs)
         if args:  # prog_bar, logger, on_step, on_epoch may be given by position
             kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))

@@ -36,6 +36,12 @@ def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
     assert re.search(r"buffer self\.layers\.0\.0.*each of 2 microbatches", said["2_0"]["Iterates"][0])
 
 
+def test_numbers_that_are_zero_at_first_are_looked_at_again(said):
+    for rank, number in (("1_0", 1), ("2_0", 1), ("2_1", 0)):
+        assert len(said[rank]["ZeroAtFirst"]) == number
+        assert all(re.search(r"neither their mean nor.*'spread'", text) for text in said[rank]["ZeroAtFirst"])
+
+
 def test_a_buffer_that_the_step_moves_between_layers_is_named_once_with_a_way_out(said):
     assert [len(found["Codebook"]) for found in said.values()] == [1, 1, 0]  # on the rank that has its values
     assert re.search(

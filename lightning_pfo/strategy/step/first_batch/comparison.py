@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,6 +28,8 @@ _LATER = frozenset(4**power for power in range(2, 16))
 """Numbers of the training batches whose loss is compared again: 16, 64, 256 and so on."""
 
 
+_AGAIN = _LATER | {4}
+"""Those of batches of any kind that are looked at again where a number was 0 in all before."""
 _STATE = (
     "This step keeps something for the next batch, and each microbatch finds all of it: a state is divided where its "
     "tensors have a row for each sample. With num_microbatches=1 and schedule='gpipe' it is that of one device."
@@ -58,6 +61,8 @@ class Comparison:
         self._divided = divided
         self._rehearsal = Rehearsal(runner, compiled=compiled)
         self._tries: dict[Source, int] = {}
+        self._number: Counter[Source] = Counter()
+        self._untold: set[Source] = set()
         self._number_trained = 0
         self._looks_later = True
         self._leaves_something = False
@@ -74,7 +79,11 @@ class Comparison:
         """
         engine, kind, source = self._engine, first.kind, first.source
         self._number_trained += kind == "train"
-        if not self._tries.setdefault(source, _TRIES):
+        self._number[source] += 1
+        is_late = not self._tries.setdefault(source, _TRIES)
+        if is_late and source in self._untold and self._number[source] in _AGAIN:
+            self._tries[source] = 1
+        if not self._tries[source]:
             is_due = self._number_trained in _LATER or (self._leaves_something and self._number_trained == _SECOND)
             if kind == "train" and self._looks_later and is_due:
                 self._check_later(first)
@@ -85,14 +94,17 @@ class Comparison:
         if len(first.parts) > 1:
             with self._rehearsal.aside():
                 said = self._compare(first)
-        is_open = source in self._numbers and bool(self._numbers[source].open)
+        numbers = self._numbers.get(source)
+        state = (False, False) if numbers is None else (bool(numbers.open), bool(numbers.untold))
         layers = self._runner.layers
-        everyone = engine.all_gather((said, is_open, list(layers.means)), everywhere=self._rehearsal.everywhere)
+        everyone = engine.all_gather((said, state, list(layers.means)), everywhere=self._rehearsal.everywhere)
         layers.share({place for *_, places in everyone for place in places})
-        if not any(is_open for _, is_open, _ in everyone):
+        are_open, are_untold = (any(each) for each in zip(*(state for _, state, _ in everyone), strict=True))
+        if not are_open:
             self._tries[source] = 0
+        (self._untold.add if are_untold else self._untold.discard)(source)
         for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):
-            if verdict.is_error:
+            if verdict.is_error and not is_late:
                 raise ConfigurationError(verdict.text)
             self._looks_later = self._looks_later and not (verdict.is_of_loss and kind == "train")
             if engine.rank == 0 and engine.place == (0, 0):

@@ -56,11 +56,13 @@ class NumberCheck:
     Attributes:
         open: The rules that were found to fit, the likelier first: later batches tell whether that was by chance.
         unfit: The numbers that none fits.
+        untold: The numbers that were 0 so far, by microbatches too, which tells nothing of them.
     """
 
     rules: Rules
     open: dict[str, list[str]] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
+    untold: set[str] = field(default_factory=set)
     _dimensions: dict[str, int] = field(default_factory=dict)
 
     def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
@@ -78,6 +80,10 @@ class NumberCheck:
         found = {}
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
+            if any(bool(numbers[place].any()) for numbers in (*by_parts, *wholes, *of_parts) if place in numbers):
+                self.untold.discard(place)
+            elif not place.endswith((GROWN, SET)):
+                self.untold.add(place)
             if said and place.removesuffix(GROWN).removesuffix(SET) not in self.unfit:
                 found[place.removesuffix(GROWN).removesuffix(SET)] = said
         return found
