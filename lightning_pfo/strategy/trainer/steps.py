@@ -69,6 +69,7 @@ class StepStrategy(CheckpointStrategy):
     _norms: Norms | None = None
     _memory: MemoryWatch | None = None
     _num_microbatches: int | None = None
+    _is_number_given = False
     _first_size: int | None = None
     _first_loaders: Sequence[Any] = ()
     _sizes: tuple[Any, Collection[int]] = (None, ())
@@ -120,13 +121,19 @@ class StepStrategy(CheckpointStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self._num_microbatches is None:
-            size = self._first_size or declared_batch_size(self._module().trainer.train_dataloader)
-            if size is not None:
+        if not self._is_number_given:  # another training, as in search of a batch size, may have larger batches
+            size = declared_batch_size(self._module().trainer.train_dataloader) or self._first_size
+            self._first_size = None
+            if size is None:
+                self._num_microbatches = None
+            else:
                 self._choose_num_microbatches(size)
 
     def _choose_num_microbatches(self, batch_size: int) -> None:
+        before = self._num_microbatches
         self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
+        if self._num_microbatches == before:
+            return
         self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
         if said := too_few_samples(batch_size, self._num_microbatches, self.mesh.num_ranks):
             rank_zero_warn(f"pfo_pipeline: {said}")

@@ -218,6 +218,7 @@ class PfoPipelineStrategy(StepStrategy):
         self._pipeline_module = pipeline_module
         self._partition = partition
         self._num_microbatches = num_microbatches
+        self._is_number_given = num_microbatches is not None
         self._schedule_name = schedule
         self._stages_per_rank = stages_per_rank
         self._max_in_flight = max_in_flight
