@@ -46,6 +46,8 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
+from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
+from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
@@ -232,6 +234,8 @@ def build_pipeline(
         precise_gradients,
         sharding,
     )
+    if engine.num_ranks > 1:
+        collectives_in_steps(replica_group, within_step, step_ends_here, patches)
     UnitCalls(split, model, engine, outside_steps=calls_outside_steps)
     groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)

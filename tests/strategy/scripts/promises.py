@@ -589,8 +589,13 @@ class RunsOutOfMemory(Skips):
 
 def scales(where):
     module = RunsOutOfMemory()
-    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
-    return Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)
+    chosen = {} if where == "plain" else {"strategy_options": {"num_microbatches": None}}
+    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0, **chosen)
+    found = Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)
+    trainer.fit(module)
+    if where == "two":  # and not the two of the first trial
+        assert trainer.strategy.instruction_source.schedule.num_microbatches == found == 4
+    return found
 
 
 HOOKS = (

@@ -1,0 +1,116 @@
+"""Collective calls of `torch.distributed` that a step makes by itself, as of published losses that average a centre.
+
+The rank of the last stage alone runs a step to its end, so that others would be waited for in vain. What such code
+means is the replicas: over them it runs there, and a single one is a world of one process. Elsewhere it does nothing,
+since what comes of the step does not count.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.variables import is_library, users_line
+from lightning_pfo.strategy.parallel.patches import Patches
+
+_IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
+_GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")
+_OTHERS = ("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
+_TO_OR_FROM_ONE = ("reduce", "broadcast", "broadcast_object_list")
+
+
+def collectives_in_steps(
+    replicas: dist.ProcessGroup | None,
+    within_step: Callable[[], bool],
+    ends_here: Callable[[], bool],
+    patches: Patches,
+) -> None:
+    """Let what the user's code calls in a step concern the replicas.
+
+    Args:
+        replicas: Processes with the same stages; None: there is one replica.
+        within_step: Whether stages run a step.
+        ends_here: Whether it is run to its end here.
+        patches: Undoes it.
+    """
+
+    def is_meant(group: Any, caller: str) -> bool:
+        return within_step() and group in (None, dist.group.WORLD) and not is_library(caller)
+
+    def runs() -> bool:
+        return replicas is not None and ends_here()
+
+    def patched(name: str, instead: Callable[..., Any]) -> None:
+        ordinary = getattr(dist, name)
+
+        @wraps(ordinary)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
+            frame: Any = inspect.currentframe()
+            caller = frame.f_back.f_globals.get("__name__", "")
+            if not is_meant(group, caller):
+                return ordinary(*args, **kwargs)
+            args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
+            return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
+
+        patches.set(dist, name, call)
+
+    def in_place(name: str, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if runs():
+            if name in _TO_OR_FROM_ONE:  # a rank of the world, as the replicas are counted
+                kwargs |= {key: dist.get_global_rank(replicas, kwargs[key]) for key in ("src", "dst") if key in kwargs}  # type: ignore[arg-type]
+                if len(args) > 1 and isinstance(args[1], int):
+                    args = (args[0], dist.get_global_rank(replicas, args[1]), *args[2:])  # type: ignore[arg-type]
+            return ordinary(*args, group=replicas, **kwargs)
+        return _Done() if kwargs.get("async_op") else None
+
+    def gathering(ordinary: Callable[..., Any], into: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if runs():
+            return ordinary(into, value, *args, group=replicas, **kwargs)
+        if isinstance(into, list):
+            for index, each in enumerate(into):
+                if isinstance(each, torch.Tensor):
+                    each.copy_(value)
+                else:
+                    into[index] = value
+        else:
+            into.copy_(value.expand_as(into) if value.dim() == into.dim() - 1 else _repeated(value, into))
+        return _Done() if kwargs.get("async_op") else None
+
+    def refused(name: str, *_: Any, **__: Any) -> Any:
+        raise ConfigurationError(
+            f"torch.distributed.{name} in a step: the rank of the last stage alone runs a step to its end, and others "
+            f"would not come. {users_line()} Use self.all_gather, or all_reduce and all_gather of torch.distributed, "
+            f"which go over the replicas there; or do it in a hook such as on_train_batch_end."
+        )
+
+    for name in _IN_PLACE:
+        patched(name, partial(in_place, name))
+    for name in _GATHERING:
+        patched(name, gathering)
+    for name in _OTHERS:
+        patched(name, partial(refused, name))
+    patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
+    patched("get_rank", lambda ordinary: 0 if replicas is None else ordinary(replicas))
+
+
+def _repeated(value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    return torch.cat([value] * (into.shape[0] // max(value.shape[0], 1)))
+
+
+class _Done:
+    """The handle of a call that nobody need wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """It is done."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True

@@ -1,0 +1,97 @@
+"""Steps that call torch.distributed by themselves, as published ones do. Usage: collectives.py FOLDER"""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+
+
+class Module(L.LightningModule):
+    """Averages a centre over all processes, if there are several."""
+
+    def __init__(self, gathers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+        self.register_buffer("center", torch.zeros(6))
+        self.gathers, self.seen = gathers, []
+
+    def mean_of_all(self, value):
+        if not (dist.is_available() and dist.is_initialized()):
+            return value
+        number = dist.get_world_size()
+        if self.gathers == "refused":
+            dist.reduce_scatter_tensor(torch.zeros(1), value)
+        if self.gathers:
+            values = [torch.zeros_like(value) for _ in range(number)]
+            dist.all_gather(values, value)
+            objects = [None] * number
+            dist.all_gather_object(objects, number)
+            assert objects == [number] * number
+            return sum(values) / number
+        work = dist.all_reduce(value, async_op=True)
+        work.wait()
+        dist.barrier()
+        dist.broadcast(value, src=0)
+        return value / number
+
+    def training_step(self, batch, batch_idx):
+        output = self.net(batch[0])
+        loss = (output - self.center).square().mean()
+        with torch.no_grad():
+            self.center = 0.9 * self.center + 0.1 * self.mean_of_all(output.mean(0))
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append([float(outputs["loss"]), *self.center.tolist()])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train(gathers, **strategy):
+    module = Module(gathers)
+    data = DataLoader(TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1))), 8)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() if strategy else 1,
+        strategy=PfoPipelineStrategy(schedule="gpipe", loss_over="batch", **strategy) if strategy else "auto",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # replicas read the same, so that their mean is one device's
+    )
+    try:
+        trainer.fit(module, data)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return module.seen
+
+
+def main():
+    found = {}
+    if not dist.is_initialized():
+        found = {"one device": train(gathers=False)}
+    else:
+        for gathers in (False, True):
+            found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
+            found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
+        found["refused"] = train("refused", num_microbatches=4)
+    name = f"rank_{dist.get_rank()}" if dist.is_initialized() else "one_device"
+    (FOLDER / f"{name}.json").write_text(json.dumps(found))
+
+
+run_ranks(main, 1)
+run_ranks(main, 4)

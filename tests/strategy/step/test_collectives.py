@@ -1,0 +1,29 @@
+"""Steps call torch.distributed as on one device, or as replicas would."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch import of_ranks, run_script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("collectives")
+    run_script(Path(__file__).parents[1] / "scripts" / "collectives.py", folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", ["one pipeline, False", "one pipeline, True", "replicas, False", "replicas, True"])
+def test_what_is_averaged_over_processes_is_over_replicas(folder, case):
+    expected = json.loads((folder / "one_device.json").read_text())["one device"]
+    assert len(expected) == 4
+    for rank in of_ranks(folder, 4):
+        assert rank[case] == [pytest.approx(numbers, rel=1e-4, abs=1e-6) for numbers in expected]
+
+
+def test_what_has_no_meaning_there_is_refused_by_name(folder):
+    for rank in of_ranks(folder, 4):
+        assert "torch.distributed.reduce_scatter_tensor in a step" in rank["refused"]
+        assert "dist.reduce_scatter_tensor(torch.zeros(1), value)" in rank["refused"]
