@@ -150,6 +150,7 @@ PRIVATE = {
     "torch._functorch.apis.vmap_impl": "Steps could not use `torch.vmap` between layers.",
     "torch._functorch.eager_transforms.grad_impl": "Steps could not use `torch.func.grad` between layers.",
     "torch._functorch.eager_transforms.grad_and_value_impl": "The same of `torch.func.grad_and_value`.",
+    "torch._functorch.eager_transforms._jvp_with_argnums": "The same of `torch.func.jvp`.",
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
@@ -382,6 +383,7 @@ def name_of_group(name: str) -> Iterator[None]:
 Transform = Callable[..., Any]
 _TRANSFORMS = {"vmap": (apis, "vmap_impl"), "grad": (eager_transforms, "grad_impl")}
 _TRANSFORMS["grad_and_value"] = (eager_transforms, "grad_and_value_impl")
+_TRANSFORMS["jvp"] = (eager_transforms, "_jvp_with_argnums")
 
 
 def transform_with(make: Callable[[str, Transform], Transform], patches: Patches) -> None:

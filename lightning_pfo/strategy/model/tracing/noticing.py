@@ -324,6 +324,11 @@ class AppliedFunction:
         return self.original(self.cls, *args, **kwargs)
 
 
+def is_transform(function: Any) -> bool:
+    """Whether a function is `torch.vmap` or the like."""
+    return isinstance(function, AppliedFunction) and isinstance(function.cls, str)
+
+
 def is_value(leaf: Any) -> bool:
     """Whether something is a tracked tensor that the trace knows."""
     return isinstance(leaf, Tracked) and leaf.label >= 0

@@ -53,6 +53,7 @@ from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
     TensorsSeen,
     functions_followed,
+    is_transform,
     is_value,
     leave_transform,
     recomputation_noted,
@@ -69,7 +70,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
-from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line, users_module
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
@@ -179,6 +180,8 @@ class _TraceRun:
         depends = Selecting(self._selected, by_stages=decide_about_shapes(function, leaves))
         with self._nothing_drawn(), following(Inside(self, event)), depends:
             result = run(*(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
+        if is_transform(function):  # inside it weights belong to its own level, out of which no gradients are known
+            result = _trained_by(event.units, result)
         if function is torch.Tensor.backward:
             raise HidingError(calls_backward())
         if depends.by_batch_found:
@@ -457,6 +460,17 @@ class _TraceRun:
         with random_state.isolated(self._device) as before:
             yield
             random_state.notice_draws_on_host(before)
+
+
+def _trained_by(units: Iterable[Any], result: Any) -> Any:
+    """What a function has computed with units inside, needing gradients if their weights do."""
+    if not (torch.is_grad_enabled() and any(p.requires_grad for unit in units for p in unit.module.parameters())):
+        return result
+
+    def trained(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, trained, result)
 
 
 def _on(leaf: Any, device: torch.device) -> Any:

@@ -104,6 +104,14 @@ def layers_in_a_gradient(net, x, y):
     return net.loss(x, y)
 
 
+def gradient_before_its_layers_are_called(net, x, y):
+    x = net.stem(x)
+    slope = torch.vmap(torch.func.grad(lambda row: net.layers[1](net.layers[0](row)).square().sum()))(x.detach())
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x, y) + slope.square().mean()
+
+
 TOGETHER = {
     step.__name__: (step, refused)
     for step, refused in (
@@ -119,6 +127,7 @@ TOGETHER = {
         ),
         (layers_in_vmap, None),
         (layers_in_a_gradient, None),
+        (gradient_before_its_layers_are_called, None),
     )
 }
 
