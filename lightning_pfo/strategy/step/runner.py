@@ -163,7 +163,8 @@ class StepRunner:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
         step = self._fresh.given_to("train", step)
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
-        if between is not None and not self.batching.joins_microbatches:
+        has_phases = between is not None and not self.batching.joins_microbatches
+        if between is not None and has_phases:
             *earlier_phases, of = self._phases.find(of)
             for phase in earlier_phases:
                 with self._iterations.gathering(phase, average=average) as gathered:
@@ -180,7 +181,15 @@ class StepRunner:
                     outcome, results = self._run(of, loss_scale, outputs, gathered.after_backward)
                 return outcome, results, self._iterations.finish(of, gathered)
 
-        outcome, results, gradients = self._run_again(of, run)
+        try:
+            outcome, results, gradients = self._run_again(of, run)
+        except DeviationError:
+            if not has_phases or of.phase or not self.programs.follow(of.kind):
+                raise
+            of = self._phases.find(of)[-1]
+            if of.phase:  # what it has optimized before cannot be done again
+                raise
+            outcome, results, gradients = self._run_again(of, run)
         loss = outcome["loss"]
         if loss is not None:
             loss = loss.to(torch.get_default_dtype())

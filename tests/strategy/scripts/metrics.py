@@ -66,6 +66,7 @@ class Aggregates(Computes):
         kinds = ("SumMetric", "MeanMetric", "MaxMetric", "CatMetric", "RunningMean")
         self.of_loss = nn.ModuleDict({name: getattr(torchmetrics, name)() for name in kinds})
         self.logged = nn.ModuleList(torchmetrics.MaxMetric() for _ in range(2))
+        self.of_two_batches = torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError(), window=2)
         self.largest, self.rows = torchmetrics.MaxMetric(), torchmetrics.CatMetric()
         self.positive, self.large = torchmetrics.SumMetric(), torchmetrics.SumMetric()
         self.weighted, self.so_far, self.latest = (torchmetrics.MeanMetric() for _ in range(3))
@@ -80,6 +81,7 @@ class Aggregates(Computes):
         for metric in self.of_loss.values():
             metric.update(loss.detach())
         self.largest.update(found.max())
+        self.of_two_batches.update(found[:, 0], x[:, 0])
         self.rows.update(found[:, 0])
         self.positive.update((x > 0).sum())
         self.large.update(int((found > 0.1).sum()))
@@ -102,6 +104,7 @@ class Aggregates(Computes):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += [self.of_loss["SumMetric"].compute().item(), self.of_loss["RunningMean"].compute().item()]
         self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_step", "so far")]
+        self.seen.append(float(self.of_two_batches.compute()))
 
     def on_train_epoch_end(self):
         metrics = (*self.of_loss.values(), self.largest, self.positive, self.large, self.weighted, self.latest)

@@ -1,7 +1,8 @@
 """torchmetrics objects that add up what a step gives them (`SumMetric`, `MeanMetric`): they are told once for a batch.
 
 Other metrics are told of samples, of microbatches as of batches, and come to the same. These are told numbers, mostly a
-loss: a sum of those of microbatches is no sum of those of batches. So each run of a step finds them as they were at the
+loss: a sum of those of microbatches is no sum of those of batches. And a `Running` metric, of whatever kind, keeps the
+last few of what it is told. So each run of a step finds them as they were at the
 begin of the batch, what it tells them is noted like what it says to loggers, and said to them where the step ends, when
 the batch is done, with values merged.
 """
@@ -70,7 +71,7 @@ def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:
     return {
         path: module
         for path, module in modules.items()
-        if isinstance(module, basic) or (isinstance(module, running) and isinstance(module.base_metric, basic))
+        if isinstance(module, (basic, running))
         if path and not path.startswith(inside)
     }
 
