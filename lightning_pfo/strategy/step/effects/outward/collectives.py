@@ -97,7 +97,6 @@ def collectives_in_steps(
     for name in _OTHERS:
         patched(name, partial(refused, name))
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
-    patched("get_rank", lambda ordinary: 0 if replicas is None else ordinary(replicas))
 
 
 def _repeated(value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
