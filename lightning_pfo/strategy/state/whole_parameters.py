@@ -34,7 +34,8 @@ def whole_parameters(
         group: The pipeline's processes; None is the world.
 
     Raises:
-        ConfigurationError: On every rank, if something of them is divided (FSDP2, tensor parallelism).
+        ConfigurationError: On every rank, if something of them is divided (FSDP2, tensor parallelism); or if parameters
+            are registered or deleted meanwhile.
     """
     places: list[tuple[Any, str]] = [
         (tensors, name)
@@ -66,11 +67,23 @@ def whole_parameters(
     replaced = [(tensors, name, tensors[name]) for tensors, name in places if id(tensors[name]) in values]
     for tensors, name, tensor in replaced:
         tensors[name] = values[id(tensor)]
+    names = _names_in(modules)
     try:
         yield
     finally:
+        have_changed = _names_in(modules) != names
         for tensors, name, tensor in replaced:
             tensors[name] = tensor
+    if have_changed:
+        raise ConfigurationError(
+            "While a module is split it keeps the parameters and buffers that it has; within whole_parameters() some "
+            "were registered or deleted, as torch.nn.utils.prune does. Prune in __init__ or configure_model, or write "
+            "zeros into the weights; or prune the checkpoint on one device."
+        )
+
+
+def _names_in(modules: Sequence[nn.Module]) -> list[str]:
+    return [name for module in modules for part in module.modules() for named in tensors_of(part) for name in named]
 
 
 def _how(tensor: torch.Tensor) -> str:

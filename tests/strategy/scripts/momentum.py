@@ -13,6 +13,7 @@ import lightning as L
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -157,6 +158,15 @@ class LogsNormOfState(InAHook):
         self.log("norm", sum(value.norm() for value in self.state_dict().values() if value.is_floating_point()))
 
 
+class Prunes(InAHook):
+    """Has other parameters afterwards."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.trainer.world_size > 1:
+            with self.trainer.strategy.whole_parameters(self.student):
+                prune.l1_unstructured(self.student[0][0], "weight", amount=0.3)
+
+
 class AllOfMine(InAHook):
     """Writes into all parameters what needs no others."""
 
@@ -203,7 +213,7 @@ def run(number):
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
     found["refused"] = {}
-    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch):
+    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes):
         try:
             trainer_of(number, {}).fit(case(), loader)
         except ConfigurationError as error:

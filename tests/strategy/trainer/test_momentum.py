@@ -48,6 +48,11 @@ def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(traine
         assert "whole_parameters" in refused
 
 
+def test_other_parameters_are_refused_there_on_all_ranks(trained):
+    for rank in ("2_0", "2_1"):
+        assert "some were registered or deleted, as torch.nn.utils.prune does" in trained[rank]["refused"]["Prunes"]
+
+
 def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(trained):
     said = "something else for each microbatch, of which the last one stays"
     for rank in ("2_0", "2_1"):
