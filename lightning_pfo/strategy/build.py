@@ -89,6 +89,7 @@ def build_pipeline(
     pipeline_module: str | None = None,
     partition: str = "uniform",
     first_step: Callable[[], Callable[[torch.device], Any] | None] | None = None,
+    trains: bool = True,
     num_microbatches: int | None = None,
     local_device_index: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -122,6 +123,7 @@ def build_pipeline(
         partition: Which layers go to which stage; see `partition_layers`.
         first_step: Makes what runs the user's step on a first microbatch, on a device, or returns None. It shows the
             order in which the parts of the model are called, and for the partition `profile` how long they take.
+        trains: Whether that is a step of training, which stages have to run.
         num_microbatches: Microbatches per training batch, if they are known by now.
         local_device_index: Index of this rank's GPU on its node.
         group: The pipeline's processes; None is the world.
@@ -164,7 +166,7 @@ def build_pipeline(
     draw_alike(device, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
-        model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled
+        model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled, trains=trains
     )
     remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.calls import check_measurable, layer_calls
+from lightning_pfo.strategy.model.calls import LayerCalls, check_measurable, layer_calls
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
@@ -38,6 +38,8 @@ def divide(
     device: torch.device,
     agree: Agree,
     uncalled: str = "everywhere",
+    *,
+    trains: bool = True,
 ) -> tuple[Split, list[float]]:
     """Divide a model into stages.
 
@@ -50,6 +52,7 @@ def divide(
         device: Where layers are measured.
         agree: Raises on all ranks what goes wrong with the trace on any; see `agree_on_trace`.
         uncalled: Who holds what the step does not use; see `split_units`.
+        trains: Whether stages have to run the step; an evaluation that they cannot runs unit by unit.
 
     Returns:
         The divided model, and the times (s) of its layers, where they were measured for it.
@@ -63,29 +66,56 @@ def divide(
         return before, []
     is_wanted = before is None and (num_stages > 1 or partition == "profile")
     step = first_step() if first_step is not None and is_wanted else None
-    trace = None
     if before is not None:
-        units, calls = before.units, before.calls
-    else:
-        if step is not None:
-            on_cpu = partial(step, torch.device("cpu"))
-            find = partial(find_units, model, pipeline_module, num_stages)
-            make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
-            units, trace = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
-        calls = layer_calls(units, trace)
+        split = _split(model, before.units, partition, num_stages, [], uncalled, before.calls, None)
+        held = split.held | {n: s for n, s in before.held.items() if n in split.held}  # it had a trace
+        return replace(split, held=held, holds_once=before.holds_once), []
+    traced: tuple[Units, Trace | None] = units, None
+    if step is not None:
+        on_cpu = partial(step, torch.device("cpu"))
+        find = partial(find_units, model, pipeline_module, num_stages)
+        make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
+        try:
+            traced = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+        except ConfigurationError as error:
+            if trains:
+                raise
+            _log.info("Layers are taken as the module has them, since stages cannot run the step: %s", error)
     times_s: list[float] = []
     if partition == "profile":
-        check_measurable(trace)
-        measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
+        check_measurable(traced[1])
+        measure = partial(measure_training_step, model, traced[0], partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
+    units, trace = traced
+    divide_by = partial(_split, model, units, partition, num_stages, times_s, uncalled)
+    if trains or trace is None:
+        return divide_by(layer_calls(units, trace), trace), times_s
+    called = [unit for unit, _ in trace.marks]
+    if len(set(called)) < len(called):  # as where text is generated; stages would have all layers
+        with suppress(ConfigurationError):  # there are too few
+            return divide_by(layer_calls(units, trace, once=True), None), times_s
+    try:
+        return divide_by(layer_calls(units, trace), trace), times_s
+    except ConfigurationError as error:
+        _log.info("Layers are taken as the module has them, since stages cannot run the step: %s", error)
+        return divide_by(layer_calls(units, None), None), times_s
+
+
+def _split(
+    model: nn.Module,
+    units: Units,
+    partition: str,
+    num_stages: int,
+    times_s: list[float],
+    uncalled: str,
+    calls: LayerCalls,
+    trace: Trace | None,
+) -> Split:
+    """Divide the calls of layers into stages."""
     boundaries = partition_layers(
         partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
     )
-    split = split_units(model, units, calls, boundaries, trace, uncalled=uncalled)
-    if before is not None:  # which had a trace
-        held = split.held | {n: s for n, s in before.held.items() if n in split.held}
-        split = replace(split, held=held, holds_once=before.holds_once)
-    return split, times_s
+    return split_units(model, units, calls, boundaries, trace, uncalled=uncalled)
 
 
 def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace | None]:

@@ -40,12 +40,13 @@ class LayerCalls:
         ]
 
 
-def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
+def layer_calls(units: Units, trace: Trace | None, *, once: bool = False) -> LayerCalls:
     """Find the order in which layers are called.
 
     Args:
         units: The units of the module.
         trace: A step that calls them; None: they are called in the order in which the module holds them.
+        once: Whether of several calls of a layer the first one counts.
     """
     if trace is not None and trace.failure is None and has_phases(trace):
         return _calls_of_phases(units, trace)
@@ -60,7 +61,11 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
             sequence += [(unit, False) for unit in event.units if unit is not begins.get(position)]
         called = {unit for unit, _ in sequence}
         # nobody knows what follows where a trace ended early
-        sequence += [(unit, unit.is_layer) for unit in units.all if trace.failure is not None and unit not in called]
+        is_open = trace.failure is not None or once
+        sequence += [(unit, unit.is_layer) for unit in units.all if is_open and unit not in called]
+        if once:
+            first = {unit: (unit, begins) for unit, begins in reversed(sequence)}
+            sequence = [first[unit] for unit in dict.fromkeys(unit for unit, _ in sequence)]
     layers: list[Unit] = []
     others: list[list[Unit]] = [[]]
     for unit, begins_layer in sequence:
@@ -73,7 +78,7 @@ def layer_calls(units: Units, trace: Trace | None) -> LayerCalls:
     return LayerCalls(
         tuple(layers),
         tuple(map(tuple, others[: len(layers)])),
-        frozenset() if trace is None or trace.failure is not None else undivided(trace),
+        frozenset() if trace is None or trace.failure is not None or once else undivided(trace),
     )
 
 

@@ -22,6 +22,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -198,6 +199,16 @@ def set_device_mesh(module: pl.LightningModule, mesh: DeviceMesh) -> None:
 def training_data(trainer: pl.Trainer) -> Any:
     """The training data as the user gave them: loaders, alone or in lists and dicts."""
     return trainer.fit_loop._data_source.dataloader()
+
+
+def evaluation_data(trainer: pl.Trainer) -> Any:
+    """The data of an evaluation that is about to begin, in the same way."""
+    loops: Any = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops[trainer.state.fn]._data_source.dataloader()
 
 
 def training_loaders(trainer: pl.Trainer) -> CombinedLoader | None:

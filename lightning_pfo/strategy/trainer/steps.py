@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -44,6 +46,7 @@ from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
 from lightning_pfo.strategy.trainer.compat import (
     SKIPPED,
     before_transfer,
+    evaluation_data,
     training_data,
     training_loaders,
 )
@@ -54,6 +57,11 @@ from lightning_pfo.strategy.trainer.precision import scaler_of
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
 _SEED_OF = {"validation": 1, "test": 1, "predict": 2}
+_STEP_OF: dict[Any, str] = {
+    TrainerFn.VALIDATING: "validation",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
 _GATHERED: dict[str, Outputs] = {"all": "all", "rank0": "first", "none": "last"}
 
 
@@ -146,11 +154,48 @@ class StepStrategy(CheckpointStrategy):
     def _first_step(self) -> Callable[[torch.device], Any] | None:
         """What runs `training_step` on a first microbatch; None where training would miss something by it."""
         module = self._module()
+        item, self._first_loaders = self._first_item(training_data, "max_size_cycle")
+        if item is None:
+            return None
+        training_step = module.training_step
+        if self.manual is not None:
+            with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
+                self.setup_optimizers(module.trainer)
+            training_step = self.manual.of(training_step, [])
+
+        def step(device: torch.device) -> Any:
+            with self._first_microbatch(item[0], device) as microbatch, self.precision_plugin.train_step_context():
+                return training_step(microbatch, 0)
+
+        return step
+
+    def _first_evaluation(self) -> Callable[[torch.device], Any] | None:
+        """The same of an evaluation that begins with a module that is whole; None also where layers are measured."""
+        module = self._module()
+        if self._partition == "profile":
+            return None
+        item, loaders = self._first_item(evaluation_data, "sequential")
+        if item is None:
+            return None
+        name = f"{_STEP_OF[module.trainer.state.fn]}_step"
+        evaluation_step = getattr(module, name)
+        rest = (0, 0) if len(loaders) > 1 else (0,)
+
+        def step(device: torch.device) -> Any:
+            context = self.precision_plugin.predict_step_context()
+            with self._first_microbatch(item[0], device) as microbatch, context, torch.no_grad():
+                module.eval()
+                return evaluation_step(microbatch, *rest)
+
+        return step
+
+    def _first_item(self, data_of: Callable[[pl.Trainer], Any], mode: Any) -> tuple[Any, Sequence[Any]]:
+        """What loaders yield first, with the number of the batch; None where something would be missed; the loaders."""
+        module = self._module()
         first = self._loading_rank()
         with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
-            data = training_data(module.trainer)
-            found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, "max_size_cycle")
-            self._first_loaders = found.flattened
+            data = data_of(module.trainer)
+            found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, mode)
 
             def load() -> Any:
                 with read_ahead(found, found.flattened, (module, module.trainer)) as source:
@@ -159,27 +204,19 @@ class StepStrategy(CheckpointStrategy):
                     items = found if source is None else source
                     return next((item for item in items if item[0] is not None), None)  # Lightning leaves out None
 
-            item = load() if first is None else first.do("the first batch", load)
-            if item is None:
-                return None
-        batch, ranks = item[0], self.mesh.num_ranks
-        training_step = module.training_step
-        if self.manual is not None:
-            with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
-                self.setup_optimizers(module.trainer)
-            training_step = self.manual.of(training_step, [])
+            return (load() if first is None else first.do("the first batch", load)), found.flattened
 
-        def step(device: torch.device) -> Any:
-            data_module = getattr(module.trainer, "datamodule", None)
-            with attributes_untouched(data_module), step_under_way(ends_here=False):
-                arrived = before_transfer(module, self.precision_plugin.convert_input(anew(batch, copies=True)))
-                arrived = self.batch_to_device(arrived, device)
-                self._first_size = size = self._batching.size_of(arrived, ranks)
-                number = self._num_microbatches or default_num_microbatches(size, ranks, self._make_schedule)
-                with self.precision_plugin.train_step_context():
-                    return training_step(self._batching.split(arrived, number)[0], 0)
-
-        return step
+    @contextmanager
+    def _first_microbatch(self, batch: Any, device: torch.device) -> Iterator[Any]:
+        """A first microbatch of a batch, while a step runs that is traced or measured."""
+        module, ranks = self._module(), self.mesh.num_ranks
+        data_module = getattr(module.trainer, "datamodule", None)
+        with attributes_untouched(data_module), step_under_way(ends_here=False):
+            arrived = before_transfer(module, self.precision_plugin.convert_input(anew(batch, copies=True)))
+            arrived = self.batch_to_device(arrived, device)
+            self._first_size = size = self._batching.size_of(arrived, ranks)
+            number = self._num_microbatches or default_num_microbatches(size, ranks, self._make_schedule)
+            yield self._batching.split(arrived, number)[0]
 
     def _trains_side_by_side(self) -> bool:
         """Whether batches are put together from those of several loaders, part for part."""

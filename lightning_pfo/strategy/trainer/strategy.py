@@ -338,6 +338,7 @@ class PfoPipelineStrategy(StepStrategy):
             self._restore()
 
     def _split(self, module: pl.LightningModule) -> Pipeline:
+        is_fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._pipeline = pipeline = build_pipeline(
             module,
             self._make_schedule,
@@ -346,7 +347,8 @@ class PfoPipelineStrategy(StepStrategy):
             self._patches,
             pipeline_module=self._pipeline_module,
             partition=self._partition,
-            first_step=self._first_step if module.trainer.state.fn == TrainerFn.FITTING else None,
+            first_step=self._first_step if is_fitting else self._first_evaluation,
+            trains=is_fitting,
             num_microbatches=self._num_microbatches,
             local_device_index=self.local_rank,
             group=self.mesh.pipeline_group,

@@ -230,6 +230,7 @@ class Trace:
             the step fails on zeros, and they prepare the batch alone.
         optimizing: What the step does to optimize by itself, in order.
         switches: Plain attributes of modules that the step itself sets and sets back.
+        caches: What units are given of a library's caches: the event, the unit and the cache.
         loss: The label of the loss that it returns; None: it returns none that stages compute.
     """
 
@@ -255,6 +256,7 @@ class Trace:
     listened: list[Any] = field(default_factory=list)
     optimizing: list[Optimizing] = field(default_factory=list)
     switches: list[tuple[nn.Module, str]] = field(default_factory=list)
+    caches: list[tuple[int, Any, Any]] = field(default_factory=list)
     loss: int | None = None
 
     def use(self, values: Any, when: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refus
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients
 from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
+from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
 from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, zeros_of
@@ -218,6 +219,7 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         self.see(leaves)
         position = self._begin(event, leaves)
+        self.trace.caches += [(position, unit, leaf) for leaf in leaves if is_cache(cast(Any, type(leaf)))]
         given = args, kwargs
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)

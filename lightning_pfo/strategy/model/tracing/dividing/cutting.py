@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Trace
+from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
 _MOVE = "move the boundary with partition='custom:...', or use fewer stages"
@@ -51,7 +52,12 @@ class Obstacles:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._changed_at = trace.last_changes()
-        self.undivided: list[tuple[int, float, str]] = [*_of_stale(trace), *_of_buffers(trace), *_of_statistics(trace)]
+        self.undivided: list[tuple[int, float, str]] = [
+            *_of_stale(trace),
+            *_of_buffers(trace),
+            *_of_statistics(trace),
+            *_of_caches(trace),
+        ]
 
     def refusal(self, cut: int) -> str:
         """Why a step cannot be cut before an event; empty: it can."""
@@ -117,6 +123,22 @@ def _of_statistics(trace: Trace) -> Iterator[tuple[int, float, str]]:
                 f"without a change in another, as in eval(), and a boundary lies between its calls: each rank has "
                 f"those of its own calls, so these would be others than on one device. Give each call a module of its "
                 f"own; or {_MOVE}, so that one stage has all calls.",
+            )
+
+
+def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    """In a cache of keys and values each layer finds what it has put there itself; nothing of that is sent."""
+    calls: dict[tuple[int, Unit], list[int]] = {}
+    for position, unit, cache in trace.caches:
+        calls.setdefault((id(cache), unit), []).append(position)
+    for (_, unit), positions in calls.items():
+        if len(positions) > 1:
+            yield (
+                positions[0] + 1,
+                positions[-1] + 1,
+                f"{unit.name!r} is called several times with one cache of keys and values, and a boundary lies between "
+                f"these calls: the later stage would not find what an earlier one has put there. Call it once, or "
+                f"{_MOVE}, so that one stage has all calls.",
             )
 
 
