@@ -52,9 +52,9 @@ def collectives_in_steps(
         @wraps(ordinary)
         def call(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
-            frame: Any = inspect.currentframe()
-            caller = frame.f_back.f_globals.get("__name__", "")
-            if not is_meant(group, caller):
+            # a variable with the frame of this function would keep what it was given
+            asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            if not is_meant(group, asking.f_globals.get("__name__", "")):
                 return ordinary(*args, **kwargs)
             args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
