@@ -7,7 +7,7 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
-CASES = ("decodes", "decides", "later", "changes arguments", "in hooks", "both ends on one rank", "measured")
+CASES = ("decodes", "decides", "later", "changes arguments", "in hooks", "both ends on one rank", "evaluated first")
 
 
 @pytest.fixture(scope="module")
