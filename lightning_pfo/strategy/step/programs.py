@@ -14,8 +14,9 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.caches import Caches
+from lightning_pfo.strategy.model.reach.flags import Flags
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
-from lightning_pfo.strategy.model.reach.untouched import Flags, untouched
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram

@@ -14,7 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.reach.untouched import note_backward
+from lightning_pfo.strategy.model.reach.flags import note_backward
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
 from lightning_pfo.strategy.model.variables import users_line
