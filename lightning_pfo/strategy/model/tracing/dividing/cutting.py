@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Trace
-from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.compat import tensors_of
 
 _MOVE = "move the boundary with partition='custom:...', or use fewer stages"
@@ -128,7 +128,7 @@ def _of_statistics(trace: Trace) -> Iterator[tuple[int, float, str]]:
 
 def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
     """In a cache of keys and values each layer finds what it has put there itself; nothing of that is sent."""
-    calls: dict[tuple[int, Unit], list[int]] = {}
+    calls: dict[tuple[int, Any], list[int]] = {}
     for position, unit, cache in trace.caches:
         calls.setdefault((id(cache), unit), []).append(position)
     for (_, unit), positions in calls.items():
