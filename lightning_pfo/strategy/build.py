@@ -164,6 +164,8 @@ def build_pipeline(
     explain_missing_values(device)
     mark_placeholders(model)  # where it was made on meta
     draw_alike(device, patches)
+    if dist.get_world_size(group) > 1:
+        collectives_in_steps(replica_group, within_step, step_ends_here, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
         model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled, trains=trains
@@ -236,8 +238,6 @@ def build_pipeline(
         precise_gradients,
         sharding,
     )
-    if engine.num_ranks > 1:
-        collectives_in_steps(replica_group, within_step, step_ends_here, patches)
     UnitCalls(split, model, engine, outside_steps=calls_outside_steps)
     groups.destroy_unused()  # now that those of this pipeline are made
     memory = memory_of(model, split, placement)
