@@ -7,6 +7,7 @@ from pathlib import Path
 import lightning as L
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,6 +33,9 @@ class Module(L.LightningModule):
         number = dist.get_world_size()
         if self.gathers == "refused":
             dist.reduce_scatter_tensor(torch.zeros(1), value)
+        if self.gathers == "with gradients":
+            summed = torch.distributed.nn.all_reduce(value.clone())
+            return (summed + sum(torch.distributed.nn.functional.all_gather(value))) / (2 * number)
         if self.gathers:
             values = [torch.zeros_like(value) for _ in range(number)]
             dist.all_gather(values, value)
@@ -85,7 +89,7 @@ def main():
     if not dist.is_initialized():
         found = {"one device": train(gathers=False)}
     else:
-        for gathers in (False, True):
+        for gathers in (False, True, "with gradients"):
             found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
             found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
         found["refused"] = train("refused", num_microbatches=4)

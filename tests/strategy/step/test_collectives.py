@@ -15,12 +15,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", ["one pipeline, False", "one pipeline, True", "replicas, False", "replicas, True"])
-def test_what_is_averaged_over_processes_is_over_replicas(folder, case):
+@pytest.mark.parametrize("how", ["False", "True", "with gradients"])
+@pytest.mark.parametrize("processes", ["one pipeline", "replicas"])
+def test_what_is_averaged_over_processes_is_over_replicas(folder, processes, how):
     expected = json.loads((folder / "one_device.json").read_text())["one device"]
     assert len(expected) == 4
     for rank in of_ranks(folder, 4):
-        assert rank[case] == [pytest.approx(numbers, rel=1e-4, abs=1e-6) for numbers in expected]
+        assert rank[f"{processes}, {how}"] == [pytest.approx(numbers, rel=1e-4, abs=1e-6) for numbers in expected]
 
 
 def test_what_has_no_meaning_there_is_refused_by_name(folder):

@@ -8,6 +8,7 @@ since what comes of the step does not count.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
 _GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")
 _OTHERS = ("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
+_WITH_GRADIENTS = ("torch.distributed.nn", "torch.distributed.nn.functional")
 _TO_OR_FROM_ONE = ("reduce", "broadcast", "broadcast_object_list")
 
 
@@ -46,8 +48,8 @@ def collectives_in_steps(
     def runs() -> bool:
         return replicas is not None and ends_here()
 
-    def patched(name: str, instead: Callable[..., Any]) -> None:
-        ordinary = getattr(dist, name)
+    def patched(name: str, instead: Callable[..., Any], owner: Any = dist) -> None:
+        ordinary = getattr(owner, name)
 
         @wraps(ordinary)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,7 @@ def collectives_in_steps(
             args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
 
-        patches.set(dist, name, call)
+        patches.set(owner, name, call)
 
     def in_place(name: str, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if runs():
@@ -83,6 +85,12 @@ def collectives_in_steps(
             into.copy_(value.expand_as(into) if value.dim() == into.dim() - 1 else _repeated(value, into))
         return _Done() if kwargs.get("async_op") else None
 
+    def differentiable(name: str, ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+        if runs():
+            return ordinary(value, *args, group=replicas, **kwargs)
+        number = 1 if replicas is None else dist.get_world_size(replicas)
+        return (value,) * number if name == "all_gather" else value
+
     def refused(name: str, *_: Any, **__: Any) -> Any:
         raise ConfigurationError(
             f"torch.distributed.{name} in a step: the rank of the last stage alone runs a step to its end, and others "
@@ -96,6 +104,9 @@ def collectives_in_steps(
         patched(name, gathering)
     for name in _OTHERS:
         patched(name, partial(refused, name))
+    for owner in [sys.modules[name] for name in _WITH_GRADIENTS if name in sys.modules]:
+        for name in ("all_gather", "all_reduce"):
+            patched(name, partial(differentiable, name), owner)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
 
 
