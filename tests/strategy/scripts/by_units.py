@@ -109,6 +109,9 @@ class Module(L.LightningModule):
     def on_validation_epoch_end(self):
         if self.case == "in hooks":
             x = torch.ones(2, WIDTH, device=next(self.parameters()).device)
+            if self.trainer.world_size > 1:
+                with self.trainer.strategy.whole_parameters(self), torch.no_grad():
+                    self.decode(x)  # where all ranks have all, they have not to tell each other, nor afterwards
             state = State(noisy=False)
             with torch.no_grad():
                 self.found.append([*self.decode(self(x, state)).flatten().tolist(), state.calls, *state.total.tolist()])

@@ -62,7 +62,6 @@ class UnitCalls:
         if holder is None:
             with torch.no_grad():
                 return unit.compute(*args, **kwargs)
-        meet(f"a call of {unit.name!r}", engine.host_group())
         given = Given((args, kwargs), self._modules)
         result, sent, error = None, None, None
         if engine.rank == holder:
@@ -91,11 +90,17 @@ class UnitCalls:
         return result, told, b"" if random_state.same_state(before, after) else pickle.dumps(after)
 
     def _holder_of(self, unit: Unit) -> int | None:
-        """The first rank that has all of a unit; None if all have, or none. A collective call the first time."""
+        """The first rank that has all of a unit; None if all have, as within `whole_parameters`, or none."""
+        tensors = (*unit.module.parameters(), *unit.module.buffers())
+        if not tensors:
+            return None
+        is_here = not any(map(is_placeholder, tensors))
+        (is_missed,) = meet(f"a call of {unit.name!r}", self._engine.host_group(), [not is_here])
+        if not is_missed:
+            return None
         if unit not in self._holders:
-            tensors = (*unit.module.parameters(), *unit.module.buffers())
-            everywhere = self._engine.all_gather(not any(map(is_placeholder, tensors)))
-            self._holders[unit] = None if len(set(everywhere)) == 1 else everywhere.index(True)
+            everywhere = self._engine.all_gather(is_here)
+            self._holders[unit] = everywhere.index(True) if any(everywhere) else None
         return self._holders[unit]
 
     @cached_property
