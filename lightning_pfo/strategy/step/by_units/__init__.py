@@ -1,6 +1,6 @@
 """The model unit by unit: all ranks run the same code, and each unit where it is held; every rank gets what it returns.
 
-So hooks call the model (`calls`), and so evaluation steps run that cannot be divided into stages, as one that generates
-text, or decides by what the model has computed (`endings`; `on_stages` runs them). Forward only: nothing is differentiated, and ranks wait
-for each other at each unit.
+So hooks call the model (`calls`; what others are told of a call is in `changes`), and so evaluations run that cannot be
+divided into stages, as those that generate text, or decide by what the model has computed (`on_stages` runs them, and
+`endings` is where ranks meet again). Forward only: nothing is differentiated, and ranks wait for each other.
 """
