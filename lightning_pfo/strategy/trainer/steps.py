@@ -204,7 +204,9 @@ class StepStrategy(CheckpointStrategy):
                     items = found if source is None else source
                     return next((item for item in items if item[0] is not None), None)  # Lightning leaves out None
 
-            return (load() if first is None else first.do("the first batch", load)), found.flattened
+            item = load() if first is None else first.do("the first batch", load)
+        (is_missed,) = self.meet("a look at a first batch", [item is None])  # a replica may have none at all
+        return None if is_missed else item, found.flattened
 
     @contextmanager
     def _first_microbatch(self, batch: Any, device: torch.device) -> Iterator[Any]:
