@@ -70,23 +70,22 @@ def divide(
         split = _split(model, before.units, partition, num_stages, [], uncalled, before.calls, None)
         held = split.held | {n: s for n, s in before.held.items() if n in split.held}  # it had a trace
         return replace(split, held=held, holds_once=before.holds_once), []
-    traced: tuple[Units, Trace | None] = units, None
+    trace = None
     if step is not None:
         on_cpu = partial(step, torch.device("cpu"))
         find = partial(find_units, model, pipeline_module, num_stages)
         make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
         try:
-            traced = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+            units, trace = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
         except ConfigurationError as error:
             if trains:
                 raise
             _log.info("Layers are taken as the module has them, since stages cannot run the step: %s", error)
     times_s: list[float] = []
     if partition == "profile":
-        check_measurable(traced[1])
-        measure = partial(measure_training_step, model, traced[0], partial(step, device), device) if step else None
+        check_measurable(trace)
+        measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
-    units, trace = traced
     divide_by = partial(_split, model, units, partition, num_stages, times_s, uncalled)
     if trains or trace is None:
         return divide_by(layer_calls(units, trace), trace), times_s

@@ -5,5 +5,5 @@ Read `runner` first. It splits the batch (room `batches`; `microbatches` says in
 comes of the run (`outcome`), tells all ranks (`values`, room `metrics`), and hands out the `gradients`. Room
 `iterations` runs several for a step that optimizes several times, room `first_batch` compares first batches with one
 device. `layer_times` measures layers for partition='profile'. Room `by_units` is for hooks that call the model between
-steps, and for evaluations that stages cannot run.
+steps, and for evaluations that stages cannot run. `fetching` is for steps that take a `dataloader_iter`.
 """

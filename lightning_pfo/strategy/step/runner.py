@@ -163,8 +163,8 @@ class StepRunner:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
         step = self._fresh.given_to("train", step)
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
-        has_phases = between is not None and not self.batching.joins_microbatches
-        if between is not None and has_phases:
+        between = None if self.batching.joins_microbatches else between
+        if between is not None:
             *earlier_phases, of = self._phases.find(of)
             for phase in earlier_phases:
                 with self._iterations.gathering(phase, average=average) as gathered:
@@ -184,7 +184,7 @@ class StepRunner:
         try:
             outcome, results, gradients = self._run_again(of, run)
         except DeviationError:
-            if not has_phases or of.phase or not self.programs.follow(of.kind):
+            if between is None or of.phase or not self.programs.follow(of.kind):
                 raise
             of = self._phases.find(of)[-1]
             if of.phase:  # what it has optimized before cannot be done again
@@ -301,7 +301,7 @@ class StepRunner:
             raise refused from error
         if of.source not in self._by_units and self.engine.rank == 0 and self.engine.place == (0, 0):
             warn_once(told_of(of.kind, refused))
-        self._by_units[of.source] = refused
+        self._by_units[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had
         return outcome
 
     def _run(

@@ -16,7 +16,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
@@ -30,6 +29,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
+from lightning_pfo.strategy.step.fetching import batch_of, fetching, loader_of
 from lightning_pfo.strategy.step.first_batch.ahead import read_ahead
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch
@@ -390,45 +390,3 @@ class StepStrategy(CheckpointStrategy):
             raise RuntimeError("There are gradients in fit() only; ask for their norm in its hooks.")
         counted = list(self._module().parameters() if parameters is None else parameters)
         return self._norms.of(counted, float(norm_type), called="trainer.strategy.grad_norm")
-
-
-def batch_of(args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    """The batch of a step, and its other arguments.
-
-    A step that takes a `dataloader_iter` fetches its batch itself; here it is fetched once, and each microbatch's step
-    gets an iterator over its part.
-    """
-    batch, *rest = args
-    if not isinstance(batch, Iterator) or rest:
-        return batch, rest
-    batch, *rest = next(batch)
-    return batch, [_FETCHED, *rest]
-
-
-def loader_of(rest: list[Any]) -> int:
-    """Which of several loaders the batch of an evaluation is of: what a step is given after the index of the batch."""
-    given = [argument for argument in rest if argument is not _FETCHED]
-    return int(given[1]) if len(given) > 1 else 0
-
-
-_FETCHED = object()
-"""Marks a batch that was fetched for a step that does so itself."""
-
-
-def fetching(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step as a function of a batch, also if it takes a `dataloader_iter`."""
-
-    def run(batch: Any, *rest: Any) -> Any:
-        if rest[:1] == (_FETCHED,):
-            return step(_once((batch, *rest[1:])))
-        return step(batch, *rest)
-
-    return run
-
-
-def _once(batch: tuple[Any, ...]) -> Iterator[Any]:
-    yield batch
-    raise ConfigurationError(
-        "A step on a pipeline runs once for each microbatch, so it fetches one batch from its dataloader_iter; it "
-        "asks for more. Let the loader yield what belongs together as one batch."
-    )

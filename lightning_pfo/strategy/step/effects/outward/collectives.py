@@ -42,9 +42,6 @@ def collectives_in_steps(
         patches: Undoes it.
     """
 
-    def is_meant(group: Any, caller: str) -> bool:
-        return within_step() and group in (None, dist.group.WORLD) and not is_library(caller)
-
     def runs() -> bool:
         return replicas is not None and ends_here()
 
@@ -53,10 +50,12 @@ def collectives_in_steps(
 
         @wraps(ordinary)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if not within_step():
+                return ordinary(*args, **kwargs)
             group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
             # a variable with the frame of this function would keep what it was given
             asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-            if not is_meant(group, asking.f_globals.get("__name__", "")):
+            if group not in (None, dist.group.WORLD) or is_library(asking.f_globals.get("__name__", "")):
                 return ordinary(*args, **kwargs)
             args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
@@ -82,7 +81,7 @@ def collectives_in_steps(
                 else:
                     into[index] = value
         else:
-            into.copy_(value.expand_as(into) if value.dim() == into.dim() - 1 else _repeated(value, into))
+            into.copy_(value.flatten().repeat(into.numel() // max(value.numel(), 1)).view_as(into))
         return _Done() if kwargs.get("async_op") else None
 
     def differentiable(name: str, ordinary: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -108,10 +107,6 @@ def collectives_in_steps(
         for name in ("all_gather", "all_reduce"):
             patched(name, partial(differentiable, name), owner)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
-
-
-def _repeated(value: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    return torch.cat([value] * (into.shape[0] // max(value.shape[0], 1)))
 
 
 class _Done:
