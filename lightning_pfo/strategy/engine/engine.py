@@ -63,6 +63,7 @@ class PipelineEngine:
         offloads_activations: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
         self.num_stages = len(placement)
         self.stages = tuple(sorted(stages))
         self.last_rank = placement[-1]
@@ -85,11 +86,6 @@ class PipelineEngine:
         self._hosts: dict[bool, dist.ProcessGroup | None] = {}
         self._executors: dict[tuple[bool, int], Executor] = {}
         self._loss_function: LossFunction | None = None
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the pipeline."""
-        return dist.get_world_size(self.group)
 
     @property
     def is_running(self) -> bool:

@@ -210,7 +210,7 @@ class StageRun:
         """Run, or leave out, a unit."""
         leave_transform()
         program = self._program
-        if program.stop is None and self.position >= self._free_from and unit.is_elsewhere:
+        if program.stop is None and self.position >= self._free_from and self.lacks(unit):
             is_known = not program.failure or self.position < len(self._events)
             raise deviates() if is_known else ended_early(unit.name, program.failure)
         compute = unit.compute
@@ -219,6 +219,13 @@ class StageRun:
         if self._recomputes:
             compute = partial(checkpoint, compute, use_reentrant=False)
         return self._event(unit, compute, args, kwargs)
+
+    def lacks(self, unit: Any) -> bool:
+        """Whether a unit is on another rank; looked at once, as it may have many parameters."""
+        known = self._program.lacks
+        if unit not in known:
+            known[unit] = unit.is_elsewhere
+        return known[unit]
 
     def enter(self, unit: Any) -> None:
         """A layer begins that is followed into."""
@@ -411,7 +418,7 @@ class StageRun:
     def _to_the_end(self, position: int, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The last stage has everything now, and needs to follow nothing more, if the trace has come so far."""
         if self._around is nullcontext and not self._recomputes and not self._program.failure:
-            follow_no_more()
+            follow_no_more(self)
             with ordinary(list(self._received.values())):  # else functions of it would ask what follows them
                 return compute(*plain_in_place(args), **plain_in_place(kwargs))
         with following(None), self._around(position):

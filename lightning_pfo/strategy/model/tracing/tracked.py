@@ -53,9 +53,19 @@ class Run(Protocol):
         """The step differentiates a loss by itself, or else (None) does something with gradients, or weights."""
 
 
+class Beyond(Protocol):
+    """A run that has let go of its step."""
+
+    def lacks(self, unit: Any) -> bool:
+        """Whether a unit is on another rank."""
+
+    def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit is called that it lacks, which it knows what to say of."""
+
+
 _current: Run | None = None
 """The run that is under way; one at a time, in the thread that runs the user's step."""
-_beyond: Run | None = None
+_beyond: Beyond | None = None
 """The run that has let go of the step, which is beyond what it needs to follow."""
 
 
@@ -84,10 +94,10 @@ def is_beyond() -> bool:
     return _current is None and _beyond is not None
 
 
-def follow_no_more() -> None:
-    """Let tracked tensors be ordinary ones for the rest of the run."""
+def follow_no_more(run: Beyond) -> None:
+    """Let tracked tensors be ordinary ones for the rest of a run."""
     global _current, _beyond
-    _current, _beyond = None, _current
+    _current, _beyond = None, run
 
 
 class AbsentValueError(ConfigurationError):
@@ -324,8 +334,8 @@ class _Followed:
         if run is not None:
             run.enter(unit)
             return self._forward(*args, **kwargs)
-        if _beyond is not None and unit.is_elsewhere:
-            _beyond.call(unit, args, kwargs)  # which knows what to say of it
+        if _beyond is not None and _beyond.lacks(unit):
+            _beyond.call(unit, args, kwargs)
         if unit.followed_into:
             return self._forward(*args, **kwargs)
         args, kwargs = plain_in_place(args), plain_in_place(kwargs)

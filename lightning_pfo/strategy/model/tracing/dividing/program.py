@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -53,6 +54,7 @@ class StageProgram:
         received_before: Of what is received, what gets its gradients later, from something that is written into it.
         sent_before: The same of what is sent.
         differentiated: Labels of the values that have had gradients in some iteration, on the stage that received them.
+        lacks: Whether units that it has called are on another rank.
     """
 
     events: Sequence[Event] = field(repr=False)
@@ -82,14 +84,20 @@ class StageProgram:
     received_before: frozenset[int] = frozenset()
     sent_before: frozenset[int] = frozenset()
     differentiated: set[int] = field(default_factory=set, repr=False, compare=False)
+    lacks: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
 
     def is_differentiable(self, label: int, *, sent: bool) -> bool:
         """Whether a value that is sent, or received, may have a gradient by then."""
-        return self.forms[label].requires_grad and label not in (self.sent_before if sent else self.received_before)
+        return label in self._differentiable and label not in (self.sent_before if sent else self.received_before)
 
     def has_gradient(self, label: int, *, sent: bool) -> bool:
         """Whether the gradient of a value that is sent, or received, comes back."""
         return self.is_differentiable(label, sent=sent) and label not in self.undifferentiated
+
+    @cached_property
+    def _differentiable(self) -> frozenset[int]:
+        labels = {*self.received, *self.sent}  # forms take long to tell theirs
+        return frozenset(label for label in labels if self.forms[label].requires_grad)
 
     @property
     def computed(self) -> list[Event]:
