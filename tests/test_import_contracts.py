@@ -96,6 +96,7 @@ MAY_KNOW = {
     "strategy.trainer": {
         "core",
         "strategy.build",
+        "strategy.coupling",
         "strategy.step",
         "strategy.engine",
         "strategy.model",
@@ -105,8 +106,9 @@ MAY_KNOW = {
     },
     "strategy.trainer.callbacks": {"core", "strategy.model", "strategy.parallel", "strategy.trainer.compat"},
     "strategy.trainer.manual": {
-        *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.trainer.coupling"),
+        *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.coupling"),
     },
+    "strategy.coupling": {"core"},
     "strategy.divide": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",
@@ -163,6 +165,7 @@ MAY_KNOW = {
     "loops": {
         "core",
         "strategy.build",
+        "strategy.coupling",
         "strategy.step",
         "strategy.engine",
         "strategy.model",

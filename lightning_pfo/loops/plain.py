@@ -20,8 +20,8 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ModelCall
-from lightning_pfo.loops.clipping import tell_of_norms
 from lightning_pfo.loops.inputs import InputsWithGraph
+from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together
@@ -189,6 +189,7 @@ class PipelinedModel(ModelState):
         clip_for_torch(self._norms, within_step, self.patches)
         if self._mesh.num_ranks > 1:
             tell_of_norms(self.parameters, self.patches)
+            check_at_first_step(self.parameters, self.patches)
         if dist.get_rank() == 0:
             for warning in self._pipeline.warnings:
                 _log.warning(warning)

@@ -96,6 +96,7 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("gathered_values_of_processes", "ConfigurationError", r"ranks \[1\] .* accelerate\.utils"),
         ("summed_values_of_processes", "ConfigurationError", r"accelerator\.reduce counts .* accelerate\.utils"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
+        ("lbfgs", "ConfigurationError", r"LBFGS searches along one direction of all parameters.*AdamW"),
         ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
         ("backward_in_evaluation", "ConfigurationError", r"its loss has no gradients\. Call model\.train\(\)"),
         ("another_backward", "ConfigurationError", r"hands the gradients of a step out once.*loss \+ 3 \* loss"),

@@ -13,11 +13,11 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.model.tracing.placeholders import check_values
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import check_averages
-from lightning_pfo.strategy.trainer.coupling import couples_parameters
 from lightning_pfo.strategy.trainer.precision import check_precision
 
 
@@ -68,19 +68,8 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         ConfigurationError: If not.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
-                "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
-            )
-        if couples_parameters(optimizer):
-            rank_zero_warn(
-                f"pfo_pipeline: {type(optimizer).__name__} treats parameters together: what it does to one depends on "
-                f"the gradients of others, as by a norm or a step size of all. Each rank makes its step from the "
-                f"parameters of its own stages, so it trains otherwise than on one device. Use an optimizer that "
-                f"treats every parameter on its own, such as torch.optim.AdamW; or let it take the norm of all stages "
-                f"from trainer.strategy.grad_norm()."
-            )
+        if warning := check_optimizer(optimizer, "trainer.strategy.grad_norm()"):
+            rank_zero_warn(f"pfo_pipeline: {warning}")
 
 
 def set_example_aside(module: pl.LightningModule, patches: Patches) -> None:

@@ -104,6 +104,14 @@ def other_batches_to_predict():
     model.predict(x=batch["x"] + dist.get_rank(), labels=batch["labels"])
 
 
+def lbfgs():
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[1]))
+    batch = next(iter(loader))
+    optimizer.step(lambda: model(**batch).loss)
+
+
 def generation():
     accelerator, model = make_accelerator(), make_llama()
     model, _, _ = prepare(accelerator, model, example_batch={"input_ids": IDS, "labels": IDS})
@@ -174,6 +182,7 @@ REFUSALS = (
     gathered_values_of_processes,
     summed_values_of_processes,
     other_batches_to_predict,
+    lbfgs,
     generation,
     tuple_with_loss,
     freed_model,

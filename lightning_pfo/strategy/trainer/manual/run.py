@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.coupling import needs_other_gradients
 from lightning_pfo.strategy.model.reach.flags import note_backward
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
@@ -21,7 +22,6 @@ from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.step.effects.outward.calls import Call, note_call, with_values
 from lightning_pfo.strategy.step.effects.within import step_ends_here
-from lightning_pfo.strategy.trainer.coupling import needs_other_gradients
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
 from lightning_pfo.strategy.trainer.manual.settings import Moment, RunSettings
 

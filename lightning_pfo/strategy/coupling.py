@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pfo.core.errors import ConfigurationError
+
 _log = logging.getLogger(__name__)
 
 _LARGEST = 1 << 16
@@ -26,6 +28,34 @@ _STEPS = 3
 """What is estimated from the first steps shows in the next ones."""
 _TOLERANCE = 1e-3
 """As a share of the way that a parameter goes."""
+
+
+def check_optimizer(optimizer: Optimizer, grad_norm: str) -> str | None:
+    """Check that an optimizer can make its steps from the parameters of one rank.
+
+    Args:
+        optimizer: It remains as it is.
+        grad_norm: What gives the norm of all gradients, for people.
+
+    Returns:
+        What there is to say of one that makes other steps than on one device.
+
+    Raises:
+        ConfigurationError: If it cannot.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS searches along one direction of all parameters together, but a pipeline rank holds those of its "
+            "own stages. Use an optimizer that treats every parameter on its own, such as torch.optim.AdamW."
+        )
+    if not couples_parameters(optimizer):
+        return None
+    return (
+        f"{type(optimizer).__name__} treats parameters together: what it does to one depends on the gradients of "
+        f"others, as by a norm or a step size of all. Each rank makes its step from the parameters of its own stages, "
+        f"so it trains otherwise than on one device. Use an optimizer that treats every parameter on its own, such as "
+        f"torch.optim.AdamW; or let it take the norm of all stages from {grad_norm}."
+    )
 
 
 def couples_parameters(optimizer: Optimizer) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.trainer.coupling import couples_parameters, needs_other_gradients
+from lightning_pfo.strategy.coupling import couples_parameters, needs_other_gradients
 
 
 class SharpnessAware(torch.optim.Optimizer):

@@ -1,0 +1,58 @@
+"""Noticing what does not know of the layers of other ranks: norms of gradients, and optimizers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_pfo.strategy.coupling import check_optimizer
+from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
+from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.notices import warn_once
+
+
+def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
+    """Name what reads gradients of the parameters of a pipeline.
+
+    Args:
+        parameters: Method of the pipelined model that gives them; the model is not kept alive.
+        patches: When it is closed, all may be read.
+    """
+    method = weakref.WeakMethod(parameters)
+
+    def told(placeholder: torch.Tensor, reader: Reader) -> None:
+        own = method()
+        if own is None or all(parameter is not placeholder for parameter in own()):
+            return
+        warn_once(reader.told("model.clip_grad_norm_(float('inf'))"))
+
+    tell_of_readers(told, patches)
+
+
+def check_at_first_step(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
+    """Refuse, or warn of, optimizers that treat parameters of several stages together.
+
+    Args:
+        parameters: Method of the pipelined model that gives them; the model is not kept alive.
+        patches: When it is closed, optimizers are of no concern any more.
+    """
+    method = weakref.WeakMethod(parameters)
+    checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: Optimizer, *_: Any) -> None:
+        if optimizer in checked or (own := method()) is None:
+            return
+        checked.add(optimizer)
+        of_model = {id(parameter) for parameter in own()}
+        if any(id(parameter) in of_model for group in optimizer.param_groups for parameter in group["params"]):
+            warning = check_optimizer(optimizer, "model.clip_grad_norm_(float('inf'))")
+            if warning:
+                warn_once(warning)
+
+    patches.callback(register_optimizer_step_pre_hook(check).remove)
