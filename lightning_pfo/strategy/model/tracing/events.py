@@ -231,6 +231,7 @@ class Trace:
         optimizing: What the step does to optimize by itself, in order.
         switches: Plain attributes of modules that the step itself sets and sets back.
         caches: What units are given of a library's caches: the event, the unit and the cache.
+        talking: Units that tell each other something beside tensors: the event and the unit.
         loss: The label of the loss that it returns; None: it returns none that stages compute.
     """
 
@@ -257,6 +258,7 @@ class Trace:
     optimizing: list[Optimizing] = field(default_factory=list)
     switches: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[int, Any, Any]] = field(default_factory=list)
+    talking: list[tuple[int, Any]] = field(default_factory=list)
     loss: int | None = None
 
     def use(self, values: Any, when: float) -> None:

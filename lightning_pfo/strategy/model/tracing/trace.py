@@ -30,11 +30,12 @@ from lightning_pfo.strategy.model.tracing.events import (
 )
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients
-from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
+from lightning_pfo.strategy.model.tracing.forms.left import Kept, LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
+from lightning_pfo.strategy.model.tracing.forms.talking import Heard, talks
 from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     ASK_SIZE,
@@ -291,13 +292,24 @@ class _TraceRun:
             known = outlines_of(unit).find(key, leaves)
             if known is not None:
                 return known
-            inside = Inside(self, event)
-            used = self.seen.instead(inside)
-            with self._nothing_drawn(), following(inside), used as names, attributes_kept(unit.module) as kept:
-                arguments = tree_unflatten(leaves, structure)
-                outline = outline_call(unit.module, unit.forward, arguments, self._device, selects_all=selects_all)
+            inside, heard = Inside(self, event), Heard()
+
+            outlined = functools.partial(
+                outline_call, unit.module, unit.forward, device=self._device, selects_all=selects_all
+            )
+
+            def call_again(heard: Heard) -> None:
+                other = Inside(self, event)
+                with self._nothing_drawn(), following(other), self.seen.instead(other), heard:
+                    outlined(tree_unflatten(leaves, structure), again=True)
+
+            before, used = Kept(unit.module), self.seen.instead(inside)
+            with self._nothing_drawn(), following(inside), used as names, attributes_kept(unit.module) as kept, heard:
+                outline = outlined(tree_unflatten(leaves, structure))
             event.held += names  # of other modules; its own are replaced meanwhile
-            if kept and not (names or inside.was_asked or outline.left):
+            if not (inside.was_asked or outline.way) and talks(unit.module, call_again, heard, before):
+                self.trace.talking.append((len(self.trace.events) - 1, unit))
+            elif kept and not (names or inside.was_asked or outline.left):
                 outlines_of(unit).keep(key, leaves, outline)
             return outline
 

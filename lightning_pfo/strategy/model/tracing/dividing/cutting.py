@@ -57,6 +57,7 @@ class Obstacles:
             *_of_buffers(trace),
             *_of_statistics(trace),
             *_of_caches(trace),
+            *_of_talking(trace),
         ]
 
     def refusal(self, cut: int) -> str:
@@ -140,6 +141,21 @@ def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
                 f"these calls: the later stage would not find what an earlier one has put there. Call it once, or "
                 f"{_MOVE}, so that one stage has all calls.",
             )
+
+
+def _of_talking(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    """What units tell each other through Python's variables they find there only if all have run."""
+    if len(trace.talking) > 1:
+        (first, one), *_, (last, other) = trace.talking
+        yield (
+            first + 1,
+            last + 1,
+            f"Units from {one.name!r} to {other.name!r} tell each other something beside tensors, as by a number that "
+            f"each counts up, or a list or an iterator from which each takes an item: called again with the same, they "
+            f"do something else. A boundary lies between them, and the later stage, where the earlier ones do not "
+            f"run, would do other things than one device. Give each unit what it needs as an argument of its call, or "
+            f"as an attribute when it is made (self.depth = depth); or {_MOVE}.",
+        )
 
 
 def _parts(trace: Trace, differentiation: Differentiation, cut: int) -> bool:

@@ -148,12 +148,24 @@ class Kept:
                 drop_last(place.holder(), place.added)
         return found
 
+    def has_lost_tensors(self) -> bool:
+        """Whether tensors have been taken away from lists or dicts."""
+        return any(
+            len(holder) < len(before) and _has_tensor(list(before) if isinstance(holder, LISTS) else before)
+            for _, _, holder, before, _ in self._holders
+        )
+
     def __enter__(self) -> Kept:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         """Let all be as it was if a call has failed: it is tried in another way."""
-        for _, _, holder, before, _versions_before in self._holders if failed else ():
+        if failed:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for _, _, holder, before, _ in self._holders:
             if isinstance(holder, LISTS):
                 refill(holder, before)
                 continue

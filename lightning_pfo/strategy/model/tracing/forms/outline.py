@@ -71,6 +71,7 @@ class Outline:
         returns: Which of these it returns, if it changes and returns one; else -1.
         left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
         hiding: The class of something with tensors in it that cannot be taken apart; none: "".
+        way: How it was found; 0: in the first way of `outline_call`.
     """
 
     leaves: list[Any]
@@ -85,6 +86,7 @@ class Outline:
     returns: int = -1
     left: tuple[Place, ...] = ()
     hiding: str = ""
+    way: int = 0
 
 
 def outline_call(
@@ -94,6 +96,7 @@ def outline_call(
     device: torch.device,
     *,
     selects_all: bool = False,
+    again: bool = False,
 ) -> Outline:
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
@@ -108,6 +111,7 @@ def outline_call(
         arguments: Its arguments and named arguments; ordinary tensors.
         device: Where the module runs.
         selects_all: Whether all is selected where values decide about shapes; see `selecting`.
+        again: Whether it has run in the first way, and does so again, or fails.
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
@@ -121,10 +125,10 @@ def outline_call(
         lambda: _form_of_first(module, arguments),
     ]
     failures: list[Exception] = []
-    for attempt in attempts:
+    for way, attempt in enumerate(attempts[:1] if again else attempts):
         try:
             with without_reports():
-                return attempt()
+                return replace(attempt(), way=way)
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
