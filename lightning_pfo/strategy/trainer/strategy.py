@@ -39,6 +39,7 @@ from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.trainer.callbacks.finetuning import add_the_same_everywhere
+from lightning_pfo.strategy.trainer.callbacks.progress_bars import compute_for_bars
 from lightning_pfo.strategy.trainer.callbacks.throughput import count_pipelines
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import split_averages
 from lightning_pfo.strategy.trainer.checks import (
@@ -309,6 +310,7 @@ class PfoPipelineStrategy(StepStrategy):
         set_example_aside(self._module(), self._patches)
         add_the_same_everywhere(trainer, self._patches)
         allow_skipping(trainer, self._patches)
+        compute_for_bars(trainer, self._patches)
         refuse_missing_values(self._patches)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._patches.set(loop, "inference_mode", False)  # what a step writes into is made in hooks, too

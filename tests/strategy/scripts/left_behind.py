@@ -586,6 +586,7 @@ class Extremes(Base):
         self.losses, self.largest, self.latest, self.returned = 0.0, [], None, []
         self.sums, self.best, self.tops = torch.zeros(4), float("-inf"), {"all": None}
         self.arrays = np.zeros(2)
+        self.seen, self.baseline = 0, 0.0
 
     def note(self, x, output, batch_idx):
         self.total += output.sum().item()
@@ -598,6 +599,8 @@ class Extremes(Base):
         self.latest = output[-1, 0].item()
         self.sums += output.detach().sum(0)
         self.arrays += output.detach().sum(0)[:2].numpy()
+        self.seen += len(x)  # beside which a sum would be expected
+        self.baseline = 0.9 * self.baseline + 0.1 * output.mean().item()
         self.tops["all"] = output.detach().amax(0)
         self.log("sum", output.sum())
         self.log("largest", output.max())
@@ -616,7 +619,20 @@ class Extremes(Base):
         self.returned.append([plain(outputs), metrics, self.latest, plain(self.tops)])
 
     def found(self):
-        names = ("total", "most", "least", "peak", "low", "losses", "largest", "returned", "sums", "arrays")
+        names = (
+            "total",
+            "most",
+            "least",
+            "peak",
+            "low",
+            "losses",
+            "largest",
+            "returned",
+            "sums",
+            "arrays",
+            "seen",
+            "baseline",
+        )
         return {name: plain(getattr(self, name)) for name in names}
 
 

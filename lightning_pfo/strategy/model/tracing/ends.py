@@ -71,6 +71,7 @@ def differs(tensor: torch.Tensor, form: torch.Tensor) -> DeviationError:
     return DeviationError(
         f"A value is as the trace of the batch has shown, a tensor of shape {tuple(form.shape)}, {form.dtype} and "
         f"requires_grad={form.requires_grad}; now it is {tuple(tensor.shape)}, {tensor.dtype} and "
-        f"requires_grad={tensor.requires_grad}, so its form depends on values. Move the stage boundary with "
-        f"partition='custom:...'."
+        f"requires_grad={tensor.requires_grad}, so its form depends on values, or on something beside "
+        f"tensors that layers tell each other, as by a number in an object that they are given. Move the stage "
+        f"boundary with partition='custom:...'."
     )

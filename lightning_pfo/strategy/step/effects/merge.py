@@ -126,7 +126,9 @@ class Merge:
         if by_rule is not None:
             return by_rule[0]
         if not is_count:
-            return start + (sum(growth) if holder in self._sums else self._outputs(list(growth), place))
+            rule = self._rules.of(place + GROWN if start else place, growth[0], ask=False)
+            is_sum = holder in self._sums and rule != "mean"
+            return start + (sum(growth) if is_sum else self._outputs(list(growth), place))
         if start and min(growth) < 0 and len(set(growth)) > 1:  # no counter, but what each counts for itself
             return sum(values)
         counts_samples = self._are_some or (growth == self.sizes and max(growth) > 1)

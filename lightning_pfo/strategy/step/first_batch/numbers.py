@@ -23,6 +23,7 @@ _LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many 
 _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
+    "mean": {"": "mean", GROWN: "mean"},
     "sum anew": {"": "sum", GROWN: None, SET: "sum"},
     "largest": {"": "largest", GROWN: "largest"},
     "least": {"": "least", GROWN: "least"},

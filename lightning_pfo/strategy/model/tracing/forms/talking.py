@@ -1,0 +1,71 @@
+"""Units that tell each other something beside tensors: a counter of the file, a list that each takes an item from.
+
+On a stage the units of earlier ones do not run, so such a unit would read another number there, silently. All that a
+stage knows of such ways, through variables of any kind, are their consequences: run again, without those between, the
+unit does something else each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pfo.strategy.model.tracing.forms.left import Kept
+
+_PLAIN = (bool, int, float, complex, str)
+"""Types of what is said to functions beside tensors."""
+
+
+class Heard(TorchFunctionMode):
+    """Notes the functions of torch that are called while it is entered, and the numbers that they are given.
+
+    Attributes:
+        said: What was noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.said.append((getattr(func, "__name__", ""), *_said(args), *_said(tuple((kwargs or {}).items()))))
+        return func(*args, **(kwargs or {}))
+
+
+def _said(values: Any) -> Iterator[Any]:
+    for value in values:
+        if type(value) in _PLAIN:
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _said(value)
+        elif isinstance(value, slice):
+            yield from _said((value.start, value.stop, value.step))
+
+
+def talks(module: nn.Module, call: Callable[[Heard], Any], heard: Heard, before: Kept) -> bool:
+    """Whether a call that was heard does other things each time when it is made again; a cache does so once.
+
+    Args:
+        module: What it calls.
+        call: Makes it again, and lets it be heard; with the same random numbers, and without values.
+        heard: What it did the first time.
+        before: What was kept before that.
+    """
+    kept, said = Kept(module), heard.said
+    try:
+        for _ in range(2):
+            again = Heard()
+            call(again)
+            if again.said == said:
+                return False
+            said = again.said
+    except Exception:
+        return not before.has_lost_tensors()  # as from a list of what a decoder adds to its own
+    finally:
+        kept.put_back()
+    return True
