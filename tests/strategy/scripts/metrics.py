@@ -26,7 +26,7 @@ class Computes(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        self.mean, self.of_validation, self.unused = (torchmetrics.MeanMetric() for _ in range(3))
+        self.mean, self.of_validation, self.unused, self.shown = (torchmetrics.MeanMetric() for _ in range(4))
         self.both = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
         self.seen = []
 
@@ -34,6 +34,8 @@ class Computes(L.LightningModule):
         found = self.net(batch[0])
         self.mean.update(found.square().mean())
         self.both.update(found, batch[0])
+        self.shown.update(found.mean())
+        self.log("shown", self.shown, on_step=False, on_epoch=True, prog_bar=True)  # by the bar of the first rank
         return found.square().mean()
 
     def validation_step(self, batch, batch_idx):
@@ -53,6 +55,7 @@ class Computes(L.LightningModule):
 
     def on_train_end(self):
         self.unused.compute()
+        self.seen.append(self.trainer.callback_metrics["shown"].item())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -128,7 +131,7 @@ def run(number, kind, rows):
         strategy=PfoPipelineStrategy(num_microbatches=4) if number > 1 else "auto",
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        enable_progress_bar=kind is Computes,
         enable_model_summary=False,
         max_epochs=2,
     )
