@@ -150,18 +150,19 @@ def _sendable(error: BaseException | None) -> bytes:
     return data if is_same and error is not None and len(data) <= _LARGEST_ERROR_BYTES else b""
 
 
-def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None) -> None:
+def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None, what: str = "The step") -> None:
     """Raise an error of any process of a group in all of them; a collective call.
 
     Args:
         error: That of this process.
         hosts: The processes; see `Groups.hosts`.
+        what: What may have failed, for people.
 
     Raises:
         BaseException: As by `ValueExchange.share`.
     """
     if spread(torch.tensor([error is not None], dtype=torch.uint8), torch.maximum, hosts)[0]:
-        _raise_first(tell_each_other(_told(error), hosts), error, hosts)
+        _raise_first(tell_each_other(_told(error), hosts), error, hosts, what=what)
 
 
 def agree_on_trace(
@@ -201,6 +202,7 @@ def _raise_first(
     error: BaseException | None,
     group: dist.ProcessGroup | None,
     last_rank: int | None = None,
+    what: str = "The step",
 ) -> None:
     """Raise the first error that processes of a group tell of, if there is one; that of this process is itself."""
     first = next((rank for rank, (text, *_) in enumerate(everyone) if text), None)
@@ -210,7 +212,7 @@ def _raise_first(
     if error is not None and text == _told(error)[0]:
         raise error
     where = ", which runs the last stage" if first == last_rank else ""
-    failed = StepFailedError(f"The step failed on rank {global_rank(group, first)}{where}:\n{quoted}")
+    failed = StepFailedError(f"{what} failed on rank {global_rank(group, first)}{where}:\n{quoted}")
     if sent:  # so that what catches errors does so on every rank
         raise pickle.loads(sent) from failed
     raise failed

@@ -27,6 +27,7 @@ from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
 from lightning_pfo.strategy.state.whole_parameters import whole_parameters
+from lightning_pfo.strategy.step.values import share_error
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
@@ -160,7 +161,13 @@ class CheckpointStrategy(MeshStrategy):
         checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
         if not self._save_distributed_checkpoint:
             gather_averages(self._module().trainer, checkpoint, self.gather_module_state)
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            error: Exception | None = None
+            try:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            except Exception as found:  # the first rank alone writes
+                error = found
+            # so that a script that catches it goes on everywhere
+            share_error(error, self.mesh.groups.hosts(None), "Saving a checkpoint")
         elif storage_options is not None:
             raise ConfigurationError(
                 "Sharded checkpoints are written by torch.distributed.checkpoint, which takes no storage_options; got "
