@@ -339,6 +339,23 @@ def skips(where):
     return fit(where, Skips).hooks
 
 
+class SavesNowhere(Skips):
+    """A place that only the first rank finds that it cannot write; whoever calls goes on."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        (FOLDER / "file").write_text("no folder")
+        try:
+            self.trainer.save_checkpoint(FOLDER / "file" / "some.ckpt")
+        except OSError as error:
+            self.hooks.append([type(error).__name__, self.trainer.global_step])
+
+
+def saves_nowhere(where):
+    trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
+    trainer.fit(module := SavesNowhere(), DataLoader(TensorDataset(DATA), batch_size=6))
+    return [each for each in module.hooks if each[0] != "gradients"]
+
+
 class Fetches(Skips):
     def training_step(self, dataloader_iter):
         batch, batch_idx, _ = next(dataloader_iter)
@@ -957,7 +974,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 
 def one(where):
-    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, hooks, errors)
+    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, saves_nowhere, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
     parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))

@@ -93,7 +93,7 @@ def test_one_rank_runs_a_module_without_layers(seen):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("part", ["in_steps", "skips", "fetches", "stops", "restores", "scales"])
+@pytest.mark.parametrize("part", ["in_steps", "skips", "fetches", "stops", "restores", "scales", "saves_nowhere"])
 def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):
     """Collectives in steps, skipped batches, dataloader_iter, should_stop, checkpoints, out of memory on one rank."""
     check(seen[rank][part], seen["plain_0"][part], part)
