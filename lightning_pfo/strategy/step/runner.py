@@ -297,8 +297,10 @@ class StepRunner:
         try:
             in_one_piece = replace(of, parts=self.batching.split(of.batch, 1), by_units=True)
             outcome, _ = self._run(in_one_piece, outputs=outputs)
-        except ConfigurationError as error:
-            raise refused from error
+        except (ConfigurationError, RuntimeError) as error:
+            if isinstance(error, ConfigurationError) or "require grad" in str(error):  # units run without
+                raise refused from error
+            raise
         if of.source not in self._by_units and self.engine.rank == 0 and self.engine.place == (0, 0):
             warn_once(told_of(of.kind, refused))
         self._by_units[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had

@@ -111,7 +111,8 @@ def run_stage(
     except StageEnded:
         return run.outputs()
     except RuntimeError as error:
-        if any(event.what is torch.autograd.grad for event in program.events) and "used in the graph" in str(error):
+        is_missing = "used in the graph" in str(error) or "require grad" in str(error)
+        if is_missing and any(event.what is torch.autograd.grad for event in program.events):
             raise ConfigurationError(differentiates(users_line(error), error)) from error
         raise
     finally:
