@@ -151,6 +151,7 @@ PRIVATE = {
     "torch._functorch.eager_transforms.grad_impl": "Steps could not use `torch.func.grad` between layers.",
     "torch._functorch.eager_transforms.grad_and_value_impl": "The same of `torch.func.grad_and_value`.",
     "torch._functorch.eager_transforms._jvp_with_argnums": "The same of `torch.func.jvp`.",
+    "torch._functorch.eager_transforms._vjp_with_argnums": "Of `torch.func.vjp` an untrue reason would be given.",
     "torch._foreach_mul_": "Every gradient would be scaled by a launch of its own.",
     "torch._foreach_clamp_min_": "Every gradient would be clipped by a launch of its own.",
     "torch._foreach_clamp_max_": "Every gradient would be clipped by a launch of its own.",
@@ -384,6 +385,7 @@ Transform = Callable[..., Any]
 _TRANSFORMS = {"vmap": (apis, "vmap_impl"), "grad": (eager_transforms, "grad_impl")}
 _TRANSFORMS["grad_and_value"] = (eager_transforms, "grad_and_value_impl")
 _TRANSFORMS["jvp"] = (eager_transforms, "_jvp_with_argnums")
+_TRANSFORMS["vjp"] = (eager_transforms, "_vjp_with_argnums")
 
 
 def transform_with(make: Callable[[str, Transform], Transform], patches: Patches) -> None:

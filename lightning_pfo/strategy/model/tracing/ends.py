@@ -46,6 +46,15 @@ def calls_backward() -> str:
     )
 
 
+def differentiates_later() -> str:
+    """What is said of a step that gets a function to differentiate layers."""
+    return (
+        f"torch.func.vjp (and jacrev, which uses it) runs layers now and differentiates them later, by a function that "
+        f"it returns: {users_line()} Layers that run on several stages cannot be run so. Use torch.func.grad or jvp, "
+        f"which do both at once; or put all that is differentiated into one module, and call vjp in its forward."
+    )
+
+
 def ended_early(name: str, failure: str) -> ConfigurationError:
     """What is said of a step that calls another stage's layers where its trace has ended.
 

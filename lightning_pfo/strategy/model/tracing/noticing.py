@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfo.strategy.model.tracing.ends import differentiates_later
+from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
@@ -180,6 +182,8 @@ def functions_followed(run: Run) -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             current = current_run()
+            if name == "vjp":  # a function that it returns goes on later
+                return without_units(*args, **kwargs)
             given = args, kwargs, _captured(args[0])
             _transforms.append(name)
             try:
@@ -190,6 +194,18 @@ def functions_followed(run: Run) -> Iterator[None]:
                 if current is None or len(_transforms) > 1:  # who called the outermost one follows it
                     raise
                 return current.operation(function, given, {})
+            finally:
+                _transforms.pop()
+
+        def without_units(*args: Any, **kwargs: Any) -> Any:
+            current = current_run()
+            _transforms.append(name)
+            try:
+                return original(*args, **kwargs)
+            except InTransformError:
+                if current is None or len(_transforms) > 1:
+                    raise
+                raise HidingError(differentiates_later()) from None
             finally:
                 _transforms.pop()
 

@@ -198,3 +198,14 @@ def test_a_penalty_over_the_whole_model_is_refused():
     owner, step = Case(penalty_over_the_model, None, {}).make()
     with pytest.raises(ConfigurationError, match=rf"{GRADIENT}.*fewer stages"):
         Stages(owner, step, num_stages=2)
+
+
+def layers_in_vjp(net, x, y):
+    h, pull = torch.func.vjp(lambda each: net.layers[1](net.layers[0](each)), net.stem(x))
+    return net.loss(net.layers[2](pull(torch.ones_like(h))[0]), y)
+
+
+def test_a_function_that_differentiates_later_is_refused_with_its_line():
+    owner, run = Case(layers_in_vjp, None, {}).make()
+    with pytest.raises(ConfigurationError, match=r"torch\.func\.vjp .*test_together\.py.*torch\.func\.grad or jvp"):
+        Stages(owner, run, num_stages=2)
