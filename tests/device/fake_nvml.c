@@ -217,6 +217,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, gpu_t **gpu) {
     return SUCCESS;
 }
 int nvmlDeviceGetIndex(gpu_t *gpu, unsigned *index) {
+    if (users == 0) return UNINITIALIZED;
     *index = (unsigned)gpu->index;
     return SUCCESS;
 }
@@ -313,6 +314,7 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 }
 
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
+    if (users == 0) return UNINITIALIZED;
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
     if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
     double tick_s = setting_s("FAKE_NVML_TICK_MS"), time_s = now_s() - setting_s("FAKE_NVML_LAG_MS");
@@ -355,6 +357,7 @@ int nvmlDeviceGetFieldValues(gpu_t *gpu, int count, field_t *fields) {
     return SUCCESS;
 }
 int nvmlDeviceGetClockInfo(gpu_t *gpu, int type, unsigned *clock_mhz) {
+    if (users == 0) return UNINITIALIZED;
     if (is_lost()) return GPU_IS_LOST;
     if (type == 2) { *clock_mhz = 1593; return SUCCESS; } /* memory */
     if (type != 0) return INVALID_ARGUMENT;
