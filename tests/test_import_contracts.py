@@ -278,7 +278,7 @@ MUST_NOT_IMPORT = {
 }
 HYDRA_ALLOWED_IN = {"experiment.command_line"}
 LIGHTNING_ALLOWED_IN = {"strategy.trainer", "callbacks", "experiment"}
-PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml"}
+PYNVML_ALLOWED_IN = {"lightning_pfo.device.backends.nvml_library"}
 
 
 def name_of(path):

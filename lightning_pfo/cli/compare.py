@@ -21,6 +21,7 @@ from rich.table import Table
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import check_can_write, write_text_atomically
+from lightning_pfo.core.frequency_plan import saving_percent
 from lightning_pfo.core.wording import pipeline_size, shortened
 from lightning_pfo.planner.comparison import ComparedPolicy, Comparison, compare
 from lightning_pfo.planner.frontier.data import OURS
@@ -160,7 +161,7 @@ def _in_words(policy: ComparedPolicy, comparison: Comparison) -> str:
     if policy.beats_ours_percent:
         return f"{policy.name} needs {policy.beats_ours_percent:.3f} % less energy than ours of its time and order."
     ours = comparison.policies[OURS]
-    percent = 100 * (1 - policy.plan.iteration_energy_j / ours.plan.iteration_energy_j)
+    percent = saving_percent(policy.plan.iteration_energy_j, ours.plan.iteration_energy_j)
     return (
         f"{policy.name} needs {percent:.2f} % less energy than ours and is no slower: its order "
         f"({policy.plan.schedule.name}) keeps up to {policy.most_in_flight} activations on a rank, "

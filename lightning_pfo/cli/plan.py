@@ -19,7 +19,7 @@ from rich.table import Table
 
 from lightning_pfo.cli.console import plain_console, show_table
 from lightning_pfo.core.files import check_can_write, write_text_atomically
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.wording import counted, pipeline_size
 from lightning_pfo.planner.frontier.data import OURS, Frontier
 from lightning_pfo.planner.frontier.frontier_files import save_frontier
@@ -163,19 +163,20 @@ def _report(frontier: Frontier, chosen: FrequencyPlan, settings: Settings) -> No
             f"{plan.iteration_time_s:.4f}",
             f"{100 * (plan.iteration_time_s / base.iteration_time_s - 1):+.2f} %",
             f"{plan.iteration_energy_j:.1f}",
-            f"{100 * (1 - plan.iteration_energy_j / base.iteration_energy_j):.2f} %",
-            f"{100 * (1 - plan.lower_bound_j / base.iteration_energy_j):.2f} %",
+            f"{saving_percent(plan.iteration_energy_j, base.iteration_energy_j):.2f} %",
+            f"{saving_percent(plan.lower_bound_j, base.iteration_energy_j):.2f} %",
         )
     show_table(table)
     console = plain_console()
     changes = f"The chosen plan changes clocks {counted(chosen.num_clock_changes, 'time')} per iteration"
     if frontier.limits_changes or settings.change_cost_j:
-        percent = 100 * chosen.switching_cost_j / chosen.iteration_energy_j
+        without_j = chosen.iteration_energy_j - chosen.switching_cost_j
+        percent = saving_percent(without_j, chosen.iteration_energy_j)
         changes += f"; few changes cost it {chosen.switching_cost_j:.1f} J ({percent:.2f} %)"
     console.print(f"{changes}.")
     if chosen in frontier.straggler_plans:
         usual_j = frontier.beside_straggler_j(frontier.least_energy, chosen.iteration_time_s)
-        percent = 100 * (1 - chosen.iteration_energy_j / usual_j)
+        percent = saving_percent(chosen.iteration_energy_j, usual_j)
         console.print(
             f"It has no number: it pays beside a straggler only, and needs {percent:.2f} % less than least_energy and "
             "waiting until then."

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, replace
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.wording import did_you_mean
+from lightning_pfo.core.wording import cut, did_you_mean
 
 
 def without_dashes(arguments: Sequence[str]) -> list[str]:
@@ -71,7 +71,9 @@ def read_settings(schema: type[Any], overrides: Sequence[str]) -> Any:
     texts |= {key: values[key] for key, value in parsed.items() if isinstance(value, str) and kinds[key] is Any}
     given = {key: [value] if known[key].default_factory is list and not isinstance(value, list) else value
              for key, value in parsed.items() if key not in texts}  # fmt: skip
-    return replace(_typed(schema, given, texts), **{key: _text(known[key], value) for key, value in texts.items()})
+    return replace(
+        _typed(schema, given, texts, values), **{key: _text(known[key], value) for key, value in texts.items()}
+    )
 
 
 def _parse(values: dict[str, str]) -> dict[str, Any]:
@@ -85,14 +87,35 @@ def _parse(values: dict[str, str]) -> dict[str, Any]:
         ) from error
 
 
-def _typed(schema: type[Any], given: dict[str, Any], texts: dict[str, str]) -> Any:
+def _typed(schema: type[Any], given: dict[str, Any], texts: dict[str, str], received: dict[str, str]) -> Any:
     """An instance of the schema with what is given; texts, which are to be set afterwards, are empty."""
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), given, dict.fromkeys(texts, "")))
     except (OmegaConfBaseException, RecursionError) as error:
-        key = getattr(error, "full_key", None) or "given"
-        reason = str(getattr(error, "msg", None) or error).strip().splitlines()[0].rstrip(".")
-        raise ConfigurationError(f"Setting {key} cannot be used: {reason}.") from error
+        key = (getattr(error, "full_key", None) or "given").partition("[")[0]
+        entry, rule = next((one for one in fields(schema) if one.name == key), None), _rule(schema, key)
+        if entry is None or rule is None or not isinstance(error, ValidationError):
+            reason = str(getattr(error, "msg", None) or error).strip().splitlines()[0].rstrip(".")
+            raise ConfigurationError(f"Setting {key} cannot be used: {reason}.") from error
+        example = rule[1] if entry.default in (None, MISSING) else str(entry.default).lower()
+        raise ConfigurationError(
+            f"Setting {key} is {rule[0]}; got {key}={cut(received[key])}. Give {key}={example}, for example."
+        ) from error
+
+
+def _rule(schema: type[Any], key: str) -> tuple[str, str] | None:
+    """What a setting may be, in words, and an example; None where there are no words for it."""
+    kind = get_type_hints(schema).get(key)
+    of_list = get_args(kind) if get_origin(kind) is list else ()
+    if of_list:
+        return {float: ("a list of numbers", "[2.84,2.87]"), int: ("a list of whole numbers", "[1,2]")}.get(of_list[0])
+    alone = [one for one in get_args(kind) if one is not type(None)] or [kind]
+    rules: dict[Any, tuple[str, str]] = {
+        bool: ("true or false", "true"),
+        int: ("a whole number", "8"),
+        float: ("a number", "0.5"),
+    }
+    return rules.get(alone[0])
 
 
 def _text(entry: Field[Any], given: str) -> str:

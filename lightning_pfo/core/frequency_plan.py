@@ -121,6 +121,11 @@ class FrequencyPlan:
                     )
 
 
+def saving_percent(energy_j: float, baseline_j: float) -> float:
+    """How much less than a baseline an energy is, in percent; 0 where that is 0."""
+    return 100 * (1 - energy_j / baseline_j) if baseline_j else 0.0
+
+
 def uniform_plan(schedule: PipelineSchedule, clocks_mhz: Sequence[int]) -> FrequencyPlan:
     """The plan that gives all instructions of a rank the same clock; its time and energy are not predicted (nan).
 

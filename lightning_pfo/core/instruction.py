@@ -29,13 +29,13 @@ class InstructionType(str, Enum):
 
     @classmethod
     def from_profile_name(cls, name: str) -> InstructionType:
-        """Return the type whose `profile_name` is `name`.
+        """Return the type whose `profile_name` is `name`, in capitals or not.
 
         Raises:
             ValueError: If no type has that name.
         """
         for kind in cls:
-            if kind.profile_name == name:
+            if kind.profile_name == name.lower():
                 return kind
         raise ValueError(
             f"Unknown instruction name {shortened(name)}; use one of {', '.join(kind.profile_name for kind in cls)}."

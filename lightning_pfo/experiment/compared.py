@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.planner.adaptive.verification import Interval, Verified
 from lightning_pfo.planner.adaptive.windows import Windowed, change_percent
 
@@ -142,11 +142,6 @@ def _with_interval(value: str, interval: Interval | None) -> str:
 def signed(value: float) -> str:
     """With two digits and a sign; never minus zero."""
     return f"{round(value, 2) + 0.0:+.2f}"
-
-
-def saving_percent(energy_j: float, baseline_j: float) -> float:
-    """How much less than the baseline an energy is, in percent."""
-    return -change_percent(energy_j, baseline_j)
 
 
 def prediction_error_percent(measured: Windowed, predicted: FrequencyPlan) -> dict[str, float]:

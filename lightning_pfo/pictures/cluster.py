@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from lightning_pfo.core.frequency_plan import saving_percent
 from lightning_pfo.pictures.style import GRID, INK, MUTED, drawable, new_figure, save_figure, tidy
 from lightning_pfo.planner.cluster.emulation import Emulation
 
@@ -31,7 +32,8 @@ def draw_emulation(emulation: Emulation, path: str | os.PathLike[str]) -> None:
     above.step(hours, steps(emulation.factors.max(axis=1)), where="post", color=MUTED, linewidth=1.2)
     above.set_ylabel("slowest replica\n(T'/T)", color=INK)
     for name, policy in emulation.policies.items():
-        saved = 100 * (1 - policy.energies_j / emulation.baseline.energies_j)
+        energies_j = zip(policy.energies_j.tolist(), emulation.baseline.energies_j.tolist(), strict=True)
+        saved = np.array([saving_percent(energy_j, top_j) for energy_j, top_j in energies_j])
         label = (
             f"{drawable(name, 50)}  {emulation.saving_percent(name):.1f} % at "
             f"{emulation.slowdown_percent(name):+.1f} % time"

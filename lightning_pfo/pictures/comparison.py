@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.wording import pipeline_size
 from lightning_pfo.pictures.style import BOUND, GRID, INK, PLAN, TOP_CLOCKS, drawable, new_figure, save_figure, tidy
 from lightning_pfo.planner.comparison import Comparison
@@ -33,7 +33,7 @@ def draw_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> Non
     def place(plan: FrequencyPlan, energy_j: float | None = None) -> tuple[float, float]:
         energy_j = plan.iteration_energy_j if energy_j is None else energy_j
         slowdown = 100 * (plan.iteration_time_s / baseline.iteration_time_s - 1)
-        return slowdown, 100 * (1 - energy_j / baseline.iteration_energy_j)
+        return slowdown, saving_percent(energy_j, baseline.iteration_energy_j)
 
     policies, asked_for = list(comparison.policies.values()), comparison.frontier.schedule
     bounds = sorted(

@@ -27,6 +27,9 @@ from lightning_pfo.pictures.style import (
 )
 from lightning_pfo.planner.frontier.data import OURS, Frontier
 
+_LEAST_SPAN = 2e-3
+"""Of an axis, relative to its values."""
+
 
 def draw_frontier(
     frontier: Frontier,
@@ -59,7 +62,8 @@ def draw_frontier(
         label = "proven: no plan as fast needs less"
         axes.plot(bound_times, bounds, color=BOUND, marker="_", markersize=14, linestyle="none", zorder=2, label=label)
     highest = max(top.iteration_energy_j, *energies, *(energy_j for _, energy_j in measured))
-    floor = min(bounds) - 0.06 * (highest - min(bounds))
+    lowest, highest = _widened(min(bounds), highest)
+    floor = lowest - 0.06 * (highest - lowest)
     # What the chosen plan saves is written above it.
     is_high = chosen is not None and chosen.iteration_energy_j > highest - 0.12 * (highest - floor)
     ceiling = highest + (0.2 if is_high else 0.05) * (highest - floor)
@@ -93,8 +97,8 @@ def draw_frontier(
             color=INK, marker="o", markersize=9, markerfacecolor="none", markeredgewidth=1.5, linestyle="none",
             zorder=6, label="measured",
         )  # fmt: skip
-    if ceiling > floor:
-        axes.set_ylim(floor, ceiling)
+    axes.set_ylim(floor, ceiling)
+    axes.set_xlim(*_widened(*axes.get_xlim()))
     axes.set_xlabel("iteration time (s)", color=INK)
     axes.set_ylabel("iteration energy (J)", color=INK)
     schedule, device = frontier.schedule, drawable(frontier.profile.device, 60)
@@ -117,6 +121,12 @@ def draw_frontier(
     slowdown.spines["top"].set_visible(False)
     axes.legend(frameon=False, loc="upper right", labelcolor=INK)
     save_figure(figure, path)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """A range so wide, about its middle, that its ticks are told apart by few digits: plans may be equal."""
+    missing = (_LEAST_SPAN * high or 1.0) - (high - low)
+    return (low, high) if missing <= 0 else (low - missing / 2, high + missing / 2)
 
 
 def _time_of(plan: FrequencyPlan) -> float:

@@ -16,7 +16,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 from lightning_pfo.core.files import atomic_path
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.wording import cut
 from lightning_pfo.planner.pipeline.timeline import Timeline
 
@@ -70,8 +70,8 @@ def _centred(path: Path) -> Path:
 def difference(before: FrequencyPlan | Timeline, after: FrequencyPlan | Timeline) -> tuple[str, str]:
     """How energy and time of an iteration have changed, in words."""
     slowdown = 100 * (after.iteration_time_s / before.iteration_time_s - 1)
-    growth = 100 * (after.iteration_energy_j / before.iteration_energy_j - 1)
-    energy = "same energy" if abs(growth) < 0.05 else f"{abs(growth):.1f} % {'less' if growth < 0 else 'more'} energy"
+    saving = saving_percent(after.iteration_energy_j, before.iteration_energy_j)
+    energy = "same energy" if abs(saving) < 0.05 else f"{abs(saving):.1f} % {'less' if saving > 0 else 'more'} energy"
     return energy, "same time" if abs(slowdown) < 0.05 else f"{slowdown:+.1f} % time"
 
 

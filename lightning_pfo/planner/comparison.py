@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.core.schedules.in_flight import peak_in_flight
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
@@ -64,7 +64,7 @@ class ComparedPolicy:
     @property
     def saving_percent(self) -> float:
         """Energy that the plan saves against the top clocks."""
-        return 100 * (1 - self.plan.iteration_energy_j / self.baseline.iteration_energy_j)
+        return saving_percent(self.plan.iteration_energy_j, self.baseline.iteration_energy_j)
 
     @property
     def slowdown_percent(self) -> float:
@@ -75,7 +75,7 @@ class ComparedPolicy:
     def beats_ours_percent(self) -> float:
         """How much less energy than the planner's own plan of the same time it needs; 0 where it does not."""
         ours_j, plan_j = self.ours.iteration_energy_j, self.plan.iteration_energy_j
-        return max(100 * (1 - plan_j / ours_j), 0.0) if plan_j < ours_j * (1 - _SAME) else 0.0
+        return max(saving_percent(plan_j, ours_j), 0.0) if plan_j < ours_j * (1 - _SAME) else 0.0
 
     @property
     def most_in_flight(self) -> int:
@@ -90,8 +90,8 @@ class ComparedPolicy:
             "iteration_energy_j": self.plan.iteration_energy_j,
             "saving_percent": self.saving_percent,
             "slowdown_percent": self.slowdown_percent,
-            "ours_saving_percent_at_this_time": 100 * (1 - self.ours.iteration_energy_j / top_j),
-            "bound_saving_percent_at_this_time": 100 * (1 - self.lower_bound_j / top_j),
+            "ours_saving_percent_at_this_time": saving_percent(self.ours.iteration_energy_j, top_j),
+            "bound_saving_percent_at_this_time": saving_percent(self.lower_bound_j, top_j),
             "beats_ours_percent": self.beats_ours_percent,
             "clock_changes": self.plan.num_clock_changes,
             "schedule": self.plan.schedule.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import getitem
@@ -32,8 +33,10 @@ def plans_of(problem: Problem, points: Sequence[TradeoffPoint], paid_w: float = 
     for point in points:
         clocks = list(map(getitem, clocks_of, point.assignment))
         rows = share_clocks(problem.schedule, equal, problem.schedule.by_rank(clocks))
-        plans.append(FrequencyPlan(problem.schedule, rows, point.time, point.cost, max(point.bound, 0.0)))
-    return _with_wait_clocks(problem, plans, paid_w) if problem.has_wait_clocks else plans
+        energy_j = _without_rounding(problem, point)
+        bound_j = min(max(point.bound, 0.0), energy_j)
+        plans.append(FrequencyPlan(problem.schedule, rows, point.time, energy_j, bound_j))
+    return _with_wait_clocks(problem, plans, paid_w) if problem.has_wait_clocks else cheaper_one_by_one(plans, paid_w)
 
 
 def cheaper_one_by_one(plans: Sequence[FrequencyPlan], paid_w: float) -> list[FrequencyPlan]:
@@ -44,6 +47,12 @@ def cheaper_one_by_one(plans: Sequence[FrequencyPlan], paid_w: float) -> list[Fr
         if not kept or (more_s > 0 and plan.iteration_energy_j < kept[-1].iteration_energy_j + paid_w * more_s):
             kept.append(plan)
     return kept
+
+
+def _without_rounding(problem: Problem, point: TradeoffPoint) -> float:
+    """The energy of a point, J; 0 where it may be no more than the rounding of effective energies and their rate."""
+    rounding = 4 * len(problem.schedule.instructions) * sys.float_info.epsilon
+    return point.cost if point.cost > rounding * problem.power_w * point.time else 0.0
 
 
 def _with_wait_clocks(problem: Problem, plans: Sequence[FrequencyPlan], paid_w: float) -> list[FrequencyPlan]:

@@ -45,6 +45,17 @@ def test_plan_writes_everything_as_a_program(profile_csv, tmp_path):
     assert {path.name for path in out.iterdir()} == plan_files | pictures | {"frontier.csv", "frontier.json"}
 
 
+def test_energies_of_zero_are_planned_and_drawn(profile_csv, tmp_path, capsys):
+    header, *rows = profile_csv.read_text().splitlines()
+    energy = header.split(",").index("energy")
+    zero = [",".join("0" if place == energy else cell for place, cell in enumerate(row.split(","))) for row in rows]
+    (tmp_path / "zero.csv").write_text("\n".join([header, *zero]) + "\n")
+    options = [f"profile={tmp_path / 'zero.csv'}", "num_microbatches=4", "p2p_blocking_power_w=0", "num_plans=3"]
+    assert main(["plan", *options, f"output_dir={tmp_path / 'plan'}", "least_dwell_s=0.01"]) == 0
+    assert "0.00 %" in capsys.readouterr().out
+    assert main(["compare", *options, f"output_dir={tmp_path / 'compare'}"]) == 0
+
+
 def test_plan_reckons_with_the_times_of_transfers_in_a_profile(profile_csv, tmp_path):
     options = ["num_microbatches=4", "p2p_blocking_power_w=50", "num_plans=3"]
     header, *rows = profile_csv.read_text().splitlines()
@@ -141,7 +152,7 @@ def test_an_order_of_ones_own_says_how_many_microbatches_there_are(profile_csv, 
             "no setting 'num_microbatch'. Did you mean num_microbatches? Available: profile, ",
         ),
         (["plan", "profile.csv"], "Settings read key=value, got 'profile.csv'"),
-        (["plan", "profile=p", "output_dir=o", "num_microbatches=many"], "'many'"),
+        (["plan", "profile=p", "output_dir=o", "num_microbatches=many"], "got num_microbatches=many"),
         (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=[1"], "read as YAML"),
         (["plan", "profile=p", "output_dir=o", "num_microbatches=4", "deadlines_s=soon"], "deadlines_s"),
         (["plan", "profile=${p}", "output_dir=o", "num_microbatches=4"], "profile"),

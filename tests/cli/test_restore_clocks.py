@@ -15,7 +15,7 @@ import pytest
 from lightning_pfo.cli import main
 from lightning_pfo.cli.restore_clocks import Settings
 from lightning_pfo.cli.settings import read_settings
-from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease, write_lease
+from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease, claimed_here, write_lease
 from lightning_pfo.device.safety.process_id import this_process
 from tests.device.fake_driver import PROJECT, FakeDriver, fake_driver
 from tests.device.processes import kill_with_watchdog, start
@@ -114,8 +114,11 @@ LEASES = {"GPU-aa11": "nvml", "GPU-aa22": "zeus", "GPU-bb33": "nvml"}
 @pytest.fixture
 def _leases(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    claimed_here.update(LEASES)
     for uuid, backend in LEASES.items():
         write_lease(Lease(uuid, f"GPU [/{backend}]", backend, this_process(), {}))  # held: it is named and left alone
+    yield
+    claimed_here.difference_update(LEASES)
 
 
 @pytest.mark.usefixtures("_leases")

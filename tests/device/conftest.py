@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease
+from lightning_pfo.device.safety.lease import DIRECTORY_VARIABLE, Lease, claimed_here
 from lightning_pfo.device.safety.process_id import this_process
 from tests.device.processes import STARTED
 
@@ -19,6 +19,9 @@ def no_process_stays() -> Iterator[None]:
 
 
 @pytest.fixture
-def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lease:
+def lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lease]:
+    """Of this process, as if it had claimed the GPU."""
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    return Lease("GPU-1", "Some GPU", "nvml", this_process(), {"power_limit_mw": None}, ("graphics_clock",))
+    claimed_here.add("GPU-1")
+    yield Lease("GPU-1", "Some GPU", "nvml", this_process(), {"power_limit_mw": None}, ("graphics_clock",))
+    claimed_here.discard("GPU-1")

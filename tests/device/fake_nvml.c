@@ -17,6 +17,8 @@
  *   FAKE_NVML_AVERAGE_MW  what nvmlDeviceGetPowerUsage returns, as if averaged (default: the present power)
  *   FAKE_NVML_OLD         1: a driver without functions and fields of 2023 (default: 0)
  *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
+ *   FAKE_NVML_UNKNOWN_ENERGY, FAKE_NVML_UNKNOWN_CLOCKS  which readings of the energy counter, and lists of clocks, of each
+ *                         process fail for a reason that is not told, from 1 on: FIRST-LAST (default: none)
  *   FAKE_NVML_REFUSED_GPU, FAKE_NVML_REFUSED_CODE  a GPU that cannot be opened, and what it says (default: none)
  *   FAKE_NVML_KEPT_GPU    a GPU whose clocks this process may not set, as in a container of its own (default: none)
  *   FAKE_NVML_PROCESSES   processes that compute on the GPUs: numbers, or GPU:number, separated by commas (default: none)
@@ -43,7 +45,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
-       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15 };
+       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15, UNKNOWN = 999 };
 enum { TOP_MHZ = 1410, MIN_MHZ = 210, STEP_MHZ = 15, MAX_GPUS = 16, POWER_MW = 300000 };
 
 typedef struct { int index; } gpu_t;
@@ -168,6 +170,10 @@ static int is_lost(void) {
     const char *path = getenv("FAKE_NVML_LOST_FILE");
     return scenario_is("lost_gpu") || (path && access(path, F_OK) == 0);
 }
+static int is_among(const char *name, int number) {
+    const char *range = setting(name, "0-0"), *last = strchr(range, '-');
+    return number >= atoi(range) && number <= atoi(last ? last + 1 : range);
+}
 static int may_change_clocks(const gpu_t *gpu) {
     if (users == 0) return UNINITIALIZED;
     if (scenario_is("no_permission") || gpu->index == atoi(setting("FAKE_NVML_KEPT_GPU", "-1"))) return NO_PERMISSION;
@@ -217,6 +223,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, gpu_t **gpu) {
     return SUCCESS;
 }
 int nvmlDeviceGetIndex(gpu_t *gpu, unsigned *index) {
+    if (users == 0) return UNINITIALIZED;
     *index = (unsigned)gpu->index;
     return SUCCESS;
 }
@@ -250,7 +257,9 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, gpu_t **gpu) {
 }
 
 int nvmlDeviceGetSupportedMemoryClocks(gpu_t *gpu, unsigned *count, unsigned *clocks) {
+    static int number = 0;
     (void)gpu;
+    if (is_among("FAKE_NVML_UNKNOWN_CLOCKS", ++number)) return UNKNOWN;
     if (!lists_clocks()) return NOT_SUPPORTED;
     if (!clocks || *count < 2) { *count = 2; return INSUFFICIENT_SIZE; }
     *count = 2;
@@ -313,6 +322,9 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 }
 
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
+    if (users == 0) return UNINITIALIZED;
+    static int number = 0;
+    if (is_among("FAKE_NVML_UNKNOWN_ENERGY", ++number)) return UNKNOWN;
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
     if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
     double tick_s = setting_s("FAKE_NVML_TICK_MS"), time_s = now_s() - setting_s("FAKE_NVML_LAG_MS");
@@ -355,6 +367,7 @@ int nvmlDeviceGetFieldValues(gpu_t *gpu, int count, field_t *fields) {
     return SUCCESS;
 }
 int nvmlDeviceGetClockInfo(gpu_t *gpu, int type, unsigned *clock_mhz) {
+    if (users == 0) return UNINITIALIZED;
     if (is_lost()) return GPU_IS_LOST;
     if (type == 2) { *clock_mhz = 1593; return SUCCESS; } /* memory */
     if (type != 0) return INVALID_ARGUMENT;

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.listeners import device_follower
 from lightning_pfo.listeners.device_follower import DeviceFollower, no_mark
@@ -174,6 +175,21 @@ def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
         assert meter.take() is None  # at once, though nothing will come any more
     wait_until(lambda: failures)  # told after the error is known
     assert failures == [1]
+    follower.close()
+
+
+def test_a_counter_that_fails_from_the_beginning_is_reported_once_and_training_goes_on(caplog):
+    class Failing(FakeGpu):
+        def total_energy_mj(self):
+            raise DeviceError("Its reason is not known.")
+
+    source, failures = FakeSource(), []
+    follower = DeviceFollower(no_mark, on_failure=lambda: failures.append(1))
+    source.add_listener(meter := IterationMeter(Failing(), source, follower, is_ready=lambda: True))
+    for _ in range(3):
+        source.run_iteration()
+        assert meter.take() is None
+    assert (failures, caplog.text.count("Its reason is not known.")) == ([1], 1)
     follower.close()
 
 

@@ -86,7 +86,13 @@ def test_no_text_covers_another_or_leaves_the_picture(make_profile, tmp_path, mo
     draw_timelines({"Top clocks, emulated": before, "Plan, emulated": after}, "picture")
     draw_energy_valleys(profile, "picture", title="NVIDIA A100 SXM (emulated)")
     small = plan_frontier(make_profile([0.02]), num_microbatches=1, num_plans=3)
-    for one, plan in ((small, small.fastest), (frontier, frontier.fastest), (frontier, frontier.least_energy)):
+    flat = plan_frontier(make_profile([0.02] * 4, clocks=(1400,)), num_microbatches=4)  # a single plan
+    for one, plan in (
+        (small, small.fastest),
+        (flat, flat.fastest),
+        (frontier, frontier.fastest),
+        (frontier, frontier.least_energy),
+    ):
         draw_frontier(one, "picture", chosen=plan)
     written = []
     for figure in figures:

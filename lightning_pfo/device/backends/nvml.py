@@ -1,65 +1,32 @@
-"""Real NVIDIA GPUs through NVML; the only module that imports pynvml, and only when a GPU is asked for."""
+"""Real NVIDIA GPUs through NVML."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_pfo.core.errors import ClockPermissionError, DeviceError, NotSupportedError
+from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device.backends import nvml_questions as questions
+from lightning_pfo.device.backends.nvml_library import (
+    NO_PERMISSION,
+    Handle,
+    NvmlLibrary,
+    library,
+    project_errors,
+    text,
+)
 from lightning_pfo.device.backends.visible_gpus import visible_gpus
 from lightning_pfo.device.safety.leased_gpu import LeasedGpu
 
 logger = logging.getLogger(__name__)
 
-_HOW_TO_GET_PERMISSION = (
-    "Locking GPU clocks needs root or the capability CAP_SYS_ADMIN, in a container too (docker: --cap-add=SYS_ADMIN). "
-    "Run with it; or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip "
-    "install 'lightning-pfo[zeus]'; docs/gpus.md); or try the clock control on an emulated GPU (gpu=emulated_a100)"
-)
-# NVML code (nvml.h, nvmlReturn_t) -> error class and what to do about it
-_ERRORS: dict[int, tuple[type[DeviceError], str]] = {
-    3: (
-        NotSupportedError,
-        "This GPU or driver cannot do it; Volta and newer data-centre and workstation GPUs can",
-    ),
-    4: (ClockPermissionError, _HOW_TO_GET_PERMISSION),
-    6: (DeviceError, "No such GPU; compare CUDA_VISIBLE_DEVICES with the output of nvidia-smi -L"),
-    9: (DeviceError, "The NVIDIA driver is not loaded; check that nvidia-smi works"),
-    12: (DeviceError, "libnvidia-ml.so.1 was not found; install the NVIDIA driver or use gpu=emulated_a100"),
-    13: (NotSupportedError, "The NVIDIA driver is too old to know this call; update it"),
-    15: (DeviceError, "The GPU has fallen off the bus; reset it or reboot the machine"),
-    16: (DeviceError, "The GPU must be reset before it can be used again (nvidia-smi --gpu-reset)"),
-    18: (DeviceError, "Driver and library have different versions; reboot the machine after a driver update"),
-}
-_NO_PERMISSION = 4
-_UNUSABLE = {_NO_PERMISSION, 15, 16}  # codes of GPUs that are there, but not for us
+_UNUSABLE = {NO_PERMISSION, 15, 16}  # codes of GPUs that are there, but not for us
 _ABSENT = {9, 12}  # codes of nvmlInit on a machine without an NVIDIA GPU
 _SCOPE_OF_THE_GPU = 0
 _REFUSED = {2, 3, 4, 13, 15}  # codes after which the driver has certainly not done what was asked
-
-
-def _pynvml() -> ModuleType:
-    import pynvml  # here, so that machines without NVIDIA software never need it
-
-    return pynvml  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _project_errors(action: str) -> Iterator[None]:
-    """Turn NVML's errors into the project's, saying what was attempted and what to do."""
-    pynvml = _pynvml()
-    try:
-        yield
-    except pynvml.NVMLError as error:
-        code = int(error.value)
-        error_class, advice = _ERRORS.get(code, (DeviceError, "See the description of this code in NVML's manual"))
-        raise error_class(f"{action} failed: NVML says {str(error)!r} (code {code}). {advice}.") from error
 
 
 def load() -> None:
@@ -68,18 +35,13 @@ def load() -> None:
     Raises:
         ImportError: If it is not installed.
     """
-    _pynvml()
-
-
-def _text(value: str | bytes) -> str:
-    """Older pynvml versions return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
+    library()
 
 
 def visible_gpu_count() -> int:
     """Count the GPUs that this process may use: those NVML finds and CUDA_VISIBLE_DEVICES leaves. 0 without NVML."""
     try:
-        pynvml = _pynvml()
+        pynvml = library()
         pynvml.nvmlInit()
     except ImportError:
         return 0
@@ -102,8 +64,8 @@ def node_index_of(gpu_uuid: str) -> int:
     Raises:
         DeviceError: If there is no such GPU.
     """
-    pynvml = _pynvml()
-    with _project_errors(f"Looking for GPU {gpu_uuid}"):
+    pynvml = library()
+    with project_errors(f"Looking for GPU {gpu_uuid}"):
         pynvml.nvmlInit()
         try:
             return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid)))
@@ -116,26 +78,26 @@ def nvml_available() -> bool:
     return visible_gpu_count() > 0
 
 
-def _visible_handles(pynvml: ModuleType) -> list[Any]:
+def _visible_handles(pynvml: NvmlLibrary) -> list[Any]:
     """Handles of the GPUs in the order of CUDA_VISIBLE_DEVICES; see `visible_gpus`.
 
     For a MIG instance it is the GPU that it is part of: clocks and energy are known of the whole GPU only. NVML counts
     in PCI order; CUDA does so too on nodes of equal GPUs, or under CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     handles = _usable_handles(pynvml)
-    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    uuids = [text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
 
     def uuid_of_mig(mig_uuid: str) -> str | None:
         try:
             instance = pynvml.nvmlDeviceGetHandleByUUID(mig_uuid)
-            return _text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
+            return text(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)))
         except pynvml.NVMLError:
             return None
 
     return [handles[index] for index in visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), uuids, uuid_of_mig)]
 
 
-def _usable_handles(pynvml: ModuleType) -> list[Any]:
+def _usable_handles(pynvml: NvmlLibrary) -> list[Any]:
     """Handles of the GPUs that CUDA counts: not of those that a batch system keeps from this job, nor of lost ones."""
     handles = []
     for index in range(pynvml.nvmlDeviceGetCount()):
@@ -144,7 +106,7 @@ def _usable_handles(pynvml: ModuleType) -> list[Any]:
         except pynvml.NVMLError as error:
             if int(error.value) not in _UNUSABLE:
                 raise
-            if int(error.value) != _NO_PERMISSION:
+            if int(error.value) != NO_PERMISSION:
                 _warn_once(f"GPU {index} of this node is left out: NVML says {str(error)!r}.")
     return handles
 
@@ -164,8 +126,8 @@ def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> Non
     Raises:
         DeviceError: If there is no such GPU, or it refuses.
     """
-    pynvml = _pynvml()
-    with _project_errors(f"Unlocking the clocks of GPU {gpu_uuid}"):
+    pynvml = library()
+    with project_errors(f"Unlocking the clocks of GPU {gpu_uuid}"):
         pynvml.nvmlInit()
         try:
             pynvml.nvmlDeviceResetGpuLockedClocks(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid))
@@ -188,14 +150,14 @@ class NvmlGpu(LeasedGpu):
             DeviceError: If there is no such GPU, or NVML does not work.
         """
         try:
-            self._nvml = _pynvml()
+            self._nvml = library()
         except ImportError as error:
             raise DeviceError("NVML needs the package nvidia-ml-py; install it or use gpu=emulated_a100.") from error
-        with _project_errors("Starting NVML"):
+        with project_errors("Starting NVML"):
             self._nvml.nvmlInit()
         self._is_open = True
         try:
-            with _project_errors(f"Opening GPU {index}"):
+            with project_errors(f"Opening GPU {index}"):
                 handles = _visible_handles(self._nvml)
                 if not 0 <= index < len(handles):
                     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
@@ -204,10 +166,10 @@ class NvmlGpu(LeasedGpu):
                         f"(CUDA_VISIBLE_DEVICES: {visible!r}). Use fewer ranks, make more GPUs visible, or use "
                         "gpu=emulated_a100."
                     )
-                self._handle = handles[index]
-                name = _text(self._nvml.nvmlDeviceGetName(self._handle))
-                uuid = _text(self._nvml.nvmlDeviceGetUUID(self._handle))
-            with _project_errors(f"Asking {name} for the clocks that it supports"):
+                name = text(self._nvml.nvmlDeviceGetName(handles[index]))
+                uuid = text(self._nvml.nvmlDeviceGetUUID(handles[index]))
+                self._handle = Handle(uuid, handles[index])
+            with project_errors(f"Asking {name} for the clocks that it supports"):
                 clocks_mhz, self._tells_clocks = questions.supported_clocks(self._nvml, self._handle)
                 self._is_in_module = questions.is_in_module(self._nvml, self._handle)
         except BaseException:
@@ -225,22 +187,22 @@ class NvmlGpu(LeasedGpu):
     def driver_version(self) -> str:
         """Version of the driver, such as 570.86.15; empty where it does not tell."""
         try:
-            return _text(self._nvml.nvmlSystemGetDriverVersion())
+            return text(self._nvml.nvmlSystemGetDriverVersion())
         except self._nvml.NVMLError:
             return ""
 
     @property
     def node_index(self) -> int:
         """Index among all GPUs of the node, in PCI order, whatever CUDA_VISIBLE_DEVICES leaves."""
-        with _project_errors(f"Asking for the index of {self._name}"):
+        with project_errors(f"Asking for the index of {self._name}"):
             return int(self._nvml.nvmlDeviceGetIndex(self._handle))
 
     def _lock(self, clock_mhz: int) -> None:
-        with _project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
+        with project_errors(f"Locking {self._name} at {clock_mhz} MHz"):
             self._nvml.nvmlDeviceSetGpuLockedClocks(self._handle, clock_mhz, clock_mhz)
 
     def _unlock(self) -> None:
-        with _project_errors(f"Unlocking the clocks of {self._name}"):
+        with project_errors(f"Unlocking the clocks of {self._name}"):
             self._nvml.nvmlDeviceResetGpuLockedClocks(self._handle)
 
     def _was_refused(self, error: DeviceError) -> bool:
@@ -290,12 +252,12 @@ class NvmlGpu(LeasedGpu):
         """
         if self._is_in_module:
             raise NotSupportedError(f"The energy counter of {self._name} counts the CPU of its module too.")
-        with _project_errors(f"Reading the energy counter of {self._name}"):
+        with project_errors(f"Reading the energy counter of {self._name}"):
             return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
 
     def power_mw(self) -> int:
         """Power drawn now; where the driver tells only that, averaged over the last second."""
-        with _project_errors(f"Reading the power of {self._name}"):
+        with project_errors(f"Reading the power of {self._name}"):
             instant_mw = self._instant_power_mw()
             return int(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) if instant_mw is None else instant_mw
 
@@ -312,7 +274,7 @@ class NvmlGpu(LeasedGpu):
 
     def graphics_clock_mhz(self) -> int:
         """The graphics clock at which the GPU runs now."""
-        with _project_errors(f"Reading the clock of {self._name}"):
+        with project_errors(f"Reading the clock of {self._name}"):
             return int(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_GRAPHICS))
 
     def clock_limits(self) -> frozenset[str]:
@@ -336,5 +298,5 @@ class NvmlGpu(LeasedGpu):
 
     def _leave(self) -> None:
         self._is_open = False
-        with _project_errors("Leaving NVML"):
+        with project_errors("Leaving NVML"):
             self._nvml.nvmlShutdown()

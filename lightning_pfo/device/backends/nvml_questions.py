@@ -1,14 +1,14 @@
 """What NVML tells of a GPU's clocks and users, where models, drivers and hypervisors differ in what they tell.
 
-Functions take the module `pynvml` and a handle: `nvml` alone imports it.
+Functions take the library and a handle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from types import ModuleType
-from typing import Any
+
+from lightning_pfo.device.backends.nvml_library import Handle, NvmlLibrary
 
 # newer drivers may lack the second function, older ones lack the first (nvml.h)
 _REASONS_FUNCTIONS = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -22,7 +22,7 @@ _LOCKED_BELOW = 0.9  # of the top clock: GPUs of some models never boost to it
 _LOOK_AGAIN_S = 0.1  # a GPU that has just been given work is on its way up
 
 
-def supported_clocks(nvml: ModuleType, handle: Any) -> tuple[tuple[int, ...], bool]:
+def supported_clocks(nvml: NvmlLibrary, handle: Handle) -> tuple[tuple[int, ...], bool]:
     """Graphics clocks of a GPU, the highest first, and whether they may be locked.
 
     Some GPUs list none (GH200, and under hypervisors): then those between their lowest and highest one are taken; the
@@ -63,7 +63,7 @@ def supported_clocks(nvml: ModuleType, handle: Any) -> tuple[tuple[int, ...], bo
         return (1,), False
 
 
-def clock_reasons(nvml: ModuleType, handle: Any) -> int | None:
+def clock_reasons(nvml: NvmlLibrary, handle: Handle) -> int | None:
     """NVML's bits, 0 where nothing holds the clock down; None where the driver does not tell."""
     for name in _REASONS_FUNCTIONS:
         with contextlib.suppress(AttributeError, nvml.NVMLError):
@@ -71,13 +71,13 @@ def clock_reasons(nvml: ModuleType, handle: Any) -> int | None:
     return None
 
 
-def clock_limits(nvml: ModuleType, handle: Any) -> frozenset[str]:
+def clock_limits(nvml: NvmlLibrary, handle: Handle) -> frozenset[str]:
     """What holds the clock down now; empty where the driver does not tell."""
     reasons = clock_reasons(nvml, handle) or 0
     return frozenset(limit for bit, limit in _LIMITS.items() if reasons & bit)
 
 
-def unexplained_clock(nvml: ModuleType, handle: Any, top_mhz: int) -> str:
+def unexplained_clock(nvml: NvmlLibrary, handle: Handle, top_mhz: int) -> str:
     """What shows that the clock is locked: it is low, twice, and nothing explains it. Empty: nothing shows.
 
     NVML does not tell of locked clocks themselves. A lock near the top clock, and that of an idle GPU, is not seen.
@@ -94,7 +94,7 @@ def unexplained_clock(nvml: ModuleType, handle: Any, top_mhz: int) -> str:
     return f"it runs at {seen_mhz[0]} of {top_mhz} MHz without a reason, so somebody seems to have locked it there"
 
 
-def compute_pids(nvml: ModuleType, handle: Any) -> list[int]:
+def compute_pids(nvml: NvmlLibrary, handle: Handle) -> list[int]:
     """Numbers of the processes that compute on a GPU, under MPS too; empty where the driver does not tell."""
     pids: list[int] = []
     for name in _PROCESS_FUNCTIONS:
@@ -107,7 +107,7 @@ def compute_pids(nvml: ModuleType, handle: Any) -> list[int]:
     return pids
 
 
-def is_in_module(nvml: ModuleType, handle: Any) -> bool:
+def is_in_module(nvml: NvmlLibrary, handle: Handle) -> bool:
     """Whether the GPU shares a module, and its energy counter, with a CPU (Grace Hopper)."""
     try:
         return bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled)

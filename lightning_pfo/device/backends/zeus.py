@@ -113,6 +113,8 @@ class ZeusNvidiaGpu(nvml.NvmlGpu):
 
     def _unlock(self) -> None:
         with _project_errors(f"Unlocking the clocks of {self.name} with zeus"):
+            # made anew, after NVML has answered us: zeus cannot if other code has shut it down meanwhile
+            self._zeus_gpu = _zeus_nvidia_gpu(self.node_index)
             self._zeus_gpu.reset_gpu_locked_clocks()
 
     def _was_refused(self, error: DeviceError) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightning_pfo.core.errors import NotSupportedError
+from lightning_pfo.core.errors import DeviceError, NotSupportedError
 from lightning_pfo.device.energy.sampler import EnergySampler
 from lightning_pfo.device.energy.trace import EnergyTrace
 from lightning_pfo.device.gpu import Gpu
@@ -24,10 +24,14 @@ class EnergyReader:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._sampler: EnergySampler | None = None
+        self._error: DeviceError | None = None
         try:
             gpu.total_energy_mj()
         except NotSupportedError:
             logger.warning("%s has no energy counter: its power is integrated instead, which is less exact.", gpu.name)
+        except DeviceError as error:  # is told to whoever asks for an energy, as one that comes later is
+            self._error = error
+            return
         else:
             if gpu.energy_is_continuous:
                 return
@@ -38,8 +42,10 @@ class EnergyReader:
         """Energy so far, J.
 
         Raises:
-            DeviceError: If the counter cannot be read any more, or was reset.
+            DeviceError: If the counter cannot be read, or was reset.
         """
+        if self._error is not None:
+            raise self._error
         if self._sampler is None:
             return self._gpu.total_energy_mj() / 1000
         if self._sampler.error is not None:

@@ -6,29 +6,36 @@ import contextlib
 import importlib
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from lightning_pfo.core.errors import DeviceError
-from lightning_pfo.device.safety.folder import all_dirs, own_dirs, runtime_dir
+from lightning_pfo.device.safety.folder import all_dirs, made_again, own_dirs, runtime_dir
 from lightning_pfo.device.safety.lease import (
     GRAPHICS_CLOCK,
     Lease,
+    claimed_here,
     delete_lease,
     exclusive,
+    is_watched,
     lease_paths,
     leases_of,
     read_file,
+    watched,
     write_lease,
 )
 from lightning_pfo.device.safety.process_id import ProcessId, boot_id, this_process
-from lightning_pfo.device.safety.watching import Watchdog
+from lightning_pfo.device.safety.watching import CHANGED, RESTORED, Watchdog
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = {"nvml": "lightning_pfo.device.backends.nvml", "zeus": "lightning_pfo.device.backends.zeus"}
 """Modules by backend name; each has `unlock_graphics_clock(gpu_uuid, found)`, and `load()`, to import its library."""
+
+_EARLIER_PROGRAM_S = 5.0
+_LOOK_EVERY_S = 0.05
 
 
 class ClockClaim:
@@ -40,6 +47,8 @@ class ClockClaim:
         self._path = path
         self._watchdog = watchdog
         self._written = _identity(path)
+        self._keeps = contextlib.ExitStack()
+        claimed_here.add(lease.gpu_uuid)
 
     @property
     def is_ours(self) -> bool:
@@ -78,6 +87,7 @@ class ClockClaim:
         self._watchdog.check(self._lease.gpu_name)
         if what in self._lease.changed and _identity(self._path) == self._written:
             return
+        made_again(self._folder)
         with exclusive(self._lease.gpu_uuid, self._folder):
             if self.is_taken:
                 raise DeviceError(
@@ -87,6 +97,9 @@ class ClockClaim:
             self._lease = replace(self._lease, changed=tuple(dict.fromkeys((*self._lease.changed, what))))
             self._path = write_lease(self._lease, self._folder)
             self._written = _identity(self._path)
+            if not is_watched(self._lease.gpu_uuid, self._folder):  # the file that the watchdog has locked went, too
+                self._keeps.enter_context(watched(self._lease.gpu_uuid, self._folder))
+        self._watchdog.tell(CHANGED)
 
     def check(self) -> None:
         """Check that what was changed would still be undone; as `note_change`, if anything was changed."""
@@ -95,11 +108,29 @@ class ClockClaim:
 
     def release(self) -> None:
         """Give the clocks up; whatever was changed must have been undone."""
+        claimed_here.discard(self._lease.gpu_uuid)
+        self._watchdog.tell(RESTORED)
         try:
             if not self.is_taken:
                 delete_lease(self._lease.gpu_uuid, self._path)
         finally:
+            self._keeps.close()
             self._watchdog.end()  # without a lease it has nothing to do; ending it is quicker than letting it find out
+
+
+def await_earlier_program(gpu_uuid: str) -> None:
+    """Where `exec` has put this program into the place of one that set clocks: until its watchdog has restored them.
+
+    Raises:
+        DeviceError: If a lease cannot be read.
+    """
+    deadline_s = time.monotonic() + _EARLIER_PROGRAM_S
+    while time.monotonic() < deadline_s and any(
+        lease.is_of_earlier_program and lease.is_held(folder)
+        for folder in own_dirs()
+        for _, lease in leases_of(gpu_uuid, folder)
+    ):
+        time.sleep(_LOOK_EVERY_S)
 
 
 def check_free(gpu_uuid: str, gpu_name: str) -> None:
@@ -195,6 +226,23 @@ def undo_stale(
         return stale[0][1] if stale else None
 
 
+def undo_lost(lease: Lease) -> None:
+    """Restore the clocks that a dead process left changed and whose lease is gone, unless another one has claimed them.
+
+    Raises:
+        DeviceError: If the GPU refuses.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(DeviceError):  # the folder may be gone with the lease
+            stack.enter_context(exclusive(lease.gpu_uuid, insists=True))
+        try:
+            is_anothers = _is_held_by_another(lease)
+        except DeviceError:
+            is_anothers = False
+        if not is_anothers:
+            _unlock(lease)
+
+
 def repair_at_start(gpu_uuid: str) -> None:
     """When a GPU is opened: undo what a crashed job left, or say who can."""
     try:
@@ -219,11 +267,7 @@ def _undo_all(leases: list[tuple[Path, Lease]]) -> None:
     """
     for path, lease in leases:
         if lease.changed and lease.holder.boot_id == boot_id() and not _is_held_by_another(lease):
-            if lease.backend not in BACKENDS:
-                raise DeviceError(
-                    f"Clocks are restored by one of {', '.join(BACKENDS)}; the lease names {lease.backend!r}."
-                )
-            importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid, lease.found)
+            _unlock(lease)
         try:
             delete_lease(lease.gpu_uuid, path)
         except DeviceError as error:
@@ -235,6 +279,12 @@ def _undo_all(leases: list[tuple[Path, Lease]]) -> None:
                 path,
                 path.stat().st_uid,
             )
+
+
+def _unlock(lease: Lease) -> None:
+    if lease.backend not in BACKENDS:
+        raise DeviceError(f"Clocks are restored by one of {', '.join(BACKENDS)}; the lease names {lease.backend!r}.")
+    importlib.import_module(BACKENDS[lease.backend]).unlock_graphics_clock(lease.gpu_uuid, lease.found)
 
 
 def _is_held_by_another(lease: Lease) -> bool:

@@ -58,6 +58,20 @@ def runtime_dir() -> Path:
     raise problems[0]
 
 
+def made_again(folder: Path) -> None:
+    """Make a folder of leases where somebody has removed it: the end of a login, a cleaner of temporary files.
+
+    Raises:
+        DeviceError: If it cannot be made.
+    """
+    if folder.is_dir():
+        return
+    if str(folder) == os.environ.get(DIRECTORY_VARIABLE):
+        runtime_dir()
+    else:
+        _made(folder)
+
+
 def own_dirs() -> list[Path]:
     """`runtime_dir()`, and where else this user's jobs may have left leases, in another environment."""
     first = runtime_dir()

@@ -36,7 +36,7 @@ from lightning_pfo.device.safety.folder import (
     try_lock,
     write_whole,
 )
-from lightning_pfo.device.safety.process_id import ProcessId, pid_namespace
+from lightning_pfo.device.safety.process_id import ProcessId, pid_namespace, this_process
 
 __all__ = ["DIRECTORY_VARIABLE", "Lease", "runtime_dir"]
 
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 GRAPHICS_CLOCK = "graphics_clock"
+
+claimed_here: set[str] = set()
+"""UUIDs of the GPUs whose clocks this program has claimed: `exec` leaves the process, not what it remembers."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,16 @@ class Lease:
     found: Mapping[str, int | None]
     changed: tuple[str, ...] = ()
 
+    @property
+    def is_of_earlier_program(self) -> bool:
+        """Whether this process holds it, but the program that it ran before (`exec`) has claimed it."""
+        return self.gpu_uuid not in claimed_here and self.holder == this_process()
+
     def is_held(self, folder: Path | None = None) -> bool:
-        """Whether the holder still lives; where it runs in another container, whether its watchdog does."""
-        if self.holder.namespace == pid_namespace():
+        """Whether the holder still lives; where that cannot be seen, whether its watchdog does."""
+        if self.holder.namespace == pid_namespace() and not self.is_of_earlier_program:
             return self.holder.is_alive()
-        return _is_watched(self.gpu_uuid, folder)
+        return is_watched(self.gpu_uuid, folder)
 
 
 def lease_path(gpu_uuid: str, folder: Path | None = None) -> Path:
@@ -114,7 +122,8 @@ def watched(gpu_uuid: str, folder: Path | None = None) -> Iterator[int]:
         yield descriptor
 
 
-def _is_watched(gpu_uuid: str, folder: Path | None = None) -> bool:
+def is_watched(gpu_uuid: str, folder: Path | None = None) -> bool:
+    """Whether a watchdog lives that watches over a lease of the GPU."""
     path = lease_path(gpu_uuid, folder).with_suffix(".watched")
     with lock_file(path) as descriptor, explained(str(path)):
         return not try_lock(descriptor, "LOCK_EX", timeout_s=0)
@@ -171,7 +180,7 @@ def write_lease(lease: Lease, folder: Path | None = None) -> Path:
     """
     path = lease_path(lease.gpu_uuid, folder)
     of_user = path.with_suffix(f".of-{os.getuid()}-{re.sub('[^A-Za-z0-9-]', '_', socket.gethostname())}.json")
-    text = json.dumps({"version": VERSION} | asdict(lease), indent=1)
+    text = lease_text(lease)
     with explained(f"{path} cannot be written"):
         if not of_user.exists() and not _is_of_another_machine(path):
             try:
@@ -181,6 +190,25 @@ def write_lease(lease: Lease, folder: Path | None = None) -> Path:
                 pass
         write_whole(of_user, text)
     return of_user
+
+
+def lease_text(lease: Lease) -> str:
+    """A lease as JSON."""
+    return json.dumps({"version": VERSION} | asdict(lease), indent=1)
+
+
+def lease_from(text: str) -> Lease:
+    """A lease from its JSON.
+
+    Raises:
+        Exception: Of many kinds, if it is damaged or of another version.
+    """
+    content = json.loads(text)
+    version = content.pop("version")
+    if version != VERSION:
+        raise ValueError(f"its version is {version}, this program reads {VERSION}")
+    holder = ProcessId(**content.pop("holder"))
+    return Lease(**content | {"holder": holder, "changed": tuple(content["changed"])})
 
 
 def _is_of_another_machine(path: Path) -> bool:
@@ -209,12 +237,7 @@ def read_file(path: Path) -> Lease | None:
         DeviceError: If it is damaged or of another version; the message says what to do.
     """
     try:
-        content = json.loads(read_regular(path))
-        version = content.pop("version")
-        if version != VERSION:
-            raise ValueError(f"its version is {version}, this program reads {VERSION}")
-        holder = ProcessId(**content.pop("holder"))
-        return Lease(**content | {"holder": holder, "changed": tuple(content["changed"])})
+        return lease_from(read_regular(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

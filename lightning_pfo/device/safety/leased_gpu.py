@@ -69,6 +69,7 @@ class LeasedGpu(ABC):
         reason = self._why_never()
         if reason:
             raise DeviceError(f"The clocks of {self._name} ({self._uuid}) are left alone: {reason}.")
+        claim.await_earlier_program(self._uuid)
         claim.check_free(self._uuid, self._name)
         if not self.shares:
             self._check_unused()

@@ -1,10 +1,11 @@
 """The process that outlives a trainer and restores its GPU's clocks.
 
-    python -m lightning_pfo.device.safety.watchdog BACKEND GPU_UUID PID START_TICKS SIGNALS
+    python -m lightning_pfo.device.safety.watchdog LEASE SIGNALS
 
 Started by `watching`. It sleeps until the trainer has ended, which it learns from the end of the pipe SIGNALS (at once)
 or by looking (twice a second: a forked child of the trainer may hold the pipe open). If the lease is still there then,
-the trainer was killed: SIGKILL, out of memory, segmentation fault.
+the trainer was killed: SIGKILL, out of memory, segmentation fault; or `exec` has put another program into its place.
+The trainer says on the standard input that it changes clocks, as the lease may be removed with its folder.
 
 The kernel writes the signals that the trainer receives into that pipe, whatever Python does (`guard`). A trainer that
 has not restored the clocks some time after SIGTERM hangs in a call of C that keeps the interpreter: then the watchdog
@@ -25,11 +26,11 @@ import time
 from pathlib import Path
 
 from lightning_pfo.core.errors import DeviceError
-from lightning_pfo.device.safety.claim import BACKENDS, undo_stale
+from lightning_pfo.device.safety.claim import BACKENDS, undo_lost, undo_stale
+from lightning_pfo.device.safety.folder import DIRECTORY_VARIABLE
 from lightning_pfo.device.safety.guard import SIGNALS
-from lightning_pfo.device.safety.lease import lease_path
-from lightning_pfo.device.safety.process_id import ProcessId, process_of
-from lightning_pfo.device.safety.watching import READY
+from lightning_pfo.device.safety.lease import Lease, lease_from, lease_path
+from lightning_pfo.device.safety.watching import CHANGED, READY
 
 logger = logging.getLogger("lightning_pfo clock watchdog")
 
@@ -38,7 +39,55 @@ _TRAINER_S = 2.0  # for the trainer to restore by itself after a signal
 _RETRIES_AFTER_S = (0.2, 0.5, 1.0, 2.0)  # all within the 5 s that we promise
 
 
-def main(backend: str, gpu_uuid: str, pid: str, start_ticks: str, signals: str) -> None:
+class _Trainer:
+    """What the trainer has told about its clocks, which holds where its lease is lost."""
+
+    def __init__(self, lease: Lease, told: int) -> None:
+        os.set_blocking(told, False)
+        self.lease = lease
+        self._told = told
+        self._is_changed = False
+
+    def restore(self, *, hangs: bool = False) -> bool:
+        """Undo what it has changed; returns whether nothing is left."""
+        lease = self.lease
+        for retry_after_s in (*_RETRIES_AFTER_S, None):
+            try:
+                is_restored = self._undo()
+            except (DeviceError, OSError) as error:
+                if retry_after_s is None:
+                    where = f"(lease: {lease_path(lease.gpu_uuid, _folder())})"
+                    logger.error("%s Try again with: lightning-pfo restore-clocks %s", error, where)
+                    return False
+                time.sleep(retry_after_s)
+            else:
+                if is_restored:
+                    did = "hangs with clocks" if hangs else "left clocks"
+                    which = f"{lease.gpu_name} ({lease.gpu_uuid})"
+                    logger.warning("process %d %s changed; restored those of %s", lease.holder.pid, did, which)
+                return True
+        return False
+
+    def _undo(self) -> bool:
+        """Whether there was something to undo."""
+        self._listen()
+        undone = None
+        if _folder().is_dir():
+            # even if the process lives: it hangs, or `exec` has put another program into its place
+            undone = undo_stale(self.lease.gpu_uuid, self.lease.holder, even_alive=True, insists=True)
+        is_lost = undone is None and self._is_changed
+        if is_lost:
+            undo_lost(self.lease)
+        self._is_changed = False
+        return is_lost or (undone is not None and bool(undone.changed))
+
+    def _listen(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while told := os.read(self._told, 4096):
+                self._is_changed = told.endswith(CHANGED)
+
+
+def main(lease: str, signals: str) -> None:
     """Wait for the end of the trainer, then restore what it left."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # we end when the trainer does, not before
@@ -46,54 +95,36 @@ def main(backend: str, gpu_uuid: str, pid: str, start_ticks: str, signals: str) 
     with contextlib.suppress(OSError):  # only root may: let the system end the trainer rather than us
         Path("/proc/self/oom_score_adj").write_text("-1000")
     received = socket.socket(fileno=int(signals))
+    trainer = _Trainer(lease_from(lease), sys.stdin.fileno())
     with contextlib.suppress(BrokenPipeError):  # killed meanwhile: there may be something to restore all the same
         os.write(sys.stdout.fileno(), READY)
     with contextlib.suppress(DeviceError, ImportError):  # now, as the disk may be gone later; it fails again then
-        importlib.import_module(BACKENDS[backend]).load()
-    holder = process_of(int(pid), int(start_ticks) if start_ticks else None)
-    _wait_for_end(holder, received, gpu_uuid)
-    if not _restore(gpu_uuid, holder):
+        importlib.import_module(BACKENDS[trainer.lease.backend]).load()
+    _wait_for_end(trainer, received)
+    if not trainer.restore():
         sys.exit(1)
 
 
-def _restore(gpu_uuid: str, holder: ProcessId, *, even_alive: bool = False) -> bool:
-    for retry_after_s in (*_RETRIES_AFTER_S, None):
-        try:
-            lease = undo_stale(gpu_uuid, holder, even_alive=even_alive, insists=True)
-        except (DeviceError, OSError) as error:
-            if retry_after_s is None:
-                path = lease_path(gpu_uuid)
-                logger.error("%s Try again with: lightning-pfo restore-clocks (lease: %s)", error, path)
-                return False
-            time.sleep(retry_after_s)
-        else:
-            if lease is not None and lease.changed:
-                did = "hangs with clocks" if even_alive else "left clocks"
-                which = f"{lease.gpu_name} ({gpu_uuid})"
-                logger.warning("process %d %s changed; restored those of %s", holder.pid, did, which)
-            return True
-    return False
+def _folder() -> Path:
+    """Where the lease is."""
+    return Path(os.environ[DIRECTORY_VARIABLE])
 
 
-def _wait_for_end(holder: ProcessId, received: socket.socket, gpu_uuid: str) -> None:
+def _wait_for_end(trainer: _Trainer, received: socket.socket) -> None:
     signalled_s: float | None = None
-    while holder.is_alive():
+    while trainer.lease.holder.is_alive():
         first = _first_byte(received)
         if first is None:
             signalled_s = None
             continue
         if not first:
-            break
+            return  # nobody is left there who could set a clock
         if first[0] in SIGNALS:
             now_s = time.monotonic()
             signalled_s = signalled_s or now_s
             if now_s - signalled_s >= _TRAINER_S:
-                _restore(gpu_uuid, holder, even_alive=True)
+                trainer.restore(hangs=True)
         time.sleep(_LOOK_EVERY_S / 5)
-    wait_s = 0.001
-    while holder.is_alive():  # a dying process closes its files a moment before it ends
-        time.sleep(wait_s)
-        wait_s = min(2 * wait_s, _LOOK_EVERY_S)
 
 
 def _first_byte(received: socket.socket) -> bytes | None:

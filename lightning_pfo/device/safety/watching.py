@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import site
@@ -13,9 +14,10 @@ import lightning_pfo
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.safety import guard
 from lightning_pfo.device.safety.folder import DIRECTORY_VARIABLE
-from lightning_pfo.device.safety.lease import Lease, watched
+from lightning_pfo.device.safety.lease import Lease, lease_text, watched
 
 READY = b"."
+CHANGED, RESTORED = b"+", b"-"
 _READY_TIMEOUT_S = 60.0  # a busy machine may need many seconds to start Python
 
 
@@ -33,15 +35,13 @@ class Watchdog(subprocess.Popen[bytes]):
             DeviceError: If it cannot be started.
         """
         self._is_ready = False
-        holder = lease.holder
-        start_ticks = "" if holder.start_ticks is None else str(holder.start_ticks)
-        command = [sys.executable or "python3", "-m", "lightning_pfo.device.safety.watchdog", lease.backend]
+        command = [sys.executable or "python3", "-m", "lightning_pfo.device.safety.watchdog"]
         signals = guard.signals_received()
         try:
             with watched(lease.gpu_uuid, folder) as descriptor:
                 super().__init__(
-                    [*command, lease.gpu_uuid, str(holder.pid), start_ticks, str(signals.fileno())],
-                    stdin=subprocess.DEVNULL,
+                    [*command, lease_text(lease), str(signals.fileno())],
+                    stdin=subprocess.PIPE,  # `CHANGED` and `RESTORED`
                     stdout=subprocess.PIPE,  # `READY`
                     env=_environment() | {DIRECTORY_VARIABLE: str(folder)},
                     cwd="/",  # a job's folder may be unmounted, and may hold modules named like Python's own
@@ -53,6 +53,8 @@ class Watchdog(subprocess.Popen[bytes]):
                 "Clocks are changed only under a watchdog process that can restore them; it could not be started: "
                 f"{error}."
             ) from error
+        assert self.stdin is not None
+        os.set_blocking(self.stdin.fileno(), False)
 
     def check(self, gpu_name: str) -> None:
         """Wait until the watchdog is ready, once, and see that it lives.
@@ -74,6 +76,15 @@ class Watchdog(subprocess.Popen[bytes]):
                 f"Clocks are changed only under a watchdog process that can restore them; that of "
                 f"{gpu_name} has ended (code {self.wait()}). Start the job again."
             )
+
+    def tell(self, what: bytes) -> None:
+        """Tell it that clocks are `CHANGED` from now on, or `RESTORED`: so it knows where the lease is lost.
+
+        Whether it lives is not looked at: `check` does.
+        """
+        assert self.stdin is not None
+        with contextlib.suppress(OSError):
+            os.write(self.stdin.fileno(), what)
 
     def end(self) -> None:
         """End the watchdog."""

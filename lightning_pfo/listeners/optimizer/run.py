@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_pfo.core.events import InstructionEvent, InstructionListener, InstructionSource
 from lightning_pfo.core.files import check_can_write, write_text_atomically
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.device.time import time_of
 from lightning_pfo.listeners.agreement import check_together, is_first
 from lightning_pfo.listeners.gpu_session import (
@@ -210,7 +210,7 @@ class OptimizedRun(InstructionListener):
         """Saving that no plan of the chosen one's iteration time exceeds, by the profile; None where not known."""
         if self.frontier is None or self.plan is None or not self.plan.lower_bound_j:
             return None
-        return 100 * (1 - self.plan.lower_bound_j / self.frontier.baseline.iteration_energy_j)
+        return saving_percent(self.plan.lower_bound_j, self.frontier.baseline.iteration_energy_j)
 
     @property
     def net_saving_j(self) -> float:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.ranges import check_whole
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.planner.cluster.stragglers import straggler_factors
@@ -94,7 +94,7 @@ class Emulation:
 
     def saving_percent(self, name: str) -> float:
         """Energy that a policy saves against the top clocks, over the same number of iterations."""
-        return 100 * (1 - self.policies[name].iteration_energy_j / self.baseline.iteration_energy_j)
+        return saving_percent(self.policies[name].iteration_energy_j, self.baseline.iteration_energy_j)
 
     def slowdown_percent(self, name: str) -> float:
         """By how much the job is slower than at the top clocks."""

@@ -57,8 +57,9 @@ def load_frontier(path: str | os.PathLike[str]) -> Frontier:
             where = where / JSON_NAME
         data = json.loads(where.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        folder = where.parent if where.suffix == ".json" else where
         raise PlanError(
-            f"There is no frontier at {where}. Make one with `lightning-pfo plan ... output_dir={where.parent}`."
+            f"There is no frontier at {where}. Make one with `lightning-pfo plan ... output_dir={folder}`."
         ) from None
     except (OSError, ValueError, TypeError, RecursionError) as error:  # ValueError: no JSON, or no path
         raise PlanError(

@@ -27,6 +27,7 @@ BlockingPowerOption: TypeAlias = (
 )
 """Watts per GPU, watts by clock in MHz, one of these per stage, the path of a file, or None for the profile's own."""
 
+_NO_NUMBERS = ("nan", "inf", "-inf")  # as text, and no names of files
 _RULE = (
     f"p2p_blocking_power_w must be {POWER}, or one for each clock such as {{1410: 85, 705: 66}} (whole MHz above 0), "
     "with a blank after each colon"
@@ -133,6 +134,8 @@ def read_blocking_power(path: str | os.PathLike[str]) -> dict[int, float]:
         ConfigurationError: If the file cannot be read or holds something else, or a clock twice.
     """
     name = cut(str(path))
+    if name.lower() in _NO_NUMBERS:
+        raise ConfigurationError(f"{_RULE}; got {name}.")
     how = f"Write one with `lightning-pfo p2p-power json=true > {cut(Path(path).name)}`."
     try:
         rows = json.loads(Path(path).read_text(encoding="utf-8-sig"))["blocked"]

@@ -116,8 +116,9 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
     except ProfileError:
         raise
     except (OSError, ValueError, TypeError, csv.Error) as error:  # ValueError: no text, or no path
+        remedy = " Save it as UTF-8." if isinstance(error, UnicodeDecodeError) else ""
         raise ProfileError(
-            f"The profile {shortened(source)} cannot be read as a CSV file: {cut(str(error))}."
+            f"The profile {shortened(source)} cannot be read as a CSV file: {cut(str(error))}.{remedy}"
         ) from error
     return _profile_of(str(where), rows)
 
@@ -182,14 +183,23 @@ def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:
 
 
 def _hint(header: Sequence[str]) -> str:
-    if "power limit" not in header:
-        return ""
-    return " Its points differ by power limit; a plan sets clocks, so profile over clocks."
+    """What to do about a header that lacks columns, where that can be guessed."""
+    if "power limit" in header:
+        return " Its points differ by power limit; a plan sets clocks, so profile over clocks."
+    if header and header[0].startswith("#"):
+        return " The first line is the header: delete the comment above it."
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if any(separator in cell for cell in header):
+            return f" Cells are separated by commas, here by {name}: save it with commas."
+    capitals = [cell for cell in header if cell not in _NEEDED and cell.lower() in _NEEDED]
+    if capitals:
+        return f" Names of columns are in lower case: write {capitals[0].lower()}, not {capitals[0]}."
+    return ""
 
 
 def _parse_row(where: str, line: int, record: Mapping[str, str]) -> ProfileRow:
     try:
-        kind = InstructionType.from_profile_name(record["instruction"].lower())
+        kind = InstructionType.from_profile_name(record["instruction"])
     except ValueError as error:
         raise ProfileError(f"{where}: {cut(str(error))}") from None
     values = {

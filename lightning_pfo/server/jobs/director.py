@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from lightning_pfo.core.errors import PlanError
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.planner.frontier.data import Frontier
 from lightning_pfo.planner.frontier.select import select_plan
 from lightning_pfo.planner.frontier.zeus_files import read_zeus_rows
@@ -151,5 +151,5 @@ def rows_of(frontier: Frontier, plan: FrequencyPlan, label: str) -> PlanRows:
         tuple((inst.type.profile_name, mhz) for inst, mhz in zip(order, clocks, strict=True))
         for order, clocks in zip(plan.schedule.orders, plan.clocks_mhz, strict=True)
     )
-    saving = 100 * (1 - plan.iteration_energy_j / frontier.baseline.iteration_energy_j)
+    saving = saving_percent(plan.iteration_energy_j, frontier.baseline.iteration_energy_j)
     return PlanRows(rows, label, "plan", plan.iteration_time_s, plan.iteration_energy_j, saving)

@@ -273,6 +273,48 @@ gpu.close()
     assert fake_driver.changes() == []
 
 
+def test_what_fails_once_for_no_reason_told_is_tried_again(fake_driver: FakeDriver) -> None:
+    script = """
+from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.energy.reader import EnergyReader
+gpu = open_gpu("nvml", 0)
+print(len(gpu.supported_clocks_mhz()), gpu.total_energy_mj() > 0)
+reader = EnergyReader(gpu)  # fails twice
+try:
+    reader.energy_j()
+except DeviceError as error:
+    print(error)
+reader.close()
+"""
+    clocks, error = run(fake_driver.environment(unknown_clocks="1-1", unknown_energy="2-3"), "-c", script).splitlines()
+    assert clocks == "81 True"
+    assert error.startswith("Reading the energy counter of Fake GPU 0 failed: NVML says 'Unknown Error' (code 999).")
+
+
+@pytest.mark.parametrize("backend", ["nvml", "zeus"])
+def test_clocks_are_unlocked_although_other_code_has_shut_nvml_down(backend: str, fake_driver: FakeDriver) -> None:
+    if backend == "zeus":
+        pytest.importorskip("zeus")
+    script = f"""
+import pynvml
+from lightning_pfo.device import ClockController, open_gpu
+gpu = open_gpu({backend!r}, 1)
+clocks = ClockController(gpu)
+clocks.request(600)
+assert clocks.wait(30)
+pynvml.nvmlShutdown()
+print(gpu.graphics_clock_mhz(), gpu.total_energy_mj() > 0)  # started again
+pynvml.nvmlShutdown()
+clocks.close()
+print(gpu.graphics_clock_mhz())
+pynvml.nvmlShutdown()
+gpu.close()
+"""
+    assert run(fake_driver.environment(), "-c", script) == "600 True\n1410\n"
+    assert fake_driver.leases() == []
+
+
 def test_importing_the_device_layer_loads_neither_pynvml_nor_torch(fake_driver: FakeDriver) -> None:
     script = """
 import sys
@@ -284,4 +326,4 @@ print(sorted({"pynvml", "torch", "lightning", "pandas"} & set(sys.modules)))
 
 
 def test_older_pynvml_versions_return_bytes() -> None:
-    assert nvml._text(b"NVIDIA A40") == nvml._text("NVIDIA A40") == "NVIDIA A40"
+    assert nvml.text(b"NVIDIA A40") == nvml.text("NVIDIA A40") == "NVIDIA A40"

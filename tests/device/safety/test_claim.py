@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ from lightning_pfo.device.safety.claim import ClockClaim
 from lightning_pfo.device.safety.lease import (
     DIRECTORY_VARIABLE,
     Lease,
-    _is_watched,
     delete_lease,
+    is_watched,
     read_lease,
     read_leases,
     write_lease,
@@ -178,7 +179,7 @@ def test_a_full_folder_is_named_and_nothing_is_left_running(lease: Lease, monkey
     with pytest.raises(DeviceError, match=r"GPU-1\.json cannot be written: .*No space left.* Set LIGHTNING_PFO"):
         clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
     assert read_leases() == []
-    assert not _is_watched("GPU-1")
+    assert not is_watched("GPU-1")
 
 
 @pytest.fixture
@@ -203,6 +204,22 @@ def test_a_lost_lease_is_written_again_and_another_job_s_is_left_alone(claim: Cl
     assert claim.is_taken
     claim.release()
     assert read_lease("GPU-1") == others
+
+
+def test_a_removed_folder_is_made_again_with_the_lease_and_what_others_see(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "deep" / "leases"
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(folder))
+    claim = clock_claim.acquire("GPU-1", "Some GPU", "nvml", {})
+    claim.note_change()
+    shutil.rmtree(folder.parent)
+    claim.check()
+    assert read_lease("GPU-1") == claim._lease
+    assert is_watched("GPU-1")  # for those in other containers
+    claim.release()
+    assert read_lease("GPU-1") is None
+    assert not is_watched("GPU-1")
 
 
 def test_without_its_watchdog_no_clock_is_changed(claim: ClockClaim) -> None:

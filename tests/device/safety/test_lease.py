@@ -17,6 +17,7 @@ from lightning_pfo.device.safety.claim import acquire, undo_stale
 from lightning_pfo.device.safety.lease import (
     DIRECTORY_VARIABLE,
     Lease,
+    claimed_here,
     exclusive,
     lease_path,
     read_lease,
@@ -145,11 +146,13 @@ def test_users_share_a_sticky_folder_of_root_s(monkeypatch: pytest.MonkeyPatch) 
                     write_lease(dead)
                 else:
                     assert undo_stale("GPU-1") == dead
+                    claimed_here.add("GPU-1")
                     mine = replace(dead, holder=this_process(), changed=())
                     write_lease(mine)
                     assert read_lease("GPU-1") == mine
                     assert undo_stale("GPU-1") == dead
             finally:
                 os.seteuid(0)
+                claimed_here.discard("GPU-1")
         assert calls == ["GPU-1"]  # not again while the second user holds it
         assert len(read_leases()) == 2

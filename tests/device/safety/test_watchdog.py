@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,70 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "restored those of" in done.stderr
     assert time.monotonic() - started_s < 25
     assert fake_driver.locked_gpus() == {}
+
+
+EXEC = """
+import os, sys, time
+from lightning_pfo.device import open_gpu
+from lightning_pfo.core.errors import DeviceError
+gpu = open_gpu("nvml", 0)
+if len(sys.argv) == 1:
+    gpu.lock_graphics_clock(600)
+    if {kills_watchdog}:
+        gpu._claim._watchdog.kill()
+        gpu._claim._watchdog.wait()
+    os.execv(sys.executable, [sys.executable, __file__, "second"])
+deadline_s = time.monotonic() + 30
+while gpu.graphics_clock_mhz() != 1410 and time.monotonic() < deadline_s:
+    time.sleep(0.01)
+print(gpu.graphics_clock_mhz())
+gpu.claim_clocks()
+gpu.lock_graphics_clock(705)
+try:
+    open_gpu("nvml", 0).claim_clocks()
+except DeviceError as error:
+    print(error)
+time.sleep({sleep_s})
+print(gpu.graphics_clock_mhz())
+gpu.close()
+"""
+
+
+@pytest.mark.parametrize("kills_watchdog", [False, True])
+def test_a_program_that_replaces_itself_finds_its_clocks_restored(
+    kills_watchdog: bool, fake_driver: FakeDriver, tmp_path: Path
+) -> None:
+    """`exec` runs no exit handlers, and the process keeps its number and start time."""
+    script = tmp_path / "restarts.py"
+    script.write_text(EXEC.format(kills_watchdog=kills_watchdog, sleep_s=0.0 if kills_watchdog else 0.5))
+    done = subprocess.run(
+        [sys.executable, script], env=fake_driver.environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    restored, refused, own = done.stdout.splitlines()
+    assert (restored, own) == ("1410", "705"), done.stderr  # the earlier watchdog leaves the new claim alone
+    assert ", this process itself. " in refused
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+
+
+def test_clocks_are_restored_although_the_folder_of_leases_is_removed(fake_driver: FakeDriver) -> None:
+    script = """
+import os, shutil, signal
+from lightning_pfo.device import open_gpu
+gpus = [open_gpu("nvml", index) for index in range(3)]
+gpus[0].lock_graphics_clock(1200)
+gpus[1].claim_clocks()
+gpus[2].lock_graphics_clock(1200)
+gpus[2].restore()
+shutil.rmtree(os.environ["LIGHTNING_PFO_RUNTIME_DIR"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = run(fake_driver.environment(num_gpus=3), script)
+    assert done.returncode == -signal.SIGKILL
+    assert "restored those of Fake GPU 0" in done.stderr
+    assert fake_driver.locked_gpus() == {}
+    resets = [change.gpu for change in fake_driver.changes() if change.clock_mhz is None]
+    assert sorted(resets) == [0, 2]  # what was not changed, or was restored, is not touched
 
 
 def test_modules_in_the_job_s_folder_do_not_keep_the_watchdog_from_starting(
@@ -175,6 +240,6 @@ def test_a_watchdog_outlives_a_trainer_that_acts_on_a_signal_meanwhile(
     monkeypatch.setattr(watchdog.select, "select", select_then_kill)
     trainers.send(bytes([signal.SIGTERM]))
     with received, trainers:
-        watchdog._wait_for_end(holder, received, "GPU-of-nobody")
+        watchdog._wait_for_end(SimpleNamespace(lease=SimpleNamespace(holder=holder)), received)
     assert looks[0][0] == [received]
     assert len(looks) == 2

@@ -3,6 +3,7 @@ import csv
 import errno
 import json
 import math
+import re
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
@@ -289,5 +290,7 @@ def test_what_is_no_path_is_refused(where):
 
 
 def test_a_missing_frontier_says_how_to_make_one(tmp_path):
-    with pytest.raises(PlanError, match="lightning-pfo plan"):
-        load_frontier(tmp_path)
+    for place in (tmp_path, tmp_path / "plans", tmp_path / "plans" / "frontier.json"):
+        folder = place.parent if place.suffix else place
+        with pytest.raises(PlanError, match=rf"lightning-pfo plan \.\.\. output_dir={re.escape(str(folder))}`"):
+            load_frontier(place)

@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +108,16 @@ def test_frontiers_with_limits_come_back_from_their_files(make_profile, shape, s
 def test_a_frontier_of_a_run_whose_bound_lay_above_its_energy_comes_back(num_microbatches):
     path = Path(__file__).parent / "bound_above_energy.csv"
     check(plan_frontier(path, num_microbatches=num_microbatches))
+
+
+@pytest.mark.parametrize(("num_stages", "power"), [(1, 85.3), (2, 85.3), (2, 0)])
+def test_energies_of_zero_are_no_less_than_zero_for_rounding(make_profile, tmp_path, num_stages, power):
+    """A single rank never waits, so that its plans need nothing; sums of effective energies leave 1e-14 J."""
+    for seed in range(8):
+        profile = make_profile(np.random.default_rng(seed).uniform(0.01, 0.05, num_stages), CLOCKS_MHZ)
+        none = Profile({key: replace(one, energies_j=(0.0,) * 5) for key, one in profile.instructions.items()})
+        frontier = plan_frontier(none, num_microbatches=6, p2p_blocking_power_w=power)
+        if num_stages == 1 or power == 0:  # nobody gains by a slower plan
+            assert [plan.iteration_energy_j for plan in frontier.plans] == [0.0]
+        save_frontier(frontier, tmp_path)
+        assert load_frontier(tmp_path) == frontier

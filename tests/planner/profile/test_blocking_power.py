@@ -61,6 +61,7 @@ def test_stages_of_one_rank_share_its_gpus(profile):
         (bytearray(b"UUUU"), "finite power in watts"),
         ([85, 85, 85, True], "finite power in watts"),
         (1e278, r"at least 0 \(0 to 1e\+09 W\)"),
+        ("nan", "finite power in watts, .* got nan"),
         ("nul\0byte", "neither a number nor a file"),
         ([85, 85], "got 2 for 4 stages"),
         ("nowhere.json", "lightning-pfo p2p-power json=true > nowhere.json"),

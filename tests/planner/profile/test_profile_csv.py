@@ -149,6 +149,11 @@ def test_a_stage_without_a_clock_for_all_its_instructions_is_an_error(tmp_path):
     [
         ([], HEADER, "no measurements"),
         (GOOD, "stage,instruction,power limit,time,energy", r"lacks frequency .* so profile over clocks\."),
+        (GOOD, HEADER.replace(",", ";"), r"separated by commas, here by semicolons: save it with commas\."),
+        (GOOD, HEADER.replace(",", "\t"), r"separated by commas, here by tabs: save it with commas\."),
+        ([HEADER, *GOOD], "# by me", r"first line is the header: delete the comment above it\."),
+        (GOOD, HEADER.replace("stage", "Stage"), r"in lower case: write stage, not Stage\."),
+        ([*GOOD[1:], "0,F,1410,0.05,20"], HEADER, "Unknown instruction name 'F'"),
         ([*GOOD[1:], "0,forward,1410,nan,20"], HEADER, "column 'time' must be a positive number"),
         ([*GOOD[1:], "0,forward,1410,-0.05,20"], HEADER, "got '-0.05'"),
         ([*GOOD[1:], "0,forward,1410,0,20"], HEADER, "column 'time'"),
@@ -212,7 +217,7 @@ def test_a_missing_file_and_a_binary_file_are_profile_errors(tmp_path):
         read_profile(tmp_path / "nowhere.csv")
     binary = tmp_path / "profile.csv"
     binary.write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ProfileError, match="cannot be read"):
+    with pytest.raises(ProfileError, match=r"cannot be read .*\. Save it as UTF-8\."):
         read_profile(binary)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_pfo.core.flags import POWER_CAP
-from lightning_pfo.core.frequency_plan import FrequencyPlan
+from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective
@@ -41,7 +41,7 @@ class Decision:
 
     def __str__(self) -> str:
         base_j, plan_j = self.frontier.baseline.iteration_energy_j, self.plan.iteration_energy_j
-        saving, gain = 100 * (1 - plan_j / base_j), 100 * self.gain_j / plan_j
+        saving, gain = saving_percent(plan_j, base_j), saving_percent(plan_j - self.gain_j, plan_j)
         return (
             f"{self.plan.iteration_time_s:.4g} s and {plan_j:.5g} J predicted, {saving:.1f} % less than the "
             f"{base_j:.5g} J of the top clocks; more measuring could gain {gain:.2f} %"
