@@ -157,6 +157,43 @@ class LoggedFromVariable(LoggedFromDict):
         return ACCURACY
 
 
+class FromTwenty(torchmetrics.Metric):
+    """Counts samples, and has something to say from 20 on."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, found, _):
+        self.samples += len(found)
+
+    def compute(self):
+        if self.samples < 20:
+            raise ValueError("too few samples yet")
+        return self.samples.float()
+
+
+class FailsToCompute(InDict):
+    """What is computed raises, and a hook goes on."""
+
+    def prepare(self):
+        self.samples = FromTwenty()
+
+    def metric(self):
+        return self.samples
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        try:
+            self.seen.append(self.samples.compute().item())
+        except ValueError:
+            self.seen.append(-1.0)
+
+    def on_train_epoch_end(self):
+        pass
+
+
 class InList(InDict):
     def prepare(self):
         self.metrics = [accuracy()]
@@ -264,7 +301,7 @@ class Counting(L.Callback):
 CASES = [
     *(Cloned, ClonedLate, ClonedCollection, Tracked, MadeInHook),
     *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfCallback),
-    *(LoggedFromDict, LoggedFromVariable),
+    *(LoggedFromDict, LoggedFromVariable, FailsToCompute),
 ]
 
 
