@@ -18,7 +18,7 @@ from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
 from lightning_pfo.strategy.step.metrics.compat import batch_value
-from lightning_pfo.strategy.step.metrics.states import is_metric, path_of
+from lightning_pfo.strategy.step.metrics.states import MetricPlace, is_metric, place_of
 
 
 class Logged(NamedTuple):
@@ -32,7 +32,7 @@ class Logged(NamedTuple):
     """
 
     name: str
-    metric: str | None
+    metric: MetricPlace | None
     arguments: dict[str, Any]
     value: torch.Tensor
 
@@ -62,7 +62,7 @@ class LogRecorder:
     values: dict[tuple[str, int], list[tuple[int, torch.Tensor | float]]] = field(default_factory=dict)
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     batch_sizes: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
-    metrics: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, MetricPlace] = field(default_factory=dict)
     of_epochs: bool = False
 
     @property
@@ -73,9 +73,11 @@ class LogRecorder:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `LightningModule.log`."""
         if is_metric(value):
-            self.metrics[name] = kwargs.get("metric_attribute") or path_of(self.owner, value)
-            if not self.metrics[name]:
-                raise self._refused(name, value, *args, **kwargs)
+            # where Lightning finds none it asks for a name, and takes any
+            place = place_of(self.owner, value, anywhere=kwargs.get("metric_attribute") is not None)
+            if place is None:
+                raise self._refused(name, value, *args, **kwargs | {"metric_attribute": None})
+            self.metrics[name] = place
             of_batch = batch_value(value)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -44,6 +44,7 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.metrics.compat import set_batch_value
+from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
@@ -374,10 +375,10 @@ class StepRunner:
 
     def _leave_behind(self, outcome: dict[str, Any], batch_size: int, *, train: bool) -> None:
         """Log what was logged, on every rank."""
-        for name, metric_path, arguments, number in outcome["logged"]:
+        for name, place, arguments, number in outcome["logged"]:
             value: Any = number.to(torch.get_default_dtype())
-            if metric_path is not None:
-                metric: Any = self.owner.get_submodule(metric_path)
+            if place is not None:
+                metric = metric_at(self.owner, place)
                 set_batch_value(metric, value)
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a batch

@@ -192,14 +192,19 @@ class MeshStrategy(StrategyBase):
             return CloneLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         return ForkLauncher(self, self._start_method)
 
-    @override
-    def setup_environment(self) -> None:
-        check_ranks()
-        super().setup_environment()
+    def set_world_ranks(self) -> None:
+        """Number the processes; called by the Trainer when it is made, as scripts ask it then who they are."""
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        check_ranks()
+        super().setup_environment()
+        self.set_world_ranks()  # again: what forks knows only now which process it is
+        assert self.cluster_environment is not None
         check_mesh_sizes(self._data_parallel_size, self._tensor_parallel_size, self.world_size)
         backend = self._process_group_backend or default_backend(self.root_device)
         self._process_group_backend = backend

@@ -240,20 +240,34 @@ def spawn():
     (FOLDER / "spawn.json").write_text(json.dumps(seen))
 
 
+class Early(Module):
+    """Notes who it is before processes are connected."""
+
+    def __init__(self, early):
+        super().__init__()
+        self.early = early
+
+    def configure_callbacks(self):
+        self.early.append([self.global_rank, self.trainer.is_global_zero, self.trainer.world_size])
+        return []
+
+
 def clones():
     """Several runs, as scripts have them; the later ones start no more processes. In the last a child is killed."""
     print("before the fit", end=" ")  # is in a buffer then
-    losses, parts = [], loaders()
+    losses, parts, early = [], loaders(), []
     for _ in range(2):
         L.seed_everything(3, verbose=False)
-        module = Module()
+        module = Early(early)
         trainer = make_trainer(2, "clone")
+        early.append([trainer.global_rank, trainer.is_global_zero, trainer.world_size])
         trainer.fit(module, parts[0])  # without validation, of which the first rank warns before all are connected
         losses.append(module.history["train"])
     seen = {
         "losses": losses,
         "validated": trainer.validate(module, parts[1], verbose=False),
         "ranks": [trainer.global_rank, trainer.local_rank, trainer.world_size],
+        "early": early,
         "processes": [os.getppid(), os.getpid()],
     }
     (FOLDER / f"{sys.argv[1]}_{trainer.global_rank}.json").write_text(json.dumps(seen))

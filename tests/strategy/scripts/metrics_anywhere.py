@@ -123,6 +123,77 @@ class InDict(Measured):
         self.seen.append(self.metric().compute().item())
 
 
+class LoggedFromDict(InDict):
+    """As an object, with the name that Lightning asks for then; it takes any."""
+
+    metric_attribute = "metrics.train"
+
+    def training_step(self, batch, batch_idx):
+        found = self.net(batch[0])
+        self.metric()(found.argmax(1), batch[1])
+        self.log("accuracy", self.metric(), metric_attribute=self.metric_attribute, on_step=True, on_epoch=True)
+        return nn.functional.cross_entropy(found, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.trainer.callback_metrics["accuracy_step"].item())
+
+    def on_train_epoch_end(self):
+        self.seen.append(self.metric().compute().item())
+
+    def on_train_end(self):
+        self.seen.append(self.trainer.callback_metrics["accuracy_epoch"].item())
+
+
+class LoggedFromVariable(LoggedFromDict):
+    metric_attribute = "mine"
+
+    def metric(self):
+        return ACCURACY
+
+
+class FromTwenty(torchmetrics.Metric):
+    """Counts samples, and has something to say from 20 on."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, found, _):
+        self.samples += len(found)
+
+    def compute(self):
+        if self.samples < 20:
+            raise ValueError("too few samples yet")
+        return self.samples.float()
+
+
+class FailsToCompute(InDict):
+    """What is computed raises, and a hook goes on."""
+
+    def prepare(self):
+        self.samples = FromTwenty()
+
+    def metric(self):
+        return self.samples
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        try:
+            self.seen.append(self.samples.compute().item())
+        except ValueError:
+            self.seen.append(-1.0)
+
+    def on_train_epoch_end(self):
+        pass
+
+
 class InList(InDict):
     def prepare(self):
         self.metrics = [accuracy()]
@@ -230,6 +301,7 @@ class Counting(L.Callback):
 CASES = [
     *(Cloned, ClonedLate, ClonedCollection, Tracked, MadeInHook),
     *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfCallback),
+    *(LoggedFromDict, LoggedFromVariable, FailsToCompute),
 ]
 
 

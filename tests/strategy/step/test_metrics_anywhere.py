@@ -10,6 +10,7 @@ from tests.launch import run_script
 SCRIPT = Path(__file__).parents[1] / "scripts" / "metrics_anywhere.py"
 COPIED = ("Cloned", "ClonedLate", "ClonedCollection", "Tracked", "MadeInHook")
 HELD = ("InDict", "InList", "InObject", "InVariable", "Variable", "OfLayers", "Counts", "CountsInAttribute")
+LOGGED = ("LoggedFromDict", "LoggedFromVariable")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def seen(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("case", [*COPIED, *HELD, "OfCallback"])
+@pytest.mark.parametrize("case", [*COPIED, *HELD, *LOGGED, "FailsToCompute", "OfCallback"])
 def test_every_rank_computes_what_one_device_does(seen, case, rank):
     alone = seen[f"{case}_1_0"]
     assert len(set(alone)) > 1 or "Count" in case or case == "OfCallback"

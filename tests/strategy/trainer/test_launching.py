@@ -123,6 +123,14 @@ def test_clones_go_on_with_the_script_unless_forks_would_lack_threads(forked, cl
             assert losses == pytest.approx(read(forked[0], "slurm_0")["runs"][0], abs=1e-6)
 
 
+def test_ranks_know_who_they_are_before_they_are_connected(cloned):
+    part, folder, *_ = cloned
+    first, second = [0, True, 2], [1, False, 2]
+    assert read(folder, f"{part}_0")["early"] == [first] * 5
+    # who is cloned was the first when the first Trainer was made
+    assert read(folder, f"{part}_1")["early"] == [first if part == "clones" else second] + [second] * 4
+
+
 def test_forks_of_a_process_in_which_torch_has_threads_are_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CLONING)

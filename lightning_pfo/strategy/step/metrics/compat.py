@@ -35,6 +35,9 @@ PRIVATE = {
     "torchmetrics.Metric._update_count": (
         "A metric would warn on most ranks that it was computed before it was updated."
     ),
+    "torchmetrics.Metric._is_synced": (
+        "A metric whose `compute` raises, which a hook may catch, could not be updated or computed any more."
+    ),
     "torchmetrics.MetricCollection._enable_compute_groups": (
         "Metrics that are alike would be updated by the first microbatch each, by the others as one."
     ),
@@ -117,8 +120,13 @@ class _Counted:
         here = metric._update_count
         metric._update_count, is_everywhere = _WAYS[-1].count(here)
         metric._computed = None
+        was_synced = metric._is_synced
         try:
             return self._compute(*args, **kwargs)
+        except BaseException:
+            if metric._is_synced and not was_synced:  # torchmetrics leaves it so
+                metric.unsync()
+            raise
         finally:
             if not is_everywhere:
                 metric._update_count = here

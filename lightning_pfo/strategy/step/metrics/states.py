@@ -8,9 +8,9 @@ that hooks update have the same state on all ranks, and are treated alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.reach.places import Places, trainer_of
+from lightning_pfo.strategy.model.reach.places import Path, Places, trainer_of
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
+MetricPlace = tuple[Path, str]
+"""How a module outside of the model is reached (nothing: it is the user's module), and the metric's name in that."""
 _MANY = 250
 """Nobody looks into the items of containers that have more."""
 
@@ -172,6 +174,25 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.copy() if isinstance(value, list) else value.detach().clone() for name, value in state.items()}
 
 
-def path_of(owner: nn.Module, metric: Metric) -> str:
-    """The dotted name under which `owner` holds `metric`; empty if it does not."""
-    return next((path for path, module in owner.named_modules() if module is metric), "")
+def place_of(owner: nn.Module, metric: Metric, *, anywhere: bool) -> MetricPlace | None:
+    """Where `owner` holds `metric`, so that other ranks find theirs; None if it does not.
+
+    Args:
+        owner: The user's module.
+        metric: The metric.
+        anywhere: Whether containers, objects and variables that `owner` reaches count too.
+    """
+    found = _place_in({(): owner}, metric)
+    return _place_in(Places(owner).modules, metric) if found is None and anywhere else found
+
+
+def metric_at(owner: nn.Module, place: MetricPlace) -> Metric:
+    """The metric at a place that `place_of` returned, on this rank or another."""
+    root, path = place
+    holder = Places(owner).modules[root] if root else owner
+    return cast("Metric", holder.get_submodule(path))
+
+
+def _place_in(holders: Mapping[Path, nn.Module], metric: Metric) -> MetricPlace | None:
+    within = ((root, path, module) for root, holder in holders.items() for path, module in holder.named_modules())
+    return next(((root, path) for root, path, module in within if module is metric), None)
