@@ -226,8 +226,11 @@ def undo_stale(
         return stale[0][1] if stale else None
 
 
-def undo_lost(lease: Lease) -> None:
+def undo_lost(lease: Lease) -> bool:
     """Restore the clocks that a dead process left changed and whose lease is gone, unless another one has claimed them.
+
+    Returns:
+        Whether they were restored.
 
     Raises:
         DeviceError: If the GPU refuses.
@@ -241,6 +244,7 @@ def undo_lost(lease: Lease) -> None:
             is_anothers = False
         if not is_anothers:
             _unlock(lease)
+    return not is_anothers
 
 
 def repair_at_start(gpu_uuid: str) -> None:

@@ -75,11 +75,9 @@ class _Trainer:
         if _folder().is_dir():
             # even if the process lives: it hangs, or `exec` has put another program into its place
             undone = undo_stale(self.lease.gpu_uuid, self.lease.holder, even_alive=True, insists=True)
-        is_lost = undone is None and self._is_changed
-        if is_lost:
-            undo_lost(self.lease)
+        was_changed = bool(undone.changed) if undone is not None else self._is_changed and undo_lost(self.lease)
         self._is_changed = False
-        return is_lost or (undone is not None and bool(undone.changed))
+        return was_changed
 
     def _listen(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -141,6 +141,20 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert sorted(resets) == [0, 2]  # what was not changed, or was restored, is not touched
 
 
+def test_what_was_restored_by_force_and_claimed_by_another_is_not_touched(fake_driver: FakeDriver) -> None:
+    process = start(fake_driver.environment(), "nvml", "slow")
+    process.send_signal(signal.SIGSTOP)
+    force = [sys.executable, "-m", "lightning_pfo", "restore-clocks", "force=true"]
+    subprocess.run(force, env=fake_driver.environment(), check=True, timeout=60)
+    other = start(fake_driver.environment(), "nvml", "slow")
+    process.kill()
+    assert process.communicate(timeout=60)[1] == ""  # until its watchdog has ended, which has nothing to say
+    assert fake_driver.locked_gpus().keys() == {0}
+    other.terminate()
+    other.communicate(timeout=60)
+    assert fake_driver.locked_gpus() == {}
+
+
 def test_modules_in_the_job_s_folder_do_not_keep_the_watchdog_from_starting(
     fake_driver: FakeDriver, tmp_path: Path
 ) -> None:
