@@ -40,7 +40,7 @@ class HeldTensors:
     """
 
     def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
+        self.owner = owner
         # the tensors are kept, so that their ids stay theirs
         self._tensors = named_tensors(owner)
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -53,7 +53,7 @@ class HeldTensors:
 
     def assigned(self) -> dict[str, torch.Tensor]:
         """Buffers that are other objects now."""
-        return {name: b for name, b in self._owner.named_buffers() if self._tensors.get(name) is not b}
+        return {name: b for name, b in self.owner.named_buffers() if self._tensors.get(name) is not b}
 
     def remember(self, leaves: Iterable[Any]) -> None:
         """Keep the values of parameters among some objects, which may be written into."""

@@ -307,7 +307,9 @@ class _TraceRun:
             with self._nothing_drawn(), following(inside), used as names, attributes_kept(unit.module) as kept, heard:
                 outline = outlined(tree_unflatten(leaves, structure))
             event.held += names  # of other modules; its own are replaced meanwhile
-            if not (inside.was_asked or outline.way) and talks(unit.module, call_again, heard, before):
+            if not (inside.was_asked or outline.way) and talks(
+                self._held.owner, unit.module, call_again, heard, before
+            ):
                 self.trace.talking.append((len(self.trace.events) - 1, unit))
             elif kept and not (names or inside.was_asked or outline.left):
                 outlines_of(unit).keep(key, leaves, outline)

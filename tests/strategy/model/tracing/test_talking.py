@@ -86,6 +86,20 @@ class Layer(nn.Module):
         return x + self.linear(x).relu() / self.shared.next()
 
 
+class Counts(nn.Module):
+    """Each by itself: noise that becomes less, an object of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.number, self.own, self.past = nn.Linear(4, 4), 0, {"number": 0}, []
+
+    def forward(self, x):
+        self.number += 1
+        self.own["number"] += 1
+        self.past.append(self.number)
+        return x + self.linear(x) / (self.number + self.own["number"] + len(self.past))
+
+
 class Skips(nn.Module):
     """A U-Net's way of passing on tensors, which are sent."""
 
@@ -125,7 +139,11 @@ def test_layers_that_tell_each_other_something_are_not_divided(shared):
         Stages(net, step_of(*torch.randn(2, 3, 4)), num_stages=2)
 
 
-@pytest.mark.parametrize("make", [lambda _: Layer(Cached()), lambda index: Skips(index < 2)], ids=["cached", "skips"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda _: Layer(Cached()), lambda _: Counts(), lambda index: Skips(index < 2)],
+    ids=["cached", "counts", "skips"],
+)
 def test_what_is_computed_once_or_sent_is_no_obstacle(make):
     followed = Followed(Net(Cached(), make), step_of(*torch.randn(2, 3, 4)), 2)
     trace = followed.trace()

@@ -163,9 +163,9 @@ class Kept:
         if failed:
             self.put_back()
 
-    def put_back(self) -> None:
-        """Let all be as it was."""
-        for _, _, holder, before, _ in self._holders:
+    def put_back(self, which: Callable[[Any], bool] = lambda _: True) -> None:
+        """Let all be as it was, or some of the dicts, lists and attributes."""
+        for holder, before in [(holder, before) for _, _, holder, before, _ in self._holders if which(holder)]:
             if isinstance(holder, LISTS):
                 refill(holder, before)
                 continue

@@ -7,13 +7,16 @@ unit does something else each time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfo.strategy.model.tracing.forms.holders import holders_in
 from lightning_pfo.strategy.model.tracing.forms.left import Kept
+from lightning_pfo.strategy.model.variables import Variables
 
 _PLAIN = (bool, int, float, complex, str)
 """Types of what is said to functions beside tensors."""
@@ -47,25 +50,47 @@ def _said(values: Any) -> Iterator[Any]:
             yield from _said((value.start, value.stop, value.step))
 
 
-def talks(module: nn.Module, call: Callable[[Heard], Any], heard: Heard, before: Kept) -> bool:
+def talks(owner: nn.Module, module: nn.Module, call: Callable[[Heard], Any], heard: Heard, before: Kept) -> bool:
     """Whether a call that was heard does other things each time when it is made again; a cache does so once.
 
+    What the module keeps for itself is as before each time: a layer may count its own calls.
+
     Args:
+        owner: The user's module.
         module: What it calls.
         call: Makes it again, and lets it be heard; with the same random numbers, and without values.
         heard: What it did the first time.
         before: What was kept before that.
     """
-    kept, said = Kept(module), heard.said
+    kept = Kept(module)
     try:
+        said = _heard(call)
+        if said == heard.said:
+            return False
+        is_own = own_in(owner)
         for _ in range(2):
-            again = Heard()
-            call(again)
-            if again.said == said:
+            before.put_back(is_own)
+            last, said = said, _heard(call)
+            if said in (heard.said, last):
                 return False
-            said = again.said
     except Exception:
         return not before.has_lost_tensors()  # as from a list of what a decoder adds to its own
     finally:
         kept.put_back()
     return True
+
+
+def _heard(call: Callable[[Heard], Any]) -> list[Any]:
+    heard = Heard()
+    call(heard)
+    return heard.said
+
+
+def own_in(owner: nn.Module) -> Callable[[Any], bool]:
+    """Tells of dicts, lists and attributes, as they are, whether one part alone of a module leads to them."""
+    times = Counter(id(module) for _, module in owner.named_modules(remove_duplicate=False))
+    ways: Counter[int] = Counter()
+    for module in owner.modules():
+        for _, _, holder in holders_in([module]):
+            ways[id(holder)] += times[id(module)]
+    return lambda holder: not isinstance(holder, Variables) and ways[id(holder)] == 1
