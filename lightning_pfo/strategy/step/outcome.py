@@ -16,6 +16,7 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of_log
 from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
+from lightning_pfo.strategy.step.metrics.compat import BATCH_VALUE
 from lightning_pfo.strategy.step.programs import StepPrograms
 from lightning_pfo.strategy.step.recording import LogRecorder
 
@@ -115,9 +116,11 @@ class StepRun:
         """All numbers of the batch, put together by rules."""
         outcome = self.merged(rules, is_sent=False)
         logged = zip(self.recorder.values, outcome["logged"], strict=True)
+        # what a metric object has of the batch counts where it is logged
+        changes = {path: change for path, change in outcome["changes"].items() if path[-1] != BATCH_VALUE}
         return _numbers_in(
             {
-                **self.effects.growth_in(outcome["changes"]),
+                **self.effects.growth_in(changes),
                 **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
                 **{place_of(index, call): arguments_of(call) for index, call in enumerate(outcome["calls"])},
                 "output": outcome["output"],

@@ -198,6 +198,10 @@ class StepStrategy(CheckpointStrategy):
             found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, mode)
 
             def load() -> Any:
+                if not all(
+                    isinstance(loader, Iterable) or hasattr(loader, "__getitem__") for loader in found.flattened
+                ):
+                    return None  # Lightning says so
                 with read_ahead(found, found.flattened, (module, module.trainer)) as source:
                     if source is None and self._partition != "profile":
                         return None

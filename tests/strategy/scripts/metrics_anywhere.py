@@ -194,6 +194,48 @@ class FailsToCompute(InDict):
         pass
 
 
+class Median(torchmetrics.Metric):
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("found", [], dist_reduce_fx="cat")
+
+    def update(self, found):
+        self.found.append(found.detach())
+
+    def compute(self):
+        return (torch.cat(self.found) if isinstance(self.found, list) else self.found).median()
+
+
+class LoggedForEpochs(Measured):
+    """A metric of the user's that keeps samples, is called in the step, and logged for epochs only."""
+
+    def prepare(self):
+        self.median = Median()
+
+    def training_step(self, batch, batch_idx):
+        found = self.net(batch[0])
+        self.median(found[:, 0])
+        self.log("median", self.median, on_step=False, on_epoch=True)
+        return nn.functional.cross_entropy(found, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen += [self.median.compute().item(), *map(len, self.median.found)]
+
+    def on_train_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        self.seen.append(self.trainer.callback_metrics["median"].item())
+
+
 class InList(InDict):
     def prepare(self):
         self.metrics = [accuracy()]
@@ -301,7 +343,7 @@ class Counting(L.Callback):
 CASES = [
     *(Cloned, ClonedLate, ClonedCollection, Tracked, MadeInHook),
     *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfCallback),
-    *(LoggedFromDict, LoggedFromVariable, FailsToCompute),
+    *(LoggedFromDict, LoggedFromVariable, FailsToCompute, LoggedForEpochs),
 ]
 
 

@@ -16,7 +16,7 @@ from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.values import ValueExchange
 
@@ -234,19 +234,25 @@ class Comparison:
             Effects(self._owner, self._runner.programs.modules).change(exchange.share(changes))
             parts = first.parts[:number]
             found = self._rehearsal.pair(first, parts, 0)
+            for pair in found:  # lists that go on have items now
+                self._learnt(first, pair.parts)
             if any(self._rehearsal.tell(bool(found) and self._differ(check, found, tolerance))):
                 self._rehearsal.draw_again(first, parts, found, None)
         return found
 
     def _is_unsure(self, first: StepOnBatch, run: StepRun) -> bool:
         """Whether there are numbers that may be others than on one device: not only rows of samples."""
+        numbers, rules = self._learnt(first, run), self._runner.rules.of(first.source)
+        return any(not n.dim() or rules.is_number(place, n.dim()) for place, n in numbers.items())
 
-        def find() -> bool:
+    def _learnt(self, first: StepOnBatch, run: StepRun) -> Numbers:
+        """The numbers of a run; of what has no rule yet one is learnt, as it is in training."""
+
+        def find() -> Numbers:
             with self._runner.rules.looking(first, run, self._engine.seed) as rules:
-                numbers = run.numbers(rules)
-            return any(not n.dim() or rules.is_number(place, n.dim()) for place, n in numbers.items())
+                return run.numbers(rules)
 
-        return bool(_tried(find))
+        return _tried(find) or {}
 
     def _differ(self, check: NumberCheck, pairs: Sequence[Pair], tolerance: float) -> bool:
         return bool(_tried(lambda: check.differing(pairs, tolerance)))

@@ -45,6 +45,8 @@ PRIVATE = {
     "torchmetrics.wrappers.Running._num_vals_seen": "A running mean would take microbatches for batches.",
 }
 """Private names, and what they are needed for."""
+BATCH_VALUE = "_forward_cache"
+"""Where a metric has its value on the last batch."""
 
 
 def state_of(metric: Metric) -> dict[str, Any]:
