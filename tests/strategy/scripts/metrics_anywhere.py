@@ -123,7 +123,17 @@ class InDict(Measured):
         self.seen.append(self.metric().compute().item())
 
 
-class LoggedFromDict(InDict):
+class OnlyTrains:
+    """Before one of the modules: it has nothing to say of validation."""
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+class LoggedFromDict(OnlyTrains, InDict):
     """As an object, with the name that Lightning asks for then; it takes any."""
 
     metric_attribute = "metrics.train"
@@ -133,12 +143,6 @@ class LoggedFromDict(InDict):
         self.metric()(found.argmax(1), batch[1])
         self.log("accuracy", self.metric(), metric_attribute=self.metric_attribute, on_step=True, on_epoch=True)
         return nn.functional.cross_entropy(found, batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def on_validation_epoch_end(self):
-        pass
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(self.trainer.callback_metrics["accuracy_step"].item())
@@ -208,7 +212,7 @@ class Median(torchmetrics.Metric):
         return (torch.cat(self.found) if isinstance(self.found, list) else self.found).median()
 
 
-class LoggedForEpochs(Measured):
+class LoggedForEpochs(OnlyTrains, Measured):
     """A metric of the user's that keeps samples, is called in the step, and logged for epochs only."""
 
     def prepare(self):
@@ -219,12 +223,6 @@ class LoggedForEpochs(Measured):
         self.median(found[:, 0])
         self.log("median", self.median, on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(found, batch[1])
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def on_validation_epoch_end(self):
-        pass
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += [self.median.compute().item(), *map(len, self.median.found)]

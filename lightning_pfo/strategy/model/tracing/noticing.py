@@ -182,30 +182,19 @@ def functions_followed(run: Run) -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             current = current_run()
-            if name == "vjp":  # a function that it returns goes on later
-                return without_units(*args, **kwargs)
             given = args, kwargs, _captured(args[0])
+            goes_on = name == "vjp"  # in a function that it returns
             _transforms.append(name)
             try:
-                if current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
+                if goes_on or current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
                     return original(*args, **kwargs)
                 return current.operation(function, given, {})
             except InTransformError:
                 if current is None or len(_transforms) > 1:  # who called the outermost one follows it
                     raise
+                if goes_on:
+                    raise HidingError(differentiates_later()) from None
                 return current.operation(function, given, {})
-            finally:
-                _transforms.pop()
-
-        def without_units(*args: Any, **kwargs: Any) -> Any:
-            current = current_run()
-            _transforms.append(name)
-            try:
-                return original(*args, **kwargs)
-            except InTransformError:
-                if current is None or len(_transforms) > 1:
-                    raise
-                raise HidingError(differentiates_later()) from None
             finally:
                 _transforms.pop()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -30,12 +30,12 @@ from lightning_pfo.strategy.model.tracing.events import (
 )
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError, refuse_hidden
 from lightning_pfo.strategy.model.tracing.forms.inside import Inside, need_gradients
-from lightning_pfo.strategy.model.tracing.forms.left import Kept, LeftInTrace, returned_of
+from lightning_pfo.strategy.model.tracing.forms.left import LeftInTrace, returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, outline_call, varying_of_call
 from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
-from lightning_pfo.strategy.model.tracing.forms.talking import Heard, talks
+from lightning_pfo.strategy.model.tracing.forms.talking import FirstCall
 from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     ASK_SIZE,
@@ -289,30 +289,31 @@ class _TraceRun:
         with ordinary(of_stages):
             leaves = plain(given)
             key = form_of_call(unit.module, leaves, structure, self._device, selects_all=selects_all)
-            known = outlines_of(unit).find(key, leaves)
+            outlines, how = outlines_of(unit), (unit.module.training, str(structure))
+            known = outlines.find(key, leaves)
             if known is not None:
                 return known
-            inside, heard = Inside(self, event), Heard()
 
-            outlined = functools.partial(
-                outline_call, unit.module, unit.forward, device=self._device, selects_all=selects_all
-            )
+            def call(inside: Inside, heard: Any, *, again: bool = False) -> tuple[Outline, dict[str, None]]:
+                arguments = tree_unflatten(leaves, structure)
+                with self._nothing_drawn(), following(inside), self.seen.instead(inside) as names, heard:
+                    found = outline_call(
+                        unit.module, unit.forward, arguments, self._device, selects_all=selects_all, again=again
+                    )
+                return found, names
 
-            def call_again(heard: Heard) -> None:
-                other = Inside(self, event)
-                with self._nothing_drawn(), following(other), self.seen.instead(other), heard:
-                    outlined(tree_unflatten(leaves, structure), again=True)
-
-            before, used = Kept(unit.module), self.seen.instead(inside)
-            with self._nothing_drawn(), following(inside), used as names, attributes_kept(unit.module) as kept, heard:
-                outline = outlined(tree_unflatten(leaves, structure))
+            first = None if how in outlines.silent else FirstCall(unit.module)
+            inside = Inside(self, event)
+            with attributes_kept(unit.module) as kept:
+                outline, names = call(inside, first or nullcontext())
             event.held += names  # of other modules; its own are replaced meanwhile
-            if not (inside.was_asked or outline.way) and talks(
-                self._held.owner, unit.module, call_again, heard, before
-            ):
-                self.trace.talking.append((len(self.trace.events) - 1, unit))
-            elif kept and not (names or inside.was_asked or outline.left):
-                outlines_of(unit).keep(key, leaves, outline)
+            if first is not None and not (inside.was_asked or outline.way):
+                if first.talks(self._held.owner, lambda heard: call(Inside(self, event), heard, again=True)):
+                    self.trace.talking.append((len(self.trace.events) - 1, unit))
+                    return outline
+                outlines.silent.add(how)
+            if kept and not (names or inside.was_asked or outline.left):
+                outlines.keep(key, leaves, outline)
             return outline
 
     def select(self) -> None:

@@ -126,8 +126,8 @@ class Merge:
         if by_rule is not None:
             return by_rule[0]
         if not is_count:
-            rule = self._rules.of(place + GROWN if start else place, growth[0], ask=False)
-            is_sum = holder in self._sums and rule != "mean"
+            how = place + GROWN if start else place
+            is_sum = holder in self._sums and self._rules.of(how, growth[0], ask=False) != "mean"
             return start + (sum(growth) if is_sum else self._outputs(list(growth), place))
         if start and min(growth) < 0 and len(set(growth)) > 1:  # no counter, but what each counts for itself
             return sum(values)

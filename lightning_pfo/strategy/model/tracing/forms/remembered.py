@@ -50,12 +50,16 @@ class Outlines:
 
     The layers of a model are mostly alike. One that at first returned the same as another of its kind, given the same,
     is taken to do so for batches of other lengths too; if it did not, its stage would say so when it sends.
+
+    Attributes:
+        silent: How it has been called that tells other units nothing, see `talking`.
     """
 
     _first_given: WeakValueDictionary[Call, Outlines] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Outline] = OrderedDict()
+        self.silent: set[Hashable] = set()
         self._values_decide = False
         self._like: Outlines | None = None
 

@@ -50,34 +50,43 @@ def _said(values: Any) -> Iterator[Any]:
             yield from _said((value.start, value.stop, value.step))
 
 
-def talks(owner: nn.Module, module: nn.Module, call: Callable[[Heard], Any], heard: Heard, before: Kept) -> bool:
-    """Whether a call that was heard does other things each time when it is made again; a cache does so once.
-
-    What the module keeps for itself is as before each time: a layer may count its own calls.
+class FirstCall(Heard):
+    """A call of a module that is heard, and may be made again to see whether it does something else then.
 
     Args:
-        owner: The user's module.
-        module: What it calls.
-        call: Makes it again, and lets it be heard; with the same random numbers, and without values.
-        heard: What it did the first time.
-        before: What was kept before that.
+        module: The module, before it is called.
     """
-    kept = Kept(module)
-    try:
-        said = _heard(call)
-        if said == heard.said:
-            return False
-        is_own = own_in(owner)
-        for _ in range(2):
-            before.put_back(is_own)
-            last, said = said, _heard(call)
-            if said in (heard.said, last):
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._before = Kept(module)
+
+    def talks(self, owner: nn.Module, call: Callable[[Heard], Any]) -> bool:
+        """Whether the call does other things each time when it is made again; a cache does so once.
+
+        What the module keeps for itself is as before each time: a layer may count its own calls.
+
+        Args:
+            owner: The user's module.
+            call: Makes it again, and lets it be heard; with the same random numbers, and without values.
+        """
+        kept = Kept(self._module)
+        try:
+            said = _heard(call)
+            if said == self.said:
                 return False
-    except Exception:
-        return not before.has_lost_tensors()  # as from a list of what a decoder adds to its own
-    finally:
-        kept.put_back()
-    return True
+            is_own = _own_in(owner)
+            for _ in range(2):
+                self._before.put_back(is_own)
+                last, said = said, _heard(call)
+                if said in (self.said, last):
+                    return False
+        except Exception:
+            return not self._before.has_lost_tensors()  # as from a list of what a decoder adds to its own
+        finally:
+            kept.put_back()
+        return True
 
 
 def _heard(call: Callable[[Heard], Any]) -> list[Any]:
@@ -86,7 +95,7 @@ def _heard(call: Callable[[Heard], Any]) -> list[Any]:
     return heard.said
 
 
-def own_in(owner: nn.Module) -> Callable[[Any], bool]:
+def _own_in(owner: nn.Module) -> Callable[[Any], bool]:
     """Tells of dicts, lists and attributes, as they are, whether one part alone of a module leads to them."""
     times = Counter(id(module) for _, module in owner.named_modules(remove_duplicate=False))
     ways: Counter[int] = Counter()
