@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 _ABSENT = object()
@@ -15,23 +16,23 @@ class Patches(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[Callable[[], None], tuple[Any, str, Any, Any]] = {}  # by what undoes it
+        self._made: dict[int, tuple[Any, str, Any, Any]] = {}
+        self._numbers = count()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or class until the stack is closed.
 
         Then the owner has again what it had itself, or what its class has. What somebody else has set since stays.
         """
-        before = vars(owner).get(name, _ABSENT)
+        number, before = next(self._numbers), vars(owner).get(name, _ABSENT)
         _assign(owner, name, value)
+        self._made[number] = (owner, name, value, before)
+        self.callback(self._undo, number)
 
-        def undo() -> None:
-            self._made.pop(undo)
-            if vars(owner).get(name, _ABSENT) is value:
-                _assign(owner, name, before)
-
-        self._made[undo] = (owner, name, value, before)
-        self.callback(undo)
+    def _undo(self, number: int) -> None:
+        owner, name, value, before = self._made.pop(number)
+        if vars(owner).get(name, _ABSENT) is value:
+            _assign(owner, name, before)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ The same runs by a plain Trainer, and by the pipeline on one and two ranks; each
 """
 
 import csv
+import gc
 import io
 import itertools
 import json
@@ -739,6 +740,35 @@ class DrawsLate(L.LightningModule):
         return self.means
 
 
+class Tidy(Base):
+    """Looks, after the second batch, for what nothing but itself refers to: until garbage is collected it takes memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.outs, self.garbage = [], []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        gc.collect()
+        gc.disable()
+
+    def note(self, x, output, batch_idx):
+        self.outs.append(output.detach())
+        self.last = {"mean": output.mean().item(), "size": len(x)}
+        self.log("mean", output.mean())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds = [type(found) for found in gc.garbage] if batch_idx == 1 else []  # none of a trace
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        self.garbage += [str(kind) for kind in kinds if kind is torch.Tensor or "lightning_pfo" in kind.__module__]
+
+    def found(self):
+        return self.garbage
+
+
 CASES = {
     "draws_late": DrawsLate,  # first: who has drawn once is expected to again
     "objects": Objects,
@@ -758,6 +788,7 @@ CASES = {
     "extremes": Extremes,
     "unfit": Unfit,
     "large": Large,
+    "tidy": Tidy,
 }
 
 

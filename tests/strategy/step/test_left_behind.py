@@ -27,6 +27,7 @@ CASES = (
     "extremes",
     "unfit",
     "large",
+    "tidy",
 )
 
 

@@ -16,7 +16,7 @@ Nothing in it says which, so this is the rule:
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,47 +83,62 @@ def read_object(node: Node, size: int, batch_dim: int) -> Reading | None:
 # ---- one reading ----
 
 
-def _read_as(root: Node, size: int, expected: Collection[int] = ()) -> Reading | None:
-    """How a batch is understood if it has `size` samples; None if it cannot have so many."""
-    samples: list[Node] = []
-    undecided: list[Node] = []  # structure and samples look the same
-    columns_of_tensors = 0
-    is_firm = size in expected
+@dataclass
+class _Found:
+    """What is found in a batch that is read as having so many samples.
 
-    def visit(node: Node) -> bool:
-        nonlocal columns_of_tensors, is_firm
+    Attributes:
+        size: How many.
+        samples: Containers whose items are samples.
+        undecided: Those whose parts and items look the same.
+        columns_of_tensors: How many of the first have nothing but tensors.
+        is_firm: Whether something says that it has so many.
+    """
+
+    size: int
+    is_firm: bool
+    samples: list[Node] = field(default_factory=list)
+    undecided: list[Node] = field(default_factory=list)
+    columns_of_tensors: int = 0
+
+    def fits(self, node: Node) -> bool:
+        """Look at a part of the batch; returns whether it can have so many samples."""
         if node.size is not None:
-            is_firm = True
-            return node.size == size
-        if node.length == size and node.may_be_samples and not _has_columns(node, size):
+            self.is_firm = True
+            return node.size == self.size
+        if node.length == self.size and node.may_be_samples and not _has_columns(node, self.size):
             sizes = {leaf.size for leaf in node.sized()}
-            if not sizes or (is_alike(node) and sizes != {size}):
-                samples.append(node)
+            if not sizes or (is_alike(node) and sizes != {self.size}):
+                self.samples.append(node)
                 if sizes and _has_tensors_only(node):
-                    columns_of_tensors += 1
+                    self.columns_of_tensors += 1
                 else:
-                    is_firm = is_firm or is_alike(node)
+                    self.is_firm = self.is_firm or is_alike(node)
                 return True
             if is_alike(node):
-                undecided.append(node)
-        return all(visit(child) for child in node.children)
+                self.undecided.append(node)
+        return all(map(self.fits, node.children))
 
-    if not visit(root):
+
+def _read_as(root: Node, size: int, expected: Collection[int] = ()) -> Reading | None:
+    """How a batch is understood if it has `size` samples; None if it cannot have so many."""
+    found = _Found(size, is_firm=size in expected)
+    if not found.fits(root):
         return None
-    lists = {node.path for node in samples}
+    lists = {node.path for node in found.samples}
     if not root.has_tensors and not _all_lists_fit(root, size, lists):
         return None
-    if any(node.has_tensors for node in samples):
+    if any(node.has_tensors for node in found.samples):
         # beside a list of images, dicts that happen to have as many boxes each as there are samples are samples too
-        lists.update(node.path for node in undecided if not _has_tensors_only(node))
+        lists.update(node.path for node in found.undecided if not _has_tensors_only(node))
     elif size > 1:
-        for node in undecided:
+        for node in found.undecided:
             if _has_tensors_only(node) and node.path.endswith("']"):  # a list of [inputs, labels] has no name
                 warn_once(
                     f"{node.path} has as many tensors as the batch has samples ({size}), each of this size: they are "
                     f"taken for tensors of all samples, not for one of each."
                 )
-    return Reading(root, size, frozenset(lists), is_firm or columns_of_tensors > 1)
+    return Reading(root, size, frozenset(lists), found.is_firm or found.columns_of_tensors > 1)
 
 
 def _has_tensors_only(node: Node) -> bool:

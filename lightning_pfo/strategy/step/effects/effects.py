@@ -209,7 +209,7 @@ class _Run(AbstractContextManager[None]):
         self._effects = effects
         self._index, self._size = index, size
         self._calls: list[Call] | None = [] if ends_here else None
-        self._note: Note = self._take if ends_here else _nothing
+        self._note: Note = _nothing if self._calls is None else _taking(self._calls)
         self._redirected = redirected(effects.outlets, log if ends_here else _nothing, self._note)
         self._under_way = step_under_way(ends_here=ends_here)
         self._opening = effects.openings_told(ends_here=ends_here) if effects.looks else nullcontext()
@@ -226,9 +226,10 @@ class _Run(AbstractContextManager[None]):
         self._redirected.__exit__()
         self._effects.end(self._calls if kind is None else None, self._index, self._size)
 
-    def _take(self, call: Call) -> None:
-        assert self._calls is not None
-        self._calls.append(with_values(call))
+
+def _taking(calls: list[Call]) -> Note:
+    """What adds to a list; a method of what holds it would keep that alive until garbage is collected."""
+    return lambda call: calls.append(with_values(call))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
