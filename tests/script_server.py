@@ -121,8 +121,10 @@ def run(script):
 def import_all():
     for name in IMPORTS.split():
         importlib.import_module(name)
+    from lightning_pfo.strategy.trainer.clones import keep_memory_shared
+
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "forks of a process with threads may hang"
-    gc.freeze()
+    keep_memory_shared()
     gc.set_threshold(20_000, 10, 10)  # what is made anew is small
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from lightning_pfo.strategy.model.reach.caches import freeze
+
 _THREADS = Path("/proc/self/task")
 
 
@@ -47,7 +49,7 @@ def keep_memory_shared() -> None:
     What is part of a circle now is never collected, so this is for processes whose clones live as long as they do.
     """
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 def clone_process() -> Clone | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.caches import Caches, freeze
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from tests.strategy.model.stages import Holder, Stages
 
@@ -64,6 +65,20 @@ def test_caches_and_attributes_hold_nothing_of_a_run_on_meta():
     layer = stages.roots[1].model.layers[0]  # an earlier stage has it: here it was traced only
     assert layer.lazily_made is None
     assert layer.by_length == {}
+
+
+@pytest.mark.parametrize(("how", "length"), [(gc.freeze, 3), (freeze, 4)])
+def test_caches_among_frozen_objects_hold_nothing_either(how, length):
+    positions.cache_clear()
+    how()
+    try:
+        with Caches().left_alone():
+            positions(length)
+            zeros = ramp(length).zero_()
+        assert positions.cache_info().currsize == 0
+        assert ramp(length) is not zeros
+    finally:
+        gc.unfreeze()
 
 
 def test_beit_with_relative_positions_computes_what_the_whole_model_does():

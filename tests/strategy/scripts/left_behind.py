@@ -741,7 +741,7 @@ class DrawsLate(L.LightningModule):
 
 
 class Tidy(Base):
-    """Looks, after the second batch, for what nothing but itself refers to: until garbage is collected it takes memory."""
+    """Looks, after the second batch, for what nothing but itself refers to: it stays until garbage is collected."""
 
     def __init__(self):
         super().__init__()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 _CACHE = type(functools.lru_cache(lambda: None))
@@ -40,10 +41,64 @@ class Caches:
     def _all(self) -> list[Any]:
         if len(sys.modules) != self._num_modules:
             self._num_modules = len(sys.modules)
-            # objects refer to their type; asking for those takes half as long as looking at all objects
-            referrers = gc.get_referrers(_CACHE)
-            self._found = [weakref.ref(cache) for cache in referrers if type(cache) is _CACHE and _counts(cache)]
-        return [cache for reference in self._found if (cache := reference()) is not None]
+            self._found = _search()
+        return _living(self._found)
+
+
+def freeze() -> None:
+    """`gc.freeze`, without hiding caches that there are by now from who asks for all objects."""
+    global _hidden, _num_hidden
+    _hidden = _search()
+    gc.freeze()
+    _num_hidden = gc.get_freeze_count()
+
+
+_hidden: list[weakref.ref[Any]] = []
+"""Caches that are found among frozen objects."""
+_num_hidden = 0
+"""How many objects were frozen then."""
+
+
+def _search() -> list[weakref.ref[Any]]:
+    global _hidden, _num_hidden
+    number = gc.get_freeze_count()  # of those that still live
+    if number > _num_hidden:  # frozen by the user, or whatever has started this process
+        _hidden = _references(_in_modules())
+    _num_hidden = number
+    # objects refer to their type; asking for those takes half as long as looking at all objects
+    return _references([*gc.get_referrers(_CACHE), *_living(_hidden)])
+
+
+def _references(objects: Iterable[Any]) -> list[weakref.ref[Any]]:
+    caches = {id(cache): cache for cache in objects if type(cache) is _CACHE and _counts(cache)}
+    return [*map(weakref.ref, caches.values())]
+
+
+def _living(references: list[weakref.ref[Any]]) -> list[Any]:
+    return [cache for reference in references if (cache := reference()) is not None]
+
+
+def _in_modules() -> Iterator[Any]:
+    """The caches of functions and classes, also of those that others wrap."""
+    seen: set[int] = set()
+    looked_at = [value for module in [*sys.modules.values()] for value in [*getattr(module, "__dict__", {}).values()]]
+    while looked_at:
+        value = looked_at.pop()
+        kind = type(value)  # not `isinstance`: there are modules whose values are imported when they are asked
+        if kind in (staticmethod, classmethod):
+            looked_at.append(value.__func__)
+        elif id(value) in seen:
+            continue
+        elif issubclass(kind, type):
+            looked_at += vars(value).values()
+        elif kind is _CACHE:
+            yield value
+        elif kind is types.FunctionType:
+            looked_at.append(getattr(value, "__wrapped__", None))
+            for cell in value.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    looked_at.append(cell.cell_contents)
+        seen.add(id(value))
 
 
 def _counts(cache: Any) -> bool:
