@@ -47,26 +47,32 @@ class Caches:
 
 def freeze() -> None:
     """`gc.freeze`, without hiding caches that there are by now from who asks for all objects."""
-    global _hidden, _num_hidden
+    global _hidden, _latest
     _hidden = _search()
     gc.freeze()
-    _num_hidden = gc.get_freeze_count()
+    _latest = _new_cache()
+
+
+def _new_cache() -> Any:
+    return functools.lru_cache(lambda: None)
 
 
 _hidden: list[weakref.ref[Any]] = []
 """Caches that are found among frozen objects."""
-_num_hidden = 0
-"""How many objects were frozen then."""
+_latest: Any = None
+"""Made after these were found, so that it is among all objects until they are frozen again."""
 
 
 def _search() -> list[weakref.ref[Any]]:
-    global _hidden, _num_hidden
-    number = gc.get_freeze_count()  # of those that still live
-    if number > _num_hidden:  # frozen by the user, or whatever has started this process
-        _hidden = _references(_in_modules())
-    _num_hidden = number
+    global _hidden, _latest
     # objects refer to their type; asking for those takes half as long as looking at all objects
-    return _references([*gc.get_referrers(_CACHE), *_living(_hidden)])
+    found = gc.get_referrers(_CACHE)
+    is_hidden = gc.get_freeze_count() > 0 if _latest is None else all(cache is not _latest for cache in found)
+    if is_hidden:  # by the user, or whatever has started this process
+        _hidden = _references(_in_modules())
+    if is_hidden or _latest is None:
+        _latest = _new_cache()
+    return _references([*found, *_living(_hidden)])
 
 
 def _references(objects: Iterable[Any]) -> list[weakref.ref[Any]]:
