@@ -24,7 +24,7 @@ endif
 # A torch asks for a sympy of its own.
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: help demo test test-torch lint format clean
+.PHONY: help demo test test-slow test-torch lint format clean
 .DEFAULT_GOAL := help
 
 help: ## Show this list
@@ -33,8 +33,11 @@ help: ## Show this list
 demo: $(STAMP) ## One training that measures, plans and verifies by itself, on emulated GPUs (30 seconds); results in outputs/demo
 	$(PY) examples/gpt/train.py plan=auto output_dir=outputs/demo $(ARGS)
 
-test: $(STAMP) ## Run all tests, in three processes
-	$(PYTEST) $(ARGS)
+test: $(STAMP) ## Run the tests, in three processes; less than 10 minutes on two cores
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP) ## Run the others: more models, kinds of steps and loops
+	$(PYTEST) -m slow $(ARGS)
 
 test-torch: $(if $(TORCH),$(STAMP)) ## Run the tests of training with another torch: TORCH=2.15.0 (with CUDA libraries: 5 GB)
 	@test -n '$(TORCH)' || { echo 'Name a version of torch: make test-torch TORCH=2.15.0'; exit 2; }

@@ -12,6 +12,8 @@ from lightning_pfo.loops.accelerate import check_processes
 from tests.comparing import check
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "users.py"
 RANKS = ("pipeline_0", "pipeline_1")
 

@@ -9,6 +9,8 @@ import pytest
 from tests.launch import run_script
 from tests.strategy.zoo import CASES, matching, runner
 
+pytestmark = pytest.mark.slow
+
 EQUAL = [
     "sequential",
     "large_values",

@@ -6,6 +6,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "oracle.py"
 CHECKS = [
     *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"),

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers", reason="needs transformers, which the dev extra installs")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "huggingface_options.py"

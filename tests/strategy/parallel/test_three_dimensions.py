@@ -15,7 +15,7 @@ from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_shardable
 from tests.launch import run_script
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = Path(__file__).parents[1] / "scripts" / "three_dimensions.py"
 RANKS = {"tensor": range(8), "sharded": range(8), "sharded_zero_bubble": range(4)}
 

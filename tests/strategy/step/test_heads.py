@@ -7,6 +7,8 @@ import torch
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 CASES = ("never", "later", "not later", "split backwards", "whole batch", "replicas", "changed in place", "divided")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
 
 

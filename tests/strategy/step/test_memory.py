@@ -18,7 +18,7 @@ from tests.launch import of_ranks, run_script
 from tests.strategy.memory_cases import CASES
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(600)  # 67 s on an idle machine, 315 s at a load of 13
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # 67 s on an idle machine, 315 s at a load of 13
 can_divide = pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
 
 

@@ -8,6 +8,8 @@ import pytest
 from tests.comparing import check
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "other_forms.py"
 BY_BATCH = (*("dict, arrays", "a list, rows", "lists, arrays", "floats, a list", "means, rows", "rows, means"),)
 BY_LOADER = ("rows, columns", "count, index", "index, count", "lists, floats", "floats, lists")

@@ -12,6 +12,8 @@ from tests.strategy.model.tracing import object_cases  # noqa: F401 - more cases
 from tests.strategy.model.tracing.cases import CASES
 from tests.thorough import THOROUGH
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {"mixed_precision": 2e-2}
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 CASES = ("decodes", "decides", "later", "changes arguments", "in hooks", "both ends on one rank", "evaluated first")
 
 
