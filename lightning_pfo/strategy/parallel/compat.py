@@ -229,6 +229,11 @@ def accumulation_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[nn.Par
     return parameter._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined, no-any-return]
 
 
+def gradient_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[torch.Tensor], torch.Tensor | None]]:
+    """What `register_hook` has registered; a change of the dict counts."""
+    return parameter._backward_hooks or {}  # type: ignore[return-value]
+
+
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
     """What is called after each forward of a module itself."""
     return module._forward_hooks.values()

@@ -17,7 +17,12 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import accumulation_hooks_of, scale_in_place, tree_map_only
+from lightning_pfo.strategy.parallel.compat import (
+    accumulation_hooks_of,
+    gradient_hooks_of,
+    scale_in_place,
+    tree_map_only,
+)
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import (
@@ -47,9 +52,10 @@ def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> N
 
 
 @contextmanager
-def without_accumulation_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let hooks on added up gradients wait for `attach_gradients`: a microbatch's are not those of the batch."""
-    hooks = [registered for parameter in parameters if (registered := accumulation_hooks_of(parameter))]
+def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let hooks of parameters wait for `attach_gradients`: a microbatch's gradients are not those of the batch."""
+    of_each = ((gradient_hooks_of(parameter), accumulation_hooks_of(parameter)) for parameter in parameters)
+    hooks = [registered for both in of_each for registered in both if registered]
     before = [dict(registered) for registered in hooks]
     for registered in hooks:
         registered.clear()
@@ -117,6 +123,11 @@ class StepGradients:
 def _add_gradients(gradients: Gradients, factor: torch.Tensor) -> None:
     if factor.is_cuda or factor != 1:  # looking at it would wait for the GPU, where a pass costs little
         scale_in_place(list(map(local, gradients.values())), factor)
+    for parameter in gradients:
+        for hook in [*gradient_hooks_of(parameter).values()]:
+            replaced = hook(in_type(gradients[parameter], parameter.dtype))
+            if replaced is not None:
+                gradients[parameter] = replaced
     hand_out(gradients)
 
 

@@ -5,7 +5,7 @@ from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     put_gradients,
     take_gradients,
-    without_accumulation_hooks,
+    without_hooks,
 )
 
 
@@ -24,10 +24,29 @@ def test_gradients_are_handed_out_by_backward_times_its_factor():
     assert b.grad is None
 
 
+def test_hooks_of_parameters_change_the_gradient_of_the_batch():
+    clamped, doubled = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    clamped.register_hook(lambda gradient: gradient.clamp(max=3.0))
+    clamped.register_hook(lambda gradient: seen.append(gradient.tolist()))
+    doubled.register_hook(lambda gradient: gradient * 2)
+    seen = []
+    with without_hooks([clamped, doubled]):
+        for _ in range(3):
+            (clamped * torch.tensor([1.0, 2.0]) + doubled).sum().backward()
+    assert not seen
+    loss = attach_gradients(torch.tensor(1.0), take_gradients([clamped, doubled]))
+    (loss * 0.5).backward()
+    assert seen == [[1.5, 3.0]]
+    assert clamped.grad.tolist() == [1.5, 3.0]
+    assert doubled.grad.tolist() == [3.0, 3.0]
+    (10 * clamped).sum().backward()
+    assert seen[1:] == [[3.0, 3.0]]
+
+
 def test_hooks_on_added_up_gradients_see_those_of_the_batch():
     parameter, seen = nn.Parameter(torch.ones(1)), []
     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad)))
-    with without_accumulation_hooks([parameter]):
+    with without_hooks([parameter]):
         for _ in range(3):
             (parameter * 2).sum().backward()
     assert not seen

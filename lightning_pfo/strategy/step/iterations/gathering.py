@@ -16,7 +16,7 @@ from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     put_gradients,
     take_gradients,
-    without_accumulation_hooks,
+    without_hooks,
 )
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
@@ -66,7 +66,7 @@ class Iterations:
         if not keeps:
             earlier = {}
         try:
-            with without_accumulation_hooks(self._parameters):
+            with without_hooks(self._parameters):
                 yield StepGradients(self._parameters_of, self._means if average else None, precise=self._precise)
         except BaseException:
             if self._means is not None:
