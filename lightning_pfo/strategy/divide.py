@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.events import Trace
+from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
@@ -64,6 +65,8 @@ def divide(
     before = earlier_split(model, units)  # layers can be measured, and their order found, only while all are there
     if before is not None and partition == "profile":
         return before, []
+    if before is None:
+        remember_buffers(model)
     is_wanted = before is None and (num_stages > 1 or partition == "profile")
     step = first_step() if first_step is not None and is_wanted else None
     if before is not None:

@@ -55,7 +55,7 @@ def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> N
 def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Let hooks of parameters wait for `attach_gradients`: a microbatch's gradients are not those of the batch."""
     of_each = ((gradient_hooks_of(parameter), accumulation_hooks_of(parameter)) for parameter in parameters)
-    hooks = [registered for both in of_each for registered in both if registered]
+    hooks: list[dict[int, Any]] = [registered for both in of_each for registered in both if registered]
     before = [dict(registered) for registered in hooks]
     for registered in hooks:
         registered.clear()

@@ -13,6 +13,7 @@ from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import split_units
 from lightning_pfo.strategy.model.tracing.dividing.program import programs_of
+from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.parallel import random_state
@@ -41,6 +42,7 @@ class Followed:
         self.owner, self.patches = owner, Patches()
         self.step = lambda: step(owner)
         self.units = find_units(owner, name, num_stages)
+        remember_buffers(owner)
         follow_units(self.units.all, self.patches)
 
     def trace(self):

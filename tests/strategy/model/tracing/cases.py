@@ -1220,3 +1220,27 @@ def looks_at_a_prepared_batch(net, x, y):
     for layer in net.layers:
         x = layer(x)
     return net.loss(x, y - 1)
+
+
+class SizesInBuffers(nn.Module):
+    """As EnCodec keeps paddings, and DLRM which pairs count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("padding", torch.tensor(2), persistent=False)
+        self.register_buffer("parts", torch.tensor([2, 4]))
+        self.register_buffer("mask", torch.tensor([True, False, True, True, False, True]))
+        self.linear = nn.Linear(4, WIDTH)
+
+    def forward(self, x):
+        short, long = x[:, :WIDTH].split(self.parts.tolist(), dim=-1)
+        x = self.linear(torch.cat([long, short], -1)[:, self.mask]).tanh()
+        return nn.functional.pad(x, (0, int(self.padding)))
+
+
+@case(layer=SizesInBuffers)
+def sizes_in_buffers(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x[:, :WIDTH], y)

@@ -18,7 +18,7 @@ from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hidi
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
-from lightning_pfo.strategy.model.tracing.forms.values import LooksBounded, fill_rising, rising
+from lightning_pfo.strategy.model.tracing.forms.values import LooksBounded, fill_rising, remembered_buffer, rising
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     all_varying,
     differing,
@@ -192,7 +192,7 @@ def _call(
     device: torch.device,
     mode: AbstractContextManager[Any],
     convert: Callable[[torch.Tensor], torch.Tensor],
-    convert_held: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    convert_held: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
     make: Callable[..., torch.Tensor] = torch.zeros,
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
@@ -202,7 +202,7 @@ def _call(
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     assigned = AssignedBuffers(module)
     bare = Holder(module, assigned.around(forward))
-    tensors = {name: convert_held(tensor) for name, tensor in _zero_tensors(bare, device, make).items()}
+    tensors = _held_tensors(bare, device, make, convert_held)
     with Kept(module) as kept, mode:
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
@@ -233,23 +233,31 @@ def _call(
     )
 
 
-def _zero_tensors(
-    bare: Holder, device: torch.device, make: Callable[..., torch.Tensor] = torch.zeros
+def _held_tensors(
+    bare: Holder,
+    device: torch.device,
+    make: Callable[..., torch.Tensor] = torch.zeros,
+    convert: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
 ) -> dict[str, torch.Tensor]:
+    """What stands for parameters and buffers: of these the small ones have their values, if the others have any."""
+    found: dict[str, torch.Tensor] = {}
     # each module once: torch would not put back the tensors of a module that is held in two places
-    return {
-        f"{path}.{name}": make(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-        for path, part in bare.named_modules()
-        for name, tensor in (item for named in tensors_of(part) for item in named.items())
-        if tensor is not None
-    }
+    for path, part in bare.named_modules():
+        for name, tensor in (item for named in tensors_of(part) for item in named.items()):
+            known = remembered_buffer(part, name, device) if make is torch.zeros and tensor is not None else None
+            if known is not None:
+                found[f"{path}.{name}"] = known
+            elif tensor is not None:
+                form = make(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
+                found[f"{path}.{name}"] = convert(form)
+    return found
 
 
 def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a module computes if its parameters are zero, wherever they are; of tensors inside of `torch.vmap`."""
     bare = Holder(module, forward)
     device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
-    return functional_call(bare, _zero_tensors(bare, device), args, kwargs, tie_weights=False)
+    return functional_call(bare, _held_tensors(bare, device), args, kwargs, tie_weights=False)
 
 
 @contextmanager

@@ -1,11 +1,17 @@
-"""Values that stand for those of other stages: zeros, and other numbers where something fails on zeros."""
+"""Values that stand for those of other stages: zeros, and other numbers where something fails on zeros.
+
+Small buffers have their own, as sizes and masks that layers keep: those that they had when the model was divided, which
+are known on all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -26,6 +32,26 @@ _LOOKS: frozenset[Callable[..., Any]] = frozenset(
         torch.allclose,
     }
 )
+
+
+_MOST_REMEMBERED = 1024
+"""Elements of a buffer."""
+_buffers: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+
+
+def remember_buffers(model: nn.Module) -> None:
+    """Keep the values of small buffers, as long as all are here."""
+    for module in model.modules():
+        named = module.named_buffers(recurse=False)
+        small = {name: buffer.detach() for name, buffer in named if buffer.numel() <= _MOST_REMEMBERED}
+        if small and not any(buffer.is_meta for buffer in small.values()):
+            _buffers[module] = {name: buffer.to("cpu", copy=True) for name, buffer in small.items()}
+
+
+def remembered_buffer(module: nn.Module, name: str, device: torch.device) -> torch.Tensor | None:
+    """A copy of what a buffer had then, if it is known."""
+    known = _buffers.get(module, {}).get(name)
+    return None if known is None else known.to(device, copy=True)
 
 
 def zeros_of(form: torch.Tensor) -> torch.Tensor:
