@@ -208,6 +208,14 @@ def _trace(
                 others = find(called=called)
                 if len(others.layers) >= at_least:
                     return again(others, may_look_elsewhere=False)
+        inside = [event.what for event in trace.events if not set(units.layers).isdisjoint(event.units)]
+        if inside:
+            name = inside[0].cls if isinstance(inside[0], AppliedFunction) else inside[0]
+            raise ConfigurationError(
+                f"Layers are divided where the step calls them; those of {units.name!r} are called inside of "
+                f"{getattr(name, '__name__', name)}, a function that one stage runs as a whole. Divide layers that "
+                f"are called elsewhere (pipeline_module=...), if the model has some, or train it on one stage."
+            )
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."

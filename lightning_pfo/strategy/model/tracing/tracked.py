@@ -301,6 +301,19 @@ def follow_units(units: Iterable[Any], patches: Patches) -> None:
     for unit in units:
         unit.forward = unit.module.forward
         patches.set(unit.module, "forward", _Followed(unit, unit.module.forward))
+    _avoid_reentrance(patches)
+
+
+def _avoid_reentrance(patches: Patches) -> None:
+    """Let checkpoints around units do without an `autograd.Function`, in whose forward nobody would follow these."""
+    checkpoint = torch.utils.checkpoint
+
+    def apply(cls: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if current_run() is None:
+            return torch.autograd.Function.__dict__["apply"].__get__(None, cls)(function, preserve_rng_state, *args)
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+    patches.set(checkpoint.CheckpointFunction, "apply", classmethod(apply))
 
 
 WHOLE = (
