@@ -44,6 +44,7 @@ from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
@@ -159,6 +160,7 @@ def build_pipeline(
         check_shardable(sharding, sample)
     if sample.num_stages > 1:
         check_scripted(model)
+        tell_of_counted(model)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))
     explain_missing_values(device)

@@ -95,7 +95,8 @@ def _is_of_optimizer(frame: types.FrameType) -> bool:
     """Whether an optimizer of anybody's makes its step; Lightning runs a user's hooks within one."""
     asking: types.FrameType | None = frame
     while asking is not None and not _module_of(asking).startswith(_KNOW_BETTER):
-        if isinstance(asking.f_locals.get("self"), Optimizer):
+        first = asking.f_code.co_varnames[: asking.f_code.co_argcount][:1]  # whatever its name
+        if first and isinstance(asking.f_locals.get(first[0]), Optimizer):
             return True
         asking = asking.f_back
     return False

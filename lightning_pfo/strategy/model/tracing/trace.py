@@ -233,7 +233,7 @@ class _TraceRun:
             with self._nothing_drawn(), following(None):
                 selects_all = self._selected is Selected.ALL
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
-        for known in ("saved_bytes", "changes_state", "rewrites", "returns", "left"):
+        for known in ("saved_bytes", "changes_state", "changes_weights", "rewrites", "returns", "left"):
             setattr(event, known, getattr(outline, known))
         for index in outline.changed:
             if is_value(leaves[index]):

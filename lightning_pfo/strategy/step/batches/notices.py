@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from torch import nn
+
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 """No cache of a function: traces clear those, and the same would be said again."""
@@ -15,6 +17,17 @@ def warn_once(message: str) -> None:
     if message not in _said:
         _said.add(message)
         _log.warning(message)
+
+
+def tell_of_counted(model: nn.Module) -> None:
+    """Name the first layer whose gradients depend on how often an index comes."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            warn_once(
+                f"{name!r} divides its gradients by how often an index comes (scale_grad_by_freq=True): in each "
+                f"microbatch, as when gradients are accumulated; on one device in the batch."
+            )
+            return
 
 
 def tell_of_buffers(names: Iterable[str], number: int) -> None:

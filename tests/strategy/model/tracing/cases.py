@@ -182,7 +182,7 @@ class TwoParts(nn.Module):
 class Net(nn.Module):
     """Runs a function as its `forward`."""
 
-    def __init__(self, function, layer=Block, num_layers=6):
+    def __init__(self, function, layer=Block, num_layers=6, **others):
         super().__init__()
         self.function = function
         self.embed = nn.Embedding(11, WIDTH, padding_idx=0)
@@ -191,6 +191,8 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, 3)
         self.prepares = Prepares()
         self.scale = nn.Parameter(torch.rand(num_layers))
+        for name, make in others.items():
+            self.add_module(name, make())
 
     def forward(self, x, y):
         return self.function(self, x, y)
@@ -1244,3 +1246,20 @@ def sizes_in_buffers(net, x, y):
     for layer in net.layers:
         x = layer(x)
     return net.loss(x[:, :WIDTH], y)
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH, max_norm=0.5)
+
+    def forward(self, indices):
+        return self.table(indices)
+
+
+@case(refused="'renormed' writes into its weights when it is called", renormed=Renormed)
+def looks_up_what_is_renormed_twice(net, x, y):
+    x = net.stem(x) + net.renormed(y)
+    for layer in net.layers[:4]:
+        x = layer(x)
+    return net.loss(x + net.renormed(y + 1), y)

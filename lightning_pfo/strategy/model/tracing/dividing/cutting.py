@@ -56,6 +56,7 @@ class Obstacles:
             *_of_stale(trace),
             *_of_buffers(trace),
             *_of_statistics(trace),
+            *_of_weights(trace),
             *_of_caches(trace),
             *_of_talking(trace),
         ]
@@ -124,6 +125,23 @@ def _of_statistics(trace: Trace) -> Iterator[tuple[int, float, str]]:
                 f"without a change in another, as in eval(), and a boundary lies between its calls: each rank has "
                 f"those of its own calls, so these would be others than on one device. Give each call a module of its "
                 f"own; or {_MOVE}, so that one stage has all calls.",
+            )
+
+
+def _of_weights(trace: Trace) -> Iterator[tuple[int, float, str]]:
+    """Who writes into a weight knows nothing of what the same layer writes on another rank."""
+    calls: dict[Any, list[int]] = {}
+    for position, event in enumerate(trace.events):
+        for unit in event.units if event.changes_weights else ():
+            calls.setdefault(unit, []).append(position)
+    for unit, positions in calls.items():
+        if len(positions) > 1:
+            yield (
+                positions[0] + 1,
+                positions[-1] + 1,
+                f"{unit.name!r} writes into its weights when it is called, as an embedding with max_norm does, and a "
+                f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights in "
+                f"a hook (on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has all calls.",
             )
 
 

@@ -64,6 +64,7 @@ class Outline:
         given_gradients: Those of them that need gradients from then on.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
+        changes_weights: Whether it changes parameters of its own.
         varying: For each leaf the dimensions whose size depends on values; empty if none has any.
         from_values: Whether it was found with values, on which it may depend.
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
@@ -80,6 +81,7 @@ class Outline:
     given_gradients: tuple[int, ...] = ()
     saved_bytes: int = 0
     changes_state: bool = False
+    changes_weights: bool = False
     varying: tuple[frozenset[int], ...] = ()
     from_values: bool = False
     rewrites: bool = False
@@ -209,6 +211,7 @@ def _call(
         saved = _Saved(tensors.values())
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), saved:
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
+    rewritten = {name for name, version in state.items() if version_of(tensors[name]) != version}
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
@@ -229,7 +232,8 @@ def _call(
         given_gradients=tuple(i for i in changed if inputs[i].requires_grad and not leaves[i].requires_grad),
         saved_bytes=saved.num_bytes,
         hiding=hidden,
-        changes_state=any(version_of(tensors[name]) != version for name, version in state.items()),
+        changes_state=bool(rewritten),
+        changes_weights=any(name in rewritten for name, _ in bare.named_parameters()),
     )
 
 
