@@ -24,7 +24,7 @@ from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, u
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.effects.fresh import anew
@@ -193,7 +193,10 @@ class StepStrategy(CheckpointStrategy):
         """What loaders yield first, with the number of the batch; None where something would be missed; the loaders."""
         module = self._module()
         first = self._loading_rank()
-        with random_state.isolated(self.root_device):  # making it may draw numbers, as does the order of its samples
+        owners = (module, getattr(module.trainer, "datamodule", None))
+        as_they_are = all_of(attributes_untouched(owner, but_made=True) for owner in owners)
+        # making it may draw numbers, as does the order of its samples, or count how often it is made
+        with random_state.isolated(self.root_device), as_they_are:
             data = data_of(module.trainer)
             found = data if isinstance(data, CombinedLoader) else CombinedLoader(data, mode)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -92,7 +92,8 @@ class Module(L.LightningModule):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.make_loader, self.uses_weights = make_loader, uses_weights
-        self.made = self.collated = 0
+        self.made = self.collated = self.calls = 0
+        self.drawing, self.dataset = np.random.default_rng(0), None
 
     def train_dataloader(self):
         return self.make_loader(self)
@@ -129,6 +130,14 @@ def shuffled(_):
     return DataLoader(torch.randn(32, WIDTH), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
+def next_shard(module):
+    """Another one for each call, drawn by a generator of the module's; the dataset is made once."""
+    module.calls += 1
+    module.dataset = module.dataset or Augmented()
+    chosen = module.drawing.permutation(32)[: 16 + 8 * module.calls]
+    return DataLoader(Subset(module.dataset, chosen.tolist()), 8)
+
+
 def of(make, **options):
     dataset = make()  # the same for each call of `train_dataloader`
     return lambda _: DataLoader(dataset, 8, **options)
@@ -149,6 +158,7 @@ def cases():
         "made by the model": (lambda module: DataLoader(OfModel(module), 8), False, {}),
         "collated by the model": (lambda m: DataLoader(Stream(), 8, collate_fn=m.collate), True, {}),
         "batches": (lambda _: batches, True, {}),
+        "next shard": (next_shard, True, {}),
         "two streams": (lambda _: {"a": DataLoader(Stream(), 8), "b": DataLoader(Augmented(), 8)}, True, {}),
     }
 

@@ -55,20 +55,30 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_untouched(holder: Any) -> Iterator[None]:
+def attributes_untouched(holder: Any, *, but_made: bool = False) -> Iterator[None]:
     """Put back, when the context is closed, the attributes of an object and what containers among them have.
 
     Tensors keep what was written into them: where an object holds data, these may be all that there is.
 
     Args:
         holder: The object; one without attributes, such as None, has nothing to put back.
+        but_made: Whether objects stay that were made where there was nothing, such as a dataset that is read once.
     """
+    attributes = getattr(holder, "__dict__", {})
+    before = dict(attributes) if but_made else {}
     remembered = _Remembered(values=False)
-    remembered.attributes(getattr(holder, "__dict__", {}))
+    remembered.attributes(attributes)
     try:
         yield
     finally:
+        made = {name: value for name, value in attributes.items() if but_made and _is_made(value, before.get(name))}
         remembered.put_back()
+        attributes.update(made)
+
+
+def _is_made(value: Any, before: Any) -> bool:
+    is_state = type(value) in _PLAIN or isinstance(value, (Iterator, *GENERATORS))
+    return before is None and not is_state
 
 
 class _Remembered:

@@ -25,6 +25,7 @@ CASES = (
     "made by the model",
     "collated by the model",
     "batches",
+    "next shard",
     "two streams",
 )
 
