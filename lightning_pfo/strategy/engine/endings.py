@@ -13,6 +13,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class InterruptedAtOnce(KeyboardInterrupt):
+    """Ends a run where it is: who asks for it, as by a second Ctrl-C, does not wait for the end of the batch."""
+
+
 class StepEndedError(Exception):
     """Stands for what a step has raised that is no error.
 
@@ -27,6 +31,8 @@ class StepEndedError(Exception):
 
 def as_error(raised: BaseException) -> Exception | None:
     """What a step raised as an error; None for what is none of its endings, such as what ends a stage's own step."""
+    if isinstance(raised, InterruptedAtOnce):
+        return None
     if isinstance(raised, (KeyboardInterrupt, SystemExit)):
         return StepEndedError(raised)
     return raised if isinstance(raised, Exception) else None

@@ -11,6 +11,7 @@ of a second Ctrl-C wherever it is.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from contextlib import suppress
@@ -20,9 +21,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -34,6 +35,8 @@ from lightning_pfo.strategy.trainer.compat import (
     validate_together,
 )
 from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
+
+_log = logging.getLogger("lightning.pytorch.lightning_pfo")  # which shows what a user is told, as its others do
 
 
 class SignalsAtBatchEnd:
@@ -96,12 +99,15 @@ class SignalsAtBatchEnd:
         if before is not signal.default_int_handler:  # the user's own, or it is ignored
             return
 
+        is_first = trainer.is_global_zero  # in a step another rank may be
+
         def note_interrupt(signum: int, frame: FrameType | None) -> None:
             if self._interrupted:
-                signal.default_int_handler(signum, frame)
+                raise InterruptedAtOnce
             self._interrupted = True
-            with suppress(RuntimeError):  # the stream is being written to
-                rank_zero_info("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
+            if is_first:
+                with suppress(RuntimeError):  # the stream is being written to
+                    _log.info("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
 
         def put_back() -> None:
             if signal.getsignal(signal.SIGINT) is note_interrupt:
