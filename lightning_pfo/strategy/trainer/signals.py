@@ -39,6 +39,11 @@ from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
 _log = logging.getLogger("lightning.pytorch.lightning_pfo")  # which shows what a user is told, as its others do
 
 
+def _tell(message: str) -> None:
+    with suppress(RuntimeError):  # the stream is being written to
+        _log.info(message)
+
+
 class SignalsAtBatchEnd:
     """Notes signals, and obeys them when all ranks have done a batch."""
 
@@ -57,7 +62,11 @@ class SignalsAtBatchEnd:
 
         ended = threading.Event()
 
+        is_first = trainer.is_global_zero  # in a step another rank may be
+
         def note_sigterm(signum: int, frame: FrameType | None) -> None:
+            if is_first and not self._terminate:
+                _tell("Received SIGTERM: the run ends when this batch is done.")
             self._terminate = True
 
         def heed_sigterm() -> None:
@@ -99,15 +108,14 @@ class SignalsAtBatchEnd:
         if before is not signal.default_int_handler:  # the user's own, or it is ignored
             return
 
-        is_first = trainer.is_global_zero  # in a step another rank may be
+        is_first = trainer.is_global_zero
 
         def note_interrupt(signum: int, frame: FrameType | None) -> None:
             if self._interrupted:
                 raise InterruptedAtOnce
             self._interrupted = True
             if is_first:
-                with suppress(RuntimeError):  # the stream is being written to
-                    _log.info("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
+                _tell("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
 
         def put_back() -> None:
             if signal.getsignal(signal.SIGINT) is note_interrupt:

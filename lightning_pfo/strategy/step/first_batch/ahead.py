@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_pfo.strategy.model.reach.untouched import attributes_untouched
+from lightning_pfo.strategy.parallel.patches import unwarned
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ def _copied(reader: Any, loaders: Sequence[Any], owners: Sequence[Any]) -> Any:
     file.seek(0)
     unpickler = _Unpickler(file, pickler.shared)
     unpickler.load()  # first, as the second one refers to it
-    return unpickler.load()
+    with unwarned(".*LeafSpec.*"):  # of torch, at the class of what Lightning keeps with loaders
+        return unpickler.load()
 
 
 class _Bounded(io.BytesIO):
