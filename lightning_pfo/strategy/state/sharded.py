@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import async_save as save_shards_beside
@@ -108,14 +109,18 @@ def save(checkpoint: dict[str, Any], path: Path, beside: dist.ProcessGroup | Non
             if dist.get_rank() == 0:
                 move_into_place(temporary, path.absolute())
         except BaseException as error:
-            done.set_exception(error)
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)  # on a full disk somebody needs the space
+            done.set_exception(_first_of(error))
         else:
             done.set_result(None)
 
     if beside is None:
-        save_shards(shards, storage_writer=writer)
         written = Future[Any]()
-        written.set_result(None)
+        try:
+            written.set_result(save_shards(shards, storage_writer=writer))
+        except (Exception, CheckpointException) as error:  # which is none
+            written.set_exception(error)
     else:
         copied = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), shards)  # of what training changes
         started: Any = save_shards_beside(copied, storage_writer=writer, process_group=beside)
@@ -124,6 +129,12 @@ def save(checkpoint: dict[str, Any], path: Path, beside: dist.ProcessGroup | Non
     if beside is None:
         done.result()
     return done
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What went wrong on the first rank on which something did; torch's error has it in a traceback as a text."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next((failed for failed, _ in failures.values()), error)
 
 
 def load(

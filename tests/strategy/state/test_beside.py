@@ -66,10 +66,16 @@ def check(path):
         saving = begin(8.0, 4)
         assert read() == first
         may_write.set()
-        with pytest.raises(BaseException, match="no space left"):
+        with pytest.raises(OSError, match="no space left"):
             saving.result(PATIENCE_S)
         dist.barrier()
         assert read() == first
+        shard = {"state_dict": {f"weights.{rank}": torch.ones(4)}, "optimizer_states": [], "epoch": 5}
+        with pytest.raises(OSError, match="no space left"):  # nor one that training waits for
+            save(shard, path)
+        dist.barrier()
+        assert read() == first
+        assert list(path.parent.iterdir()) == [path]  # pieces would take the space
     finally:
         FileSystemWriter.write_data = write
 
