@@ -71,8 +71,8 @@ def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | PlanOf | Non
 class PlannedRun(InstructionListener):
     """Sets the clock of every instruction as a plan says, and measures iterations; `close` it, or use it in `with`.
 
-    Before the first instruction the plan is checked against the pipeline: stages, microbatches, order, supported
-    clocks.
+    Before the first instruction the plan is checked against the pipeline: stages, microbatches, order, and supported
+    clocks where these may be set.
 
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
@@ -188,7 +188,8 @@ class PlannedRun(InstructionListener):
         def check() -> None:
             plan.check_fits(schedule)
             waiting_mhz = {wait.clock_mhz for wait in plan.wait_clocks if wait.rank == source.rank}
-            _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
+            if self._session.clocks.error is None:  # else none are set, and such a GPU may not tell which it supports
+                _check_clocks({*plan.clocks_mhz[source.rank], *waiting_mhz}, supported_mhz, gpu.name)
 
         check_together(source, check)
         if self._online is not None and self._checked:

@@ -169,7 +169,7 @@ def compare(
             f"change_cost_j={settings.change_cost_j}."
         )
     problem, latency = make_problem(profile, settings, num_microbatches, schedule, stages_per_rank)
-    baseline = predict(problem, top_clocks)
+    baseline = predict(problem, top_clocks, latency=latency)
     of_order: dict[PipelineSchedule, tuple[Problem, list[ListedPolicy]]] = {problem.schedule: (problem, [])}
     for policy in _wanted(policies, problem, max_in_flight):
         own = policy.problem_for(problem)

@@ -32,18 +32,18 @@ from lightning_pfo.core.schedules.registry import (
 )
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
-from lightning_pfo.planner.found_plans import plans_of
+from lightning_pfo.planner.found_plans import cheaper_one_by_one, plans_of
 from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.limits.limited_pipeline import make_limited_pipeline
 from lightning_pfo.planner.limits.switching import check_effort, least_energy_j, limit_switching
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
 from lightning_pfo.planner.network.dag import ActivityNetwork
 from lightning_pfo.planner.network.options import OptionSet
 from lightning_pfo.planner.pipeline.problem import Problem, Rows
 from lightning_pfo.planner.pipeline.steady_state import steady_middles
-from lightning_pfo.planner.pipeline.timeline import Simulator
-from lightning_pfo.planner.policies.policy import Policy
+from lightning_pfo.planner.policies.policy import Policy, played
 from lightning_pfo.planner.policies.registry import LISTED_POLICIES, OWN_POLICY, find_policy
-from lightning_pfo.planner.policies.top_clocks import top_clocks
+from lightning_pfo.planner.policies.top_clocks import top_clocks, top_clocks_of_ranks
 from lightning_pfo.planner.policy_frontier import policy_frontier
 from lightning_pfo.planner.profile.blocking_power import resolve_blocking
 from lightning_pfo.planner.profile.denoise import regularise
@@ -138,7 +138,7 @@ def plan_frontier(
         check_effort(len(problem.schedule.instructions), settings.num_plans + len(settings.deadlines_s))
     if policy is not None:
         problem = policy.problem_for(problem)
-        baseline = predict(problem, top_clocks)
+        baseline = predict(problem, top_clocks, latency=latency)
         return policy_frontier(problem, policy, settings, baseline, latency, solver_for(problem.schedule))
     bound = LowerBound(OptionTable(problem.network, problem.options), problem.power_w)
     return own_frontier(problem, settings, latency, bound, on_progress)
@@ -192,7 +192,7 @@ def own_frontier(
         bound: Where proofs are collected.
         on_progress: Called with what is being done, how much of it is done, and how much there is.
     """
-    baseline = predict(problem, top_clocks)
+    baseline = _baseline(problem, settings, latency)
     kept_times_s = [baseline.iteration_time_s]
     points = solver_for(problem.schedule)(
         problem.network,
@@ -219,6 +219,7 @@ def own_frontier(
             on_progress=on_progress,
         )
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
+    plans = _none_worse_than(baseline, plans)
     solve = solver_for(problem.schedule)
     slower = straggler_plans(problem, settings, latency, bound.table, plans[-1], solve, on_progress)
     return Frontier(
@@ -234,6 +235,35 @@ def own_frontier(
     )
 
 
+def _baseline(problem: Problem, settings: PlanSettings, latency: SwitchLatency) -> FrequencyPlan:
+    """The top clocks; where stages of a rank have different ones, as far as the dwell allows."""
+    policy: Policy = top_clocks
+    if settings.least_dwell_s:
+        pipeline = make_limited_pipeline(
+            problem,
+            switch_latency=latency,
+            least_dwell_s=settings.least_dwell_s,
+            change_cost_j=settings.change_cost_j,
+        )
+        if not pipeline.keeps_dwell(pipeline.simulator.play(top_clocks(problem))):
+            policy = top_clocks_of_ranks
+    return predict(problem, policy, latency=latency)
+
+
+def _none_worse_than(baseline: FrequencyPlan, plans: list[FrequencyPlan]) -> list[FrequencyPlan]:
+    """The plans, with the baseline where none of them is as good: searches know of waits only what they need at least.
+
+    Args:
+        baseline: The top clocks.
+        plans: None dominated, fast to slow.
+    """
+    time_s, energy_j = (1 + TOLERANCE) * baseline.iteration_time_s, (1 + TOLERANCE) * baseline.iteration_energy_j
+    if any(plan.iteration_time_s <= time_s and plan.iteration_energy_j <= energy_j for plan in plans):
+        return plans
+    by_time = sorted([*plans, baseline], key=lambda plan: (plan.iteration_time_s, plan.iteration_energy_j))
+    return cheaper_one_by_one(by_time, 0.0)
+
+
 def _switch_latency(settings: PlanSettings, profile: Profile) -> SwitchLatency:
     """What was asked for, or else what the profile has measured."""
     if settings.switch_latency_s is None:
@@ -241,17 +271,19 @@ def _switch_latency(settings: PlanSettings, profile: Profile) -> SwitchLatency:
     return SwitchLatency(settings.switch_latency_s)
 
 
-def predict(problem: Problem, policy: Policy, deadline_s: float | None = None) -> FrequencyPlan:
+def predict(
+    problem: Problem, policy: Policy, deadline_s: float | None = None, *, latency: SwitchLatency | None = None
+) -> FrequencyPlan:
     """A policy's plan, with the time and energy that the profile predicts.
 
     Args:
         problem: The pipeline.
         policy: Chooses the clocks.
         deadline_s: Iteration time in seconds for the policy to keep to.
+        latency: What clock changes take; None: nothing.
     """
-    rows = policy(problem, deadline_s)
-    timeline = Simulator(problem.profile, problem.schedule, problem.blocking).play(rows)
-    return FrequencyPlan(problem.schedule, rows, timeline.iteration_time_s, timeline.iteration_energy_j)
+    (plan,) = played(problem, [policy(problem, deadline_s)], latency or SwitchLatency())
+    return plan
 
 
 def least_energy(problem: Problem, deadline_s: float | None = None) -> Rows:

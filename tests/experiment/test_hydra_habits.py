@@ -1,14 +1,17 @@
 """What users of Hydra are used to: folders of their own, sweeps, flags, present folders, log files."""
 
+import contextlib
 import json
 import os
+import signal
 
 import pytest
 import yaml
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks, make_loggers
-from tests.launch import run_script
+from tests.launch import kill_session, run_script, start_script
+from tests.waiting import wait_until
 
 SCRIPT = """
 import dataclasses, json, logging, os
@@ -21,6 +24,27 @@ def main(config):
     logging.getLogger("a.module").info("what was done")
     folder = Path(config.output_dir)
     (folder / "seen.json").write_text(json.dumps(dataclasses.asdict(config) | {"cwd": os.getcwd()}))
+
+main()
+"""
+LONG = """
+import os, signal, time
+from pathlib import Path
+from lightning_pfo.config import ExperimentConfig
+from lightning_pfo.hydra_app import hydra_main
+
+@hydra_main("gpt", ExperimentConfig)
+def main(config):
+    heard = []
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda signum, _: heard.append(signum))
+    folder = Path(config.output_dir)
+    (folder / "begun.part").write_text(str(os.getpid()))
+    (folder / "begun.part").rename(folder / "begun")
+    while not heard:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    (folder / "heard").write_text(str(len(heard)))
 
 main()
 """
@@ -38,6 +62,7 @@ FILES = {
     "script.py": SCRIPT.replace("NAME", '"gpt"').replace("PATH", ""),
     "own.py": SCRIPT.replace("NAME", '"own"').replace("PATH", ', config_path="conf"'),
     "plain.py": PLAIN,
+    "long.py": LONG,
     "conf/own.yaml": "defaults: [own_schema, experiment, model: small, data: digits, _self_, override gpu: mine]\n"
     "name: own\n",
     "conf/plain.yaml": "defaults: [gpu: mine, _self_]\nhydra: {searchpath: ['pkg://lightning_pfo.conf']}\n",
@@ -78,6 +103,31 @@ def test_a_sweep_over_files_and_selections_of_plans_keeps_flags_and_settings_of_
         == [job["output_dir"] for job in jobs]
         == [str(tmp_path / "here" / n) for n in "01"]
     )
+
+
+@pytest.mark.parametrize(
+    ("send", "signum"),
+    [
+        (os.kill, signal.SIGINT),
+        (os.killpg, signal.SIGINT),  # Ctrl-C in a terminal
+        (os.kill, signal.SIGTERM),
+        (os.kill, signal.SIGHUP),
+    ],
+)
+def test_a_signal_to_a_sweep_ends_its_job_and_the_sweep(run, tmp_path, send, signum):
+    sweep = start_script(tmp_path / "long.py", "--multirun", "seed=1,2", f"output_dir={tmp_path / 'here'}", fresh=True)
+    job = tmp_path / "here" / "0"
+    try:
+        wait_until((job / "begun").exists)
+        send(sweep.pid, signum)
+        output, _ = sweep.communicate(timeout=60)
+    finally:
+        kill_session(sweep)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((job / "begun").read_text()), signal.SIGKILL)
+    assert sweep.returncode == 128 + signum, output
+    assert (job / "heard").read_text() == "1"  # and not as if Ctrl-C had been pressed twice
+    assert not (tmp_path / "here" / "1").exists()
 
 
 def test_a_primary_config_of_ones_own(run, tmp_path):

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from lightning_pfo.core.errors import DeviceError, PlanMismatchError
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device import EmulatedGpu, GpuConfig
@@ -84,6 +85,30 @@ def test_plans_may_change_from_iteration_to_iteration(monkeypatch):
     assert len([text for text in said if "2 instructions on" in text]) == 2  # each is checked once
     times_s = [measured.time_s for measured in run.measurements]  # from the second on
     assert min(times_s[1], times_s[2], times_s[4]) > 1.1 * max(times_s[0], times_s[3])
+
+
+def test_a_gpu_whose_clocks_are_not_set_may_support_others_than_the_plan_s(monkeypatch, caplog):
+    def refuse(gpu):
+        raise DeviceError("its driver does not tell which clocks it supports")
+
+    source = FakeSource(num_microbatches=1)
+    plan = FrequencyPlan(source.schedule, ((1200, 1001),), 1.0, 1.0)
+    with (
+        PlannedRun(source, plan, gpu=GpuConfig(kind="emulated"), num_gpus=1),
+        pytest.raises(PlanMismatchError, match=r"does not support \[1001\] MHz"),
+    ):
+        source.run_iteration(work=WORK)
+    monkeypatch.setattr(EmulatedGpu, "claim_clocks", refuse)
+    with PlannedRun(source, plan, gpu=GpuConfig(kind="emulated"), num_gpus=1) as run:
+        for _ in range(2):
+            source.run_iteration(work=WORK)
+            run.measure()
+    assert run.clock_statistics.num_changes == 0
+    assert len(run.measurements) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "Training goes on without clock control on all ranks, as rank 0 meets: its driver does not tell which clocks "
+        "it supports"
+    ]
 
 
 def test_clocks_that_are_led_have_landed_when_their_instruction_begins(monkeypatch):

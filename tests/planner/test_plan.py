@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError, PlanError, ProfileError
 from lightning_pfo.core.instruction import Instruction, InstructionType
 from lightning_pfo.core.schedules.registry import SCHEDULES, make_schedule
-from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier
+from lightning_pfo.planner import InstructionProfile, Profile, plan_frontier, select_plan
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
 
@@ -69,6 +70,23 @@ def test_no_plan_is_below_its_bound_and_all_are_near(frontier):
 def test_there_is_a_plan_as_fast_as_the_top_clocks_that_saves_energy(frontier):
     assert frontier.fastest.iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
     assert frontier.fastest.iteration_energy_j < 0.95 * frontier.baseline.iteration_energy_j
+
+
+@pytest.mark.parametrize(("schedule", "num_microbatches"), [("gpipe", 1), ("1f1b", 4)])
+def test_no_slowdown_needs_no_more_than_the_top_clocks_where_blocking_power_rises_below_them(
+    schedule, num_microbatches
+):
+    rows = [
+        (stage, kind, clock, time_s, energy_j * time_s / 0.01, power_w)
+        for stage in range(4)
+        for kind, time_s in (("forward", 0.01), ("backward", 0.02))  # under a power cap: the same time at all clocks
+        for clock, energy_j, power_w in ((1410, 3.0, 70.0), (1395, 2.995, 72.0), (1380, 3.01, 71.0))
+    ]
+    columns = ["stage", "instruction", "frequency", "time", "energy", "p2p_blocking_power_w"]
+    frontier = plan_frontier(pd.DataFrame(rows, columns=columns), schedule=schedule, num_microbatches=num_microbatches)
+    baseline, plan = frontier.baseline, select_plan(frontier, "no_slowdown")
+    assert plan.iteration_time_s <= baseline.iteration_time_s * (1 + 1e-9)
+    assert plan.iteration_energy_j <= baseline.iteration_energy_j
 
 
 def test_no_choice_of_clocks_is_below_the_bounds(make_profile):

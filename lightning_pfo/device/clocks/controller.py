@@ -13,6 +13,7 @@ there is no thread: a request is applied at the moment at which it is made.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.0002
 _CHECK_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
+_RESTORES_AFTER_S = (0.05, 0.2, 0.5)  # together well within that time
+_RESTORES_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class ClockController:
             self.error = error
             self._say(error)
         finally:
-            self._restore()
+            yield from self._restore()
             self._is_stopped = True
 
     def _wanted(self) -> tuple[int | None, float]:
@@ -218,9 +221,27 @@ class ClockController:
         else:
             logger.error("Clock control of %s stops because of a bug.", self.gpu.name, exc_info=error)
 
-    def _restore(self) -> None:
-        try:
-            self.gpu.restore()
-        except Exception as error:
-            self.error = self.error or error
-            logger.error("The clocks of %s could not be restored: %s", self.gpu.name, error)
+    def _restore(self) -> Process[None]:
+        """Restore, tried again until closed: what the driver refuses now it may do later, and a lock would stay."""
+        for attempt in itertools.count():
+            try:
+                self.gpu.restore()
+            except Exception as error:
+                self.error = self.error or error
+                is_told = attempt >= len(_RESTORES_AFTER_S)
+                if attempt == len(_RESTORES_AFTER_S):
+                    again = "" if self._is_closed else f" This is tried again every {_RESTORES_EVERY_S:g} s."
+                    logger.error("The clocks of %s could not be restored: %s%s", self.gpu.name, error, again)
+                if is_told and self._is_closed:
+                    return
+                yield from self._wait_to_restore(_RESTORES_EVERY_S if is_told else _RESTORES_AFTER_S[attempt])
+            else:
+                if attempt:
+                    logger.warning("The clocks of %s were restored at attempt %d.", self.gpu.name, attempt + 1)
+                return
+
+    def _wait_to_restore(self, duration_s: float) -> Process[None]:
+        """Sleep, though requests made before may wake the worker; only `close` comes at once."""
+        end_s, was_closed = self._time.now_s() + duration_s, self._is_closed
+        while self._is_closed == was_closed and (left_s := end_s - self._time.now_s()) > 0:
+            yield left_s

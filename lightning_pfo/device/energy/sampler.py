@@ -8,7 +8,7 @@
 
 A tick is known to half the time between the poll that missed it and the poll that saw it; where calls take long, or
 others keep the driver busy, that is more than usual, and its neighbours tell it more exactly. Where there is no counter
-(GPUs older than Volta), power is read every 10 ms and integrated.
+(GPUs older than Volta), or it never advances, power is read every 10 ms and integrated.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.002
 _STATE_S = 0.02
 _POWER_S = 0.01
+_SILENT_S = 1.0  # without a tick from the start on: a counter that never advances, as under some hypervisors
 _LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
 _FEW = 20
 _DENSE_S, _THINNED_S = 0.008, 0.02
@@ -167,9 +168,12 @@ class EnergySampler:
                 yield from self._watch_state()
                 return
             try:
-                yield from self._watch_counter()
+                stuck_at_j = yield from self._watch_counter()
             except NotSupportedError:
-                yield from self._integrate_power()
+                yield from self._integrate_power(0.0)
+            else:
+                if stuck_at_j is not None:
+                    yield from self._integrate_power(stuck_at_j)
         except DeviceError as error:
             self.error = error
             logger.warning("Energy of %s is not measured any more. %s", self._gpu.name, error)
@@ -182,9 +186,11 @@ class EnergySampler:
         while (yield from self._goes_on_after(_STATE_S)):
             self._note_state()
 
-    def _watch_counter(self) -> Process[None]:
+    def _watch_counter(self) -> Process[float | None]:
+        """Note ticks until stopped; or, where none comes, return what the counter shows all the time, J."""
         wake_ups = _WakeUps()
         last_mj, last_poll_s = self._gpu.total_energy_mj(), self._time.now_s()
+        from_s = last_poll_s
         while (yield from self._goes_on_after(wake_ups.sleep_s(self._time.now_s()))):
             before_s = self._time.now_s()
             energy_mj = self._gpu.total_energy_mj()
@@ -196,12 +202,22 @@ class EnergySampler:
                 self._readings.append(_Reading(now_s - gap_s / 2, energy_mj / 1000, max(gap_s / 2, _POLL_S)))
                 wake_ups.note_tick(now_s, is_sharp=gap_s <= 2 * (_POLL_S + after_s - before_s))
                 last_mj = energy_mj
+            elif not self._readings and now_s - from_s >= _SILENT_S:
+                logger.warning(
+                    "The energy counter of %s has not advanced in %g s: its power is integrated from now on, which is "
+                    "less exact.",
+                    self._gpu.name,
+                    _SILENT_S,
+                )
+                return last_mj / 1000
             last_poll_s = now_s
             self._note_state_if_due(now_s)
+        return None
 
-    def _integrate_power(self) -> Process[None]:
+    def _integrate_power(self, energy_j: float) -> Process[None]:
+        """Go on from an energy (J) by the power that is read."""
         self._has_counter = False
-        energy_j, last_s, last_w = 0.0, self._time.now_s(), self._gpu.power_mw() / 1000
+        last_s, last_w = self._time.now_s(), self._gpu.power_mw() / 1000
         self._readings.append(_Reading(last_s, energy_j, _POWER_S / 10))
         while (yield from self._goes_on_after(_POWER_S)):
             now_s, now_w = self._time.now_s(), self._gpu.power_mw() / 1000

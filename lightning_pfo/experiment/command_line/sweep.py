@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, to_absolute_path
 
 _OF_THE_SWEEP = re.compile(r"hydra\.(mode|run|sweep|sweeper|launcher)\b|hydra/(sweeper|launcher)\b")
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_LOOK_EVERY_S = 0.2
 
 
 def run_as_own_script() -> None:
@@ -20,16 +26,42 @@ def run_as_own_script() -> None:
     overrides = [text for text in hydra_config.overrides.task if not re.match(r"\+*output_dir=", text)]
     print(f"Job {hydra_config.job.num} of the sweep: {' '.join(overrides)}", flush=True)  # noqa: T201
     command = [sys.executable, *_script(), *_flags(), *overrides, *_settings_of_hydra()]
-    process = subprocess.Popen(command, cwd=get_original_cwd())
-    interrupted = False
-    while True:
-        try:
-            status = process.wait()
-            break
-        except KeyboardInterrupt:  # the job got it too, says so, and restores the clocks before it ends
-            interrupted = True
-    if interrupted or status:
-        sys.exit(130 if interrupted else status)
+    with _signals_noted() as noted:
+        # in a session of its own: a terminal's Ctrl-C comes to it through us, and so once, as any other signal does
+        process = subprocess.Popen(command, cwd=get_original_cwd(), start_new_session=True)
+        num_passed_on = 0
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_EVERY_S)
+            for signum in noted[num_passed_on:]:
+                _pass_on(process, signum)
+                num_passed_on += 1
+    if noted or process.returncode:
+        sys.exit(128 + noted[0] if noted else process.returncode)
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Note signals that would end this process; those that it ignores stay ignored."""
+    noted: list[int] = []
+    replaced = {one: signal.getsignal(one) for one in _SIGNALS}
+    for one, handler in replaced.items():
+        if handler not in (signal.SIG_IGN, None):
+            signal.signal(one, lambda signum, _: noted.append(signum))
+    try:
+        yield noted
+    finally:
+        for one, handler in replaced.items():
+            if handler not in (signal.SIG_IGN, None):
+                signal.signal(one, handler)
+
+
+def _pass_on(process: subprocess.Popen[bytes], signum: int) -> None:
+    """To the job's first process, which ends the others; Ctrl-C to all of them, as a terminal does."""
+    if signum == signal.SIGINT and hasattr(os, "killpg") and process.poll() is None:
+        os.killpg(process.pid, signum)
+    else:
+        process.send_signal(signum)
 
 
 def _script() -> list[str]:

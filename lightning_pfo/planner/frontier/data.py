@@ -29,7 +29,7 @@ class Frontier:
         schedule: The order that all plans belong to.
         profile: The measurements they were made from.
         blocking: Power of each rank's GPUs while they wait for a neighbour, by clock.
-        baseline: Every stage at its top clock.
+        baseline: Every stage at its top clock; every rank at one clock where `least_dwell_s` does not allow that.
         plans: From the fastest to the one of least energy.
         switch_latency_s: Time from a request until a clock changes, which the plans reckon with.
         least_dwell_s: Time for which the plans keep every clock at least.

@@ -56,10 +56,6 @@ class RankProgramme:
     latency: Floats
     least_dwell: float
 
-    def time_s(self, position: int, clock_mhz: int) -> float:
-        """Time of an instruction at one of the clocks."""
-        return float(self.times[self.kinds[position], self.clocks_mhz.index(clock_mhz)])
-
     def cheapest(
         self, release: Sequence[float], due: Sequence[float], end: float, *, change_cost: float, rate_w: float
     ) -> tuple[int, ...] | None:

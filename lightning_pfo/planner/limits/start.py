@@ -124,7 +124,7 @@ def _raised(pipeline: LimitedPipeline, timeline: Timeline) -> Rows:
         rank, position = timeline.schedule.places[node]
         row, programme = rows[rank], pipeline.programmes[rank]
         if position and row[position - 1] < row[position]:
-            own_s = programme.time_s(position, timeline.clocks_mhz[node])
+            own_s = pipeline.simulator.time_s(node, timeline.clocks_mhz[node])
             if timeline.durations_s[node] > own_s * (1 + EQUAL_TIMES):
                 clock = shared_clock(programme, {programme.kinds[position - 1]}, row[position])
                 row[position - 1] = row[position - 1] if clock is None else clock

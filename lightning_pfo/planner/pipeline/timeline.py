@@ -101,6 +101,10 @@ class Simulator:
         self._cost_at = [near[kind] for kind in kinds]
         self._power_at = [cache(power.at) for power in blocking]
 
+    def time_s(self, node: int, clock_mhz: int) -> float:
+        """Time of an instruction at a clock that it has from its begin on."""
+        return float(self._cost_at[node](clock_mhz)[0])
+
     def play(self, clocks_mhz: Sequence[Sequence[int]], wait_clocks: Sequence[WaitClock] = ()) -> Timeline:
         """Lay out one iteration.
 

@@ -26,6 +26,7 @@ class RecordingGpu(EmulatedGpu):
         self.gate.set()
         self.entered = threading.Event()
         self.failure: Exception | None = None
+        self.refused_restores = 0
 
     def lock_graphics_clock(self, clock_mhz: int) -> None:
         self.entered.set()
@@ -38,6 +39,9 @@ class RecordingGpu(EmulatedGpu):
 
     def restore(self) -> None:
         self.threads.add(threading.current_thread().name)
+        if self.refused_restores:
+            self.refused_restores -= 1
+            raise DeviceError("Lost.")
         super().restore()
         self.calls.append("restore")
 
@@ -204,6 +208,51 @@ def test_first_failure_is_kept_logged_once_and_makes_the_controller_inert(
     assert [record.levelname for record in caplog.records] == [level]
     assert message in caplog.text
     assert gpu.calls == [1410, "restore"]
+
+
+@pytest.mark.parametrize("refused", [1, 3])
+def test_a_restoring_that_is_refused_for_a_moment_is_tried_again(
+    real_gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, refused: int
+) -> None:
+    real_gpu.refused_restores = refused
+    with ClockController(real_gpu) as clocks:
+        clocks.request(1410)
+        assert clocks.wait(30)
+        real_gpu.failure = DeviceError("Lost.")
+        clocks.request(1200)
+        wait_until(lambda: real_gpu.calls == [1410, "restore"])
+        assert clocks.error is real_gpu.failure
+    assert real_gpu.calls == [1410, "restore"]
+    assert "could not be restored" not in caplog.text
+    assert f"were restored at attempt {refused + 1}." in caplog.text
+
+
+def test_a_restoring_that_is_refused_for_long_is_told_once_and_tried_again_all_along(
+    real_gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_pfo.device.clocks.controller._RESTORES_AFTER_S", (0.001,))
+    monkeypatch.setattr("lightning_pfo.device.clocks.controller._RESTORES_EVERY_S", 0.01)
+    real_gpu.refused_restores = 9
+    with ClockController(real_gpu) as clocks:
+        real_gpu.failure = DeviceError("Lost.")
+        clocks.request(1200)
+        wait_until(lambda: real_gpu.calls == ["restore"])
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    assert "could not be restored: Lost. This is tried again every 0.01 s." in errors[0]
+
+
+@pytest.mark.parametrize(("refused", "calls"), [(2, [1410, "restore"]), (10**6, [1410])])
+def test_closing_tries_a_few_times_and_ends(
+    real_gpu: RecordingGpu, caplog: pytest.LogCaptureFixture, refused: int, calls: list[int | str]
+) -> None:
+    with ClockController(real_gpu) as clocks:
+        clocks.request(1410)
+        assert clocks.wait(30)
+        real_gpu.refused_restores = refused
+    assert real_gpu.calls == calls
+    assert ("could not be restored: Lost." in caplog.text) == (refused > 2)
+    assert "tried again every" not in caplog.text
 
 
 def test_a_hung_driver_does_not_hang_the_end(

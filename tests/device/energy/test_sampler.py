@@ -116,6 +116,43 @@ def test_without_a_counter_power_is_integrated(time: str) -> None:
     assert trace.energies_j[-1] - trace.energies_j[0] == pytest.approx(60 * passed_s)
 
 
+class Stuck(EmulatedGpu):
+    """A counter that answers but does not advance before a moment."""
+
+    from_s = math.inf
+
+    def total_energy_mj(self) -> float:
+        return 5000 + 60_000 * max(self.time_source.now_s() - self.from_s, 0.0)
+
+
+def test_where_the_counter_never_advances_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = Stuck(GpuConfig(kind="emulated", idle_power_w=60))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(0.9)
+    assert sampler.energy_now_j() == 5
+    gpu.time_source.sleep(1.1)
+    sampler.stop()
+    trace = sampler.trace(0.0)
+    assert 1.0 <= trace.times_s[0] < 1.01
+    assert trace.energies_j[0] == 5
+    assert trace.energies_j[-1] - 5 == pytest.approx(60 * (trace.times_s[-1] - trace.times_s[0]))
+    assert sampler.energy_now_j() == pytest.approx(65, abs=1)
+    (record,) = caplog.records
+    assert "has not advanced in 1 s: its power is integrated from now on" in record.getMessage()
+
+
+def test_a_counter_that_advances_late_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = Stuck(GpuConfig(kind="emulated", idle_power_w=60))
+    gpu.from_s = 0.9
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(3)
+    sampler.stop()
+    assert sampler.energy_now_j() == pytest.approx(5 + 60 * 2.1, rel=0.01)
+    assert not caplog.records
+
+
 def test_in_virtual_time_a_reading_is_waited_for_by_letting_time_pass() -> None:
     gpu = EmulatedGpu(GpuConfig(kind="emulated", counter_tick_s=0.1))
     sampler = EnergySampler(gpu)

@@ -1,9 +1,11 @@
+import io
 import itertools
 import json
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,53 @@ from tests.planner.problems import with_transfers
 from tests.planner.ticks import play_in_ticks, ranks_in_ticks
 
 F, B = InstructionType.FORWARD, InstructionType.BACKWARD
+
+UNEQUAL_TOPS = pd.DataFrame(
+    [
+        (stage, kind, clock, time_s * 1410 / clock, time_s * 300 * (clock / 1410) ** 1.2)
+        for stage in range(4)
+        for kind, time_s in (("forward", 0.05), ("backward", 0.1))
+        for clock in (1410, 1380, 1200, 1005)
+        if (stage, clock) != (2, 1410)
+    ],
+    columns=["stage", "instruction", "frequency", "time", "energy"],
+)
+SHARED_RANKS = {
+    "schedule": "interleaved_1f1b",
+    "num_microbatches": 4,
+    "stages_per_rank": 2,
+    "p2p_blocking_power_w": 70,
+}
+"""Stages 0 and 2 share a rank, and only one of them has the top clock."""
+
+EQUAL_CLOCKS = pd.read_csv(
+    io.StringIO("""stage,instruction,frequency,time,energy
+0,forward,1410,2,100
+0,input_gradient,1170,1,1
+0,input_gradient,1200,1,1
+0,input_gradient,1410,2,1
+0,weight_gradient,975,1,1
+0,weight_gradient,1200,1,1
+0,weight_gradient,1410,1,100
+1,forward,1260,3,3
+1,input_gradient,1260,3,100
+1,input_gradient,1410,1,1
+1,weight_gradient,1260,2,3
+1,weight_gradient,1380,1,100
+2,forward,1410,1,3
+2,input_gradient,1290,1,1
+2,input_gradient,1410,3,2
+2,weight_gradient,1410,2,3
+3,forward,990,1,1
+3,forward,1260,3,2
+3,input_gradient,1260,3,2
+3,input_gradient,1410,1,3
+3,weight_gradient,1050,3,1
+3,weight_gradient,1260,2,1
+3,weight_gradient,1320,1,1
+""")
+)
+"""Clocks of one cost, of which plans have the one with the fewest changes."""
 
 WORK = [0.03, 0.05, 0.04]
 LATENCY_S, DWELL_S = 0.008, 0.12
@@ -166,6 +215,40 @@ def test_within_any_limits_there_is_a_plan_without_slowdown_and_none_is_dominate
         for rank in ranks:
             for before, after in itertools.pairwise(rank.asked_within):
                 assert after - before >= options["least_dwell_s"] - 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"switch_latency_s": 0.05},
+        {"least_dwell_s": 0.01},
+        {"least_dwell_s": 0.2},
+        {"switch_latency_s": 0.05, "least_dwell_s": 1.0},
+    ],
+)
+def test_the_top_clocks_of_stages_that_share_a_rank_are_a_plan_with_its_changes(options):
+    frontier = plan_frontier(UNEQUAL_TOPS, num_plans=4, **SHARED_RANKS, **options)
+    timeline = frontier.timeline(frontier.baseline)
+    assert frontier.baseline.iteration_time_s == timeline.iteration_time_s
+    assert frontier.baseline.iteration_energy_j == timeline.iteration_energy_j
+    plan = select_plan(frontier, "no_slowdown")
+    assert plan.iteration_time_s <= timeline.iteration_time_s * (1 + 1e-9)
+    assert plan.iteration_energy_j <= timeline.iteration_energy_j * (1 + 1e-9)
+    for rank in range(2):
+        for (before, _), (after, _) in itertools.pairwise(requests_of(timeline, rank)):
+            assert after - before >= options.get("least_dwell_s", 0) - 1e-9
+
+
+def test_the_top_clocks_beside_other_policies_change_late_too():
+    frontier = plan_frontier(UNEQUAL_TOPS, switch_latency_s=0.05, policy="perseus", num_plans=4, **SHARED_RANKS)
+    assert frontier.baseline.iteration_time_s == frontier.timeline(frontier.baseline).iteration_time_s
+
+
+def test_plans_to_start_from_may_have_clocks_that_no_limited_plan_needs():
+    options = {"schedule": "zbv", "num_microbatches": 6, "p2p_blocking_power_w": 40}
+    frontier = plan_frontier(EQUAL_CLOCKS, switch_latency_s=0.5, least_dwell_s=0.3, **options)
+    check_predictions(frontier)
+    assert select_plan(frontier, "no_slowdown").iteration_time_s <= frontier.baseline.iteration_time_s * (1 + 1e-9)
 
 
 def test_the_first_wait_of_a_rank_may_have_a_clock_of_its_own(make_profile):
