@@ -223,18 +223,17 @@ class ClockController:
 
     def _restore(self) -> Process[None]:
         """Restore, tried again until closed: what the driver refuses now it may do later, and a lock would stay."""
-        for attempt in itertools.count():
+        for attempt, pause_s in enumerate(itertools.chain(_RESTORES_AFTER_S, itertools.repeat(_RESTORES_EVERY_S))):
             try:
                 self.gpu.restore()
             except Exception as error:
                 self.error = self.error or error
-                is_told = attempt >= len(_RESTORES_AFTER_S)
                 if attempt == len(_RESTORES_AFTER_S):
                     again = "" if self._is_closed else f" This is tried again every {_RESTORES_EVERY_S:g} s."
                     logger.error("The clocks of %s could not be restored: %s%s", self.gpu.name, error, again)
-                if is_told and self._is_closed:
+                if attempt >= len(_RESTORES_AFTER_S) and self._is_closed:
                     return
-                yield from self._wait_to_restore(_RESTORES_EVERY_S if is_told else _RESTORES_AFTER_S[attempt])
+                yield from self._wait_to_restore(pause_s)
             else:
                 if attempt:
                     logger.warning("The clocks of %s were restored at attempt %d.", self.gpu.name, attempt + 1)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, to_absolute_path
 
+from lightning_pfo.device.safety.guard import SIGNALS
+
 _OF_THE_SWEEP = re.compile(r"hydra\.(mode|run|sweep|sweeper|launcher)\b|hydra/(sweeper|launcher)\b")
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _LOOK_EVERY_S = 0.2
 
 
@@ -44,16 +45,14 @@ def run_as_own_script() -> None:
 def _signals_noted() -> Iterator[list[int]]:
     """Note signals that would end this process; those that it ignores stay ignored."""
     noted: list[int] = []
-    replaced = {one: signal.getsignal(one) for one in _SIGNALS}
-    for one, handler in replaced.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(one, lambda signum, _: noted.append(signum))
+    replaced = {one: before for one in SIGNALS if (before := signal.getsignal(one)) not in (signal.SIG_IGN, None)}
+    for one in replaced:
+        signal.signal(one, lambda signum, _: noted.append(signum))
     try:
         yield noted
     finally:
-        for one, handler in replaced.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(one, handler)
+        for one, before in replaced.items():
+            signal.signal(one, before)
 
 
 def _pass_on(process: subprocess.Popen[bytes], signum: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import count
 from typing import Any
 
 _ABSENT = object()
@@ -16,21 +15,20 @@ class Patches(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[Any, str, Any, Any]] = {}
-        self._numbers = count()
+        self._made: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or class until the stack is closed.
 
         Then the owner has again what it had itself, or what its class has. What somebody else has set since stays.
         """
-        number, before = next(self._numbers), vars(owner).get(name, _ABSENT)
+        before = vars(owner).get(name, _ABSENT)
         _assign(owner, name, value)
-        self._made[number] = (owner, name, value, before)
-        self.callback(self._undo, number)
+        self._made.append((owner, name, value, before))
+        self.callback(self._undo)
 
-    def _undo(self, number: int) -> None:
-        owner, name, value, before = self._made.pop(number)
+    def _undo(self) -> None:
+        owner, name, value, before = self._made.pop()
         if vars(owner).get(name, _ABSENT) is value:
             _assign(owner, name, before)
 
@@ -38,7 +36,7 @@ class Patches(ExitStack):
     def set_aside(self) -> Iterator[None]:
         """Let objects be as they were while the context is open."""
         undone = []
-        for owner, name, value, before in reversed(self._made.values()):
+        for owner, name, value, before in reversed(self._made):
             if vars(owner).get(name, _ABSENT) is value:
                 _assign(owner, name, before)
                 undone.append((owner, name, value))

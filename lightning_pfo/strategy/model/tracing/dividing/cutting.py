@@ -135,14 +135,12 @@ def _of_weights(trace: Trace) -> Iterator[tuple[int, float, str]]:
         for unit in event.units if event.changes_weights else ():
             calls.setdefault(unit, []).append(position)
     for unit, positions in calls.items():
-        if len(positions) > 1:
-            yield (
-                positions[0] + 1,
-                positions[-1] + 1,
-                f"{unit.name!r} writes into its weights when it is called, as an embedding with max_norm does, and a "
-                f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights in "
-                f"a hook (on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has all calls.",
-            )
+        yield from _of_one_stage(
+            positions,
+            f"{unit.name!r} writes into its weights when it is called, as an embedding with max_norm does, and a "
+            f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights in "
+            f"a hook (on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has all calls.",
+        )
 
 
 def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
@@ -151,14 +149,18 @@ def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
     for position, unit, cache in trace.caches:
         calls.setdefault((id(cache), unit), []).append(position)
     for (_, unit), positions in calls.items():
-        if len(positions) > 1:
-            yield (
-                positions[0] + 1,
-                positions[-1] + 1,
-                f"{unit.name!r} is called several times with one cache of keys and values, and a boundary lies between "
-                f"these calls: the later stage would not find what an earlier one has put there. Call it once, or "
-                f"{_MOVE}, so that one stage has all calls.",
-            )
+        yield from _of_one_stage(
+            positions,
+            f"{unit.name!r} is called several times with one cache of keys and values, and a boundary lies between "
+            f"these calls: the later stage would not find what an earlier one has put there. Call it once, or "
+            f"{_MOVE}, so that one stage has all calls.",
+        )
+
+
+def _of_one_stage(positions: Sequence[int], why: str) -> Iterator[tuple[int, float, str]]:
+    """No cut between the first and the last of some events, in order."""
+    if len(positions) > 1:
+        yield positions[0] + 1, positions[-1] + 1, why
 
 
 def _of_talking(trace: Trace) -> Iterator[tuple[int, float, str]]:

@@ -248,12 +248,13 @@ def _held_tensors(
     # each module once: torch would not put back the tensors of a module that is held in two places
     for path, part in bare.named_modules():
         for name, tensor in (item for named in tensors_of(part) for item in named.items()):
-            known = remembered_buffer(part, name, device) if make is torch.zeros and tensor is not None else None
-            if known is not None:
-                found[f"{path}.{name}"] = known
-            elif tensor is not None:
+            if tensor is None:
+                continue
+            value = remembered_buffer(part, name, device) if make is torch.zeros else None
+            if value is None:
                 form = make(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-                found[f"{path}.{name}"] = convert(form)
+                value = convert(form)
+            found[f"{path}.{name}"] = value
     return found
 
 
