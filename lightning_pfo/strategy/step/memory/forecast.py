@@ -36,6 +36,7 @@ from lightning_pfo.strategy.step.memory.report import RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues, OwnValues, Substitutes
 from lightning_pfo.strategy.step.memory.timeline import Timeline
 from lightning_pfo.strategy.step.memory.trial import Found, Tried, try_stages
+from lightning_pfo.strategy.step.memory.workspaces import workspace_bytes
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.whole.end import End
 from lightning_pfo.strategy.step.whole.joining import joins_of
@@ -164,6 +165,7 @@ class MemoryForecast:
                 _bytes_of(device, tried.batch),
                 name,
                 is_exact,
+                workspace_bytes(device),
             )
 
         in_iteration = earlier + peak.gradient_bytes

@@ -12,8 +12,7 @@ from lightning_pfo.strategy.model.partition import in_bytes
 class RankMemory:
     """The memory of tensors on one rank's device when an iteration, with states of optimizers, takes most of it.
 
-    The parts add up to the peak. What is not in tensors, such as workspaces of libraries, and what fragments leave
-    unused, comes on top.
+    The parts add up to the peak. What other libraries than cuBLAS take, and what fragments leave unused, comes on top.
 
     Attributes:
         parameter_bytes: Parameters and buffers.
@@ -26,6 +25,7 @@ class RankMemory:
         moment: When that is: an instruction such as `0F3`, or `optimizer step`.
         is_exact: Whether it was found by running a microbatch; else activations are those that the trace of the step
             has shown, without what instructions make while they run.
+        workspace_bytes: What cuBLAS keeps to work with.
         measured_bytes: The most that was there in iterations; None where nobody measures, as on a CPU.
     """
 
@@ -38,6 +38,7 @@ class RankMemory:
     batch_bytes: int
     moment: str
     is_exact: bool = True
+    workspace_bytes: int = 0
     measured_bytes: int | None = None
 
     @property
@@ -56,6 +57,7 @@ class RankMemory:
             ("activations", self.activation_bytes),
             ("transfers", self.transfer_bytes),
             ("batch", self.batch_bytes),
+            ("workspaces", self.workspace_bytes),
         ]
 
 
