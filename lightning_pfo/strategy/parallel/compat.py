@@ -80,6 +80,10 @@ PRIVATE = {
         "That distributions check their values (`validate_args`) would be taken for control flow: they would be sent, "
         "and stages could not be called again after it."
     ),
+    "torch._C._current_graph_task_id": (
+        "A collective call in the backward of a user's function would wait for ranks that do not make it; nothing public "
+        "tells whether autograd runs a backward."
+    ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
     "torch.autograd._unsafe_preserve_version_counter": (
@@ -278,6 +282,12 @@ def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     """What sets the version of a tensor back to that of now, for who gives it back the values of now."""
     keeper = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return lambda: keeper.__exit__()
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a function of autograd's backward."""
+    number: int = torch._C._current_graph_task_id()
+    return number != -1
 
 
 def memory_of(tensor: torch.Tensor) -> int:

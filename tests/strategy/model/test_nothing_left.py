@@ -142,3 +142,13 @@ def test_attributes_containers_buffers_and_generators_are_put_back():
     assert kept[1]["a"].tolist() == [0, 0]
     assert list(queue) == [1]
     assert draw() == expected
+
+
+def test_a_buffer_whose_data_another_tensor_became_has_its_memory_and_values_again():
+    module = nn.BatchNorm1d(3)
+    before, values = module.running_mean.data_ptr(), module.running_mean.clone()
+    with untouched(module):
+        module.running_mean.data = module.running_mean + 1
+        module.running_mean.add_(1)
+    assert module.running_mean.data_ptr() == before
+    assert torch.equal(module.running_mean, values)

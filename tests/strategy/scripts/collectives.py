@@ -17,6 +17,25 @@ from tests.ranks import run_ranks
 FOLDER = Path(sys.argv[1])
 
 
+class Gathers(torch.autograd.Function):
+    """Rows of all processes, whose gradients are added up in backward, as in published contrastive losses."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())] if dist.is_initialized() else [x.clone()]
+        if dist.is_initialized():
+            dist.all_gather(rows, x)
+        return tuple(rows)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        stacked = torch.stack(gradients)
+        if not dist.is_initialized():
+            return stacked[0]
+        dist.all_reduce(stacked)
+        return stacked[dist.get_rank()]
+
+
 class Module(L.LightningModule):
     """Averages a centre over all processes, if there are several."""
 
@@ -56,6 +75,8 @@ class Module(L.LightningModule):
     def training_step(self, batch, batch_idx):
         output = self.net(batch[0])
         loss = (output - self.center).square().mean()
+        if self.gathers == "backward":  # rows of replicas are the same, and so are the gradients of their means
+            loss = (torch.stack(Gathers.apply(output)) - self.center).square().mean()
         with torch.no_grad():
             self.center = 0.9 * self.center + 0.1 * self.mean_of_all(output.mean(0))
         return loss
@@ -93,7 +114,7 @@ def main():
     if not dist.is_initialized():
         found = {"one device": train(gathers=False)}
     else:
-        for gathers in (False, True, "with gradients"):
+        for gathers in (False, True, "with gradients", "backward"):
             found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
             found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
         found["refused"] = train("refused", num_microbatches=4)

@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_st
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import (
     children_of,
+    memory_of,
     tensors_of,
 )
 
@@ -134,7 +135,7 @@ class _Remembered:
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
             if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
-                self.undo.append(partial(_write_back, value.detach(), value.detach().clone()))
+                self.undo.append(partial(_write_back, value, value.detach(), value.detach().clone()))
         elif isinstance(value, np.ndarray):
             if self._values and value.nbytes <= _LARGEST_BYTES:
                 self.undo.append(partial(_write_array_back, value, value.copy()))
@@ -142,10 +143,12 @@ class _Remembered:
             self.undo.append(partial(set_state, value, state_of(value)))
 
 
-def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
-    """Give a tensor its values again; one that still has them may be such that it cannot be written to."""
-    if not torch.equal(tensor, before):
-        tensor.copy_(before)
+def _write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) -> None:
+    """Give a tensor its memory and values again; one that still has them may be such that it cannot be written to."""
+    if not torch.equal(data, before):
+        data.copy_(before)
+    if memory_of(tensor) != memory_of(data):
+        tensor.data = data
 
 
 def _write_array_back(array: np.ndarray, before: np.ndarray) -> None:

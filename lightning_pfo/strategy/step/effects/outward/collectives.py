@@ -2,7 +2,8 @@
 
 The rank of the last stage alone runs a step to its end, so that others would be waited for in vain. What such code
 means is the replicas: over them it runs there, and a single one is a world of one process. Elsewhere it does nothing,
-since what comes of the step does not count.
+since what comes of the step does not count. So it is in the backward of functions that gather (`GatherLayer` of
+published contrastive losses).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.variables import is_library, users_line
+from lightning_pfo.strategy.parallel.compat import in_backward
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
@@ -43,14 +45,14 @@ def collectives_in_steps(
     """
 
     def runs() -> bool:
-        return replicas is not None and ends_here()
+        return replicas is not None and (ends_here() or in_backward())
 
     def patched(name: str, instead: Callable[..., Any], owner: Any = dist) -> None:
         ordinary = getattr(owner, name)
 
         @wraps(ordinary)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not within_step():
+            if not within_step() and not in_backward():
                 return ordinary(*args, **kwargs)
             group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
             # a variable with the frame of this function would keep what it was given
@@ -106,6 +108,13 @@ def collectives_in_steps(
     for owner in [sys.modules[name] for name in _WITH_GRADIENTS if name in sys.modules]:
         for name in ("all_gather", "all_reduce"):
             patched(name, partial(differentiable, name), owner)
+
+    def rank(ordinary: Callable[..., Any]) -> Any:
+        if not in_backward():  # a step has a number of its own
+            return ordinary()
+        return 0 if replicas is None else ordinary(replicas)
+
+    patched("get_rank", rank)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
 
 
