@@ -81,8 +81,8 @@ PRIVATE = {
         "and stages could not be called again after it."
     ),
     "torch._C._current_graph_task_id": (
-        "A collective call in the backward of a user's function would wait for ranks that do not make it; nothing public "
-        "tells whether autograd runs a backward."
+        "A collective call in the backward of a user's function would wait for ranks that do not make it. Nothing "
+        "public tells whether autograd runs a backward."
     ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
