@@ -82,6 +82,14 @@ def test_what_the_whole_batch_cannot_mend_is_an_error_on_every_rank(ranks):
             assert found[f"whole, {case}"]["losses"] == []
 
 
+def test_a_loss_that_cannot_be_compared_is_told_of_once_by_the_first_rank(ranks):
+    first, second = (found["sum, other in eval"] for found in ranks)
+    (said,) = first["said"]
+    assert "so its loss is not compared" in said
+    assert second["said"] == []
+    assert first["losses"]
+
+
 @pytest.mark.parametrize("case", ["class weights", "labels with gaps", "time first", "experts"])
 def test_what_weights_may_explain_is_a_warning_said_once(ranks, case):
     first, second = (found[case] for found in ranks)

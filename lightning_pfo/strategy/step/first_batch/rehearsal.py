@@ -14,6 +14,7 @@ from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
@@ -202,7 +203,11 @@ class Rehearsal:
                 problems = [f"{type(error).__name__}: {error}"]
         if problems:
             what = "as one batch" if len(parts) == 1 else "by microbatches"
-            _log.info("A batch did not run forward %s, so it is not compared. %s", what, problems[0])
+            tell = warn_once if is_training and self._engine.rank == 0 and self._engine.place == (0, 0) else _log.info
+            tell(
+                f"A batch did not run forward {what} with layers in eval mode, so its loss is not compared with the "
+                f"mean of its microbatches' losses, which a pipeline trains on. {problems[0]}"
+            )
         return run if results and not problems else None
 
     def tolerance(self) -> float:
