@@ -33,7 +33,7 @@ TOLERANCE = 0.05
 SETTLES = 0.2
 """This share of a steady load, at its begin, is left out."""
 UNDECIDED = 0.2
-"""Powers that are known no better than by this share of the steady one (two standard errors) decide nothing."""
+"""Powers that are known no better than by this share of the busy GPU's (two standard errors) decide nothing."""
 PAUSES_MS = (3.0, 17.0, 8.0, 129.0, 12.0)
 """One is longer than the ticks of counters (100 ms on an H200), so that some of these tell of pauses alone."""
 EMULATED_TICK_S = 0.1
@@ -87,8 +87,11 @@ def measure(gpu: Gpu, load: Load, settings: Settings) -> dict[str, Any]:
         abs(power.power_w - steady_w[kind]) <= max(2 * power.stderr_w, TOLERANCE * steady_w[kind])
         for kind, power in found.items()
     )
-    is_known = all(2 * power.stderr_w <= UNDECIDED * max(steady_w.values()) for power in found.values())
-    verdict = "as under steady loads" if is_right else "NOT AS UNDER STEADY LOADS"
+    is_known = all(2 * power.stderr_w <= UNDECIDED * steady_w["busy"] for power in found.values())
+    if not is_right:
+        verdict = "NOT AS UNDER STEADY LOADS"
+    else:
+        verdict = "as under steady loads" if is_known else "undecided: give more repeats"
     known_s = [seconds for seconds in by_events_s if seconds is not None]
     return {
         "gpu": gpu.name,
@@ -98,7 +101,7 @@ def measure(gpu: Gpu, load: Load, settings: Settings) -> dict[str, Any]:
         **{f"attributed_{kind}_stderr_w": round(power.stderr_w, 2) for kind, power in found.items()},
         "attributed_to_counted_percent": round(100 * (attributed_j / counted_j - 1), 3),
         "events_to_host_percent": round(100 * (sum(known_s) / times_s["busy"] - 1), 3) if known_s else None,
-        "verdict": verdict if is_known or not is_right else "undecided: give more repeats",
+        "verdict": verdict,
     }
 
 

@@ -98,6 +98,11 @@ class PipelineEngine:
         return 0 in self.stages
 
     @property
+    def is_speaker(self) -> bool:
+        """Whether this rank, the first of the first replica, says what is to be said once."""
+        return self.rank == 0 and self.place == (0, 0)
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
         return self.num_stages - 1 in self.stages

@@ -278,6 +278,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def change_mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one after a change in place, or of `data`."""
+    return version_of(tensor), memory_of(tensor)
+
+
 def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     """What sets the version of a tensor back to that of now, for who gives it back the values of now."""
     keeper = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -302,7 +302,7 @@ class StepRunner:
             if isinstance(error, ConfigurationError) or "require grad" in str(error):  # units run without
                 raise refused from error
             raise
-        if of.source not in self._by_units and self.engine.rank == 0 and self.engine.place == (0, 0):
+        if of.source not in self._by_units and self.engine.is_speaker:
             warn_once(told_of(of.kind, refused))
         self._by_units[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had
         return outcome

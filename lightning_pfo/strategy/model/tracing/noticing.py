@@ -22,11 +22,11 @@ from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_r
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
+    change_mark,
     memory_of,
     named_tensors,
     recompute_with,
     transform_with,
-    version_of,
 )
 from lightning_pfo.strategy.parallel.dtensor import writes
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -72,11 +72,6 @@ class HeldTensors:
         """The name of an object, if it is one of them or a view of one."""
         name = self._names.get(id(leaf))
         return self._by_memory.get(memory_of(leaf)) if name is None and _may_have_views(leaf) else name
-
-
-def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Another one after a change in place, or of `data`."""
-    return version_of(tensor), memory_of(tensor)
 
 
 def _may_have_views(leaf: Any) -> bool:
@@ -133,10 +128,10 @@ class TensorsSeen(TorchFunctionMode):
         self.names |= names  # also if it fails
         if names and writes(func, kwargs or {}):
             self._held.remember(leaves)
-        versions = [_state_of(leaf) if self._held.name(leaf) else (0, 0) for leaf in leaves] if names else []
+        versions = [change_mark(leaf) if self._held.name(leaf) else (0, 0) for leaf in leaves] if names else []
         result = func(*args, **(kwargs or {}))
         for leaf, version in zip(leaves, versions, strict=False):
-            if (name := self._held.name(leaf)) and _state_of(leaf) != version:
+            if (name := self._held.name(leaf)) and change_mark(leaf) != version:
                 self.changed[name] = None
         is_view = isinstance(result, torch.Tensor) and not any(result is leaf for leaf in leaves)
         if names and is_view and self._held.names([result]):

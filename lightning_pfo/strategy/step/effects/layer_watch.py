@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
-from lightning_pfo.strategy.parallel.compat import memory_of, tensors_of, version_of
+from lightning_pfo.strategy.parallel.compat import change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3
@@ -49,7 +49,7 @@ class LayerWatch:
         self._grown: Numbers = {}
         self._shares: list[float] = []
         self.means: dict[Place, bool] = {}
-        self._buffers: dict[Place, tuple[int, int, int]] = {}
+        self._buffers: dict[Place, tuple[int, tuple[int, int]]] = {}
         self._number = 1
 
     @property
@@ -148,10 +148,10 @@ class LayerWatch:
                 f"change it in the step or in a hook."
             )
 
-    def _buffer_states(self) -> dict[Place, tuple[int, int, int]]:
+    def _buffer_states(self) -> dict[Place, tuple[int, tuple[int, int]]]:
         """Others after a change; of batch norms something else is said."""
         return {
-            (name, key): (id(buffer), version_of(buffer), memory_of(buffer))
+            (name, key): (id(buffer), change_mark(buffer))
             for name, module in self._root.named_modules()
             if name and not isinstance(module, BatchNorm)
             for key, buffer in tensors_of(module).buffers.items()

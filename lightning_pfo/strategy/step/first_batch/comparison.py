@@ -107,7 +107,7 @@ class Comparison:
             if verdict.is_error and not is_late:
                 raise ConfigurationError(verdict.text)
             self._looks_later = self._looks_later and not (verdict.is_of_loss and kind == "train")
-            if engine.rank == 0 and engine.place == (0, 0):
+            if engine.is_speaker:
                 _log.warning(verdict.text)
 
     def _check_later(self, of: StepOnBatch) -> None:
@@ -121,7 +121,7 @@ class Comparison:
             said = self._compare_later(of)
         found = sorted(filter(None, engine.all_gather(said, everywhere=True)))
         self._looks_later = not found
-        if found and engine.rank == 0 and engine.place == (0, 0):
+        if found and engine.is_speaker:
             _log.warning(found[0])
 
     def _compare_later(self, of: StepOnBatch) -> str:

@@ -38,7 +38,7 @@ class FirstLooks:
         """Look at a batch before it is run; a collective call, see `Comparison.check`."""
         if of.kind == "train" and not self._has_trained:
             self._has_trained = True
-            if self._engine.rank == 0 and self._engine.place == (0, 0):
+            if self._engine.is_speaker:
                 self._tell(of)
         if self._comparison is not None and not of.phase:
             self._comparison.check(of)

@@ -58,7 +58,7 @@ def refuse_nan(
             f"torch.autograd.set_detect_anomaly(True), names the operation; if "
             f"num_microbatches=1 gives a number, the loss does not suit microbatches."
         )
-    if engine.rank == 0 and engine.place == (0, 0):
+    if engine.is_speaker:
         why = (
             f"the batch has {in_batch_of}" if in_batch_of else f"parameters are not finite: {', '.join(parameters[:3])}"
         )

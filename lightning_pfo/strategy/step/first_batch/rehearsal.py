@@ -203,11 +203,13 @@ class Rehearsal:
                 problems = [f"{type(error).__name__}: {error}"]
         if problems:
             what = "as one batch" if len(parts) == 1 else "by microbatches"
-            tell = warn_once if is_training and self._engine.rank == 0 and self._engine.place == (0, 0) else _log.info
-            tell(
-                f"A batch did not run forward {what} with layers in eval mode, so its loss is not compared with the "
-                f"mean of its microbatches' losses, which a pipeline trains on. {problems[0]}"
-            )
+            if is_training and self._engine.is_speaker:
+                warn_once(
+                    f"A batch did not run forward {what} with layers in eval mode, so its loss is not compared with "
+                    f"the mean of its microbatches' losses, which a pipeline trains on. {problems[0]}"
+                )
+            else:
+                _log.info("A batch did not run forward %s, so it is not compared. %s", what, problems[0])
         return run if results and not problems else None
 
     def tolerance(self) -> float:

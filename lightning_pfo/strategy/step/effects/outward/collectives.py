@@ -99,6 +99,11 @@ def collectives_in_steps(
             f"which go over the replicas there; or do it in a hook such as on_train_batch_end."
         )
 
+    def rank(ordinary: Callable[..., Any]) -> Any:
+        if not in_backward():  # a step has a number of its own
+            return ordinary()
+        return 0 if replicas is None else ordinary(replicas)
+
     for name in _IN_PLACE:
         patched(name, partial(in_place, name))
     for name in _GATHERING:
@@ -108,12 +113,6 @@ def collectives_in_steps(
     for owner in [sys.modules[name] for name in _WITH_GRADIENTS if name in sys.modules]:
         for name in ("all_gather", "all_reduce"):
             patched(name, partial(differentiable, name), owner)
-
-    def rank(ordinary: Callable[..., Any]) -> Any:
-        if not in_backward():  # a step has a number of its own
-            return ordinary()
-        return 0 if replicas is None else ordinary(replicas)
-
     patched("get_rank", rank)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
 
