@@ -82,8 +82,8 @@ def changes_by_itself(cls: type) -> bool:
     return _package_of(cls) in _CHANGE_BY_THEMSELVES and cls is not bytearray
 
 
-def packages_of(module: nn.Module) -> frozenset[str]:
-    """The packages that the classes of a user's module come from."""
+def packages_of(module: Any) -> frozenset[str]:
+    """The packages that the classes of a user's module, or another object, come from."""
     kind: Any = type(module)
     return _packages_of(kind)
 
@@ -180,12 +180,12 @@ def known_to(cls: type) -> Known:
     return _KNOWN[cls]
 
 
-def known_to_function(function: types.FunctionType, owner: nn.Module) -> Known:
+def known_to_function(function: types.FunctionType, owner: Any) -> Known:
     """What a function knows that somebody has put into an attribute; nothing, if it is of a library.
 
     Args:
         function: The function.
-        owner: The user's module.
+        owner: The user's module, or another object.
     """
     if function not in _KNOWN:
         kind: Any = type(owner)

@@ -41,6 +41,55 @@ class Cache(Augmented):
         self.lock = threading.Lock()
 
 
+DRAWN = {"random": None, "calls": 0}
+CALLS = 0
+
+
+class OfClass(Augmented):
+    """What it draws from and counts is its class's and the script's; so it is of what its samples are made by."""
+
+    random, calls, seen = None, 0, torch.zeros(1)
+
+    def __init__(self):
+        global CALLS
+        cls = type(self)
+        cls.random, cls.calls, CALLS = np.random.default_rng(0), 0, 0
+        DRAWN.update(random=np.random.default_rng(1), calls=0)
+        cls.seen.zero_()
+
+    def __getitem__(self, index):
+        global CALLS
+        CALLS += 1
+        self.seen += 1
+        OfClass.calls += 1
+        DRAWN["calls"] += 1
+        count = CALLS + OfClass.calls + DRAWN["calls"] + float(self.seen)
+        return torch.tensor(self.random.normal(size=WIDTH) + 0.005 * count, dtype=torch.float32)
+
+
+class OfClassCache(OfClass):
+    """Cannot be copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def stacked(samples):
+    return torch.stack(samples) + torch.tensor(DRAWN["random"].normal(size=WIDTH), dtype=torch.float32)
+
+
+class Drawn(IterableDataset):
+    """Takes its samples from an iterator of its class."""
+
+    def __init__(self):
+        Drawn.samples = (torch.sin(torch.arange(WIDTH) * float(number)) for number in range(48))
+
+    def __iter__(self):
+        for _ in range(24):
+            yield next(self.samples)
+
+
 class Stream(IterableDataset):
     """Goes on in the next epoch where it was, as those that are read once do."""
 
@@ -138,8 +187,9 @@ def next_shard(module):
     return DataLoader(Subset(module.dataset, chosen.tolist()), 8)
 
 
-def of(make, **options):
+def of(make, within=False, **options):
     dataset = make()  # the same for each call of `train_dataloader`
+    dataset = Subset(dataset, range(32)) if within else dataset
     return lambda _: DataLoader(dataset, 8, **options)
 
 
@@ -149,6 +199,10 @@ def cases():
         # what makes the loader, whether the loss uses weights of another stage, options of the strategy
         "augmented": (of(Augmented), True, {}),
         "cannot be copied, but read again": (of(Cache), True, {}),
+        "of its class": (of(OfClass, collate_fn=stacked), True, {}),
+        "of its class, within another": (of(OfClass, within=True), True, {}),
+        "of its class, read again": (of(OfClassCache, collate_fn=stacked), True, {}),
+        "iterator of its class": (of(Drawn), False, {}),
         "own order": (lambda _: shuffling, True, {}),
         "stream": (of(Stream), True, {}),
         "stream with workers": (of(Stream, num_workers=1), True, {}),

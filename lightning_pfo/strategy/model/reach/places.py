@@ -55,8 +55,9 @@ class Places:
     """The places that a module has now.
 
     Args:
-        owner: The user's module.
+        owner: The user's module, or another object.
         modules: Other modules whose attributes count, by name.
+        classes: Other classes of which what they hold and know counts.
 
     Attributes:
         containers: Dicts (of attributes too), lists, deques and sets.
@@ -69,7 +70,9 @@ class Places:
         modules: Modules in any of these, such as metrics in a dict; those of the model may be among them.
     """
 
-    def __init__(self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES) -> None:
+    def __init__(
+        self, owner: Any, modules: Mapping[str, nn.Module] = NO_MODULES, classes: Collection[type] = ()
+    ) -> None:
         self.containers: dict[Path, Any] = {}
         self.tensors: dict[Path, Any] = {}
         self.objects: set[Path] = set()
@@ -96,7 +99,7 @@ class Places:
         if any("callbacks" in each.names for each in known):
             for index, callback in enumerate(getattr(trainer, "callbacks", ())):
                 self._object((f"trainer.callbacks[{index}]",), callback)
-        for cls in dict.fromkeys(map(type, (owner, *modules.values()))):
+        for cls in dict.fromkeys((*map(type, (owner, *modules.values())), *classes)):
             self._known_to(cls)
         for cls in self._classes:  # which may become more
             self._known_to(cls)
@@ -116,7 +119,7 @@ class Places:
             there = self.containers.get((name,))  # functions of several classes name variables of one file
             self._attributes((name,), variables if there is None else there.joined(variables))
 
-    def _module(self, path: Path, module: nn.Module, left_alone: Collection[str]) -> None:
+    def _module(self, path: Path, module: Any, left_alone: Collection[str]) -> None:
         attributes = vars(module)
         self.containers[path] = attributes
         for name, value in attributes.items():
@@ -219,7 +222,7 @@ def named(path: Path) -> str:
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
 
 
-def trainer_of(owner: nn.Module) -> Any:
+def trainer_of(owner: Any) -> Any:
     """The Trainer of a module; None without one."""
     try:
         return getattr(owner, "trainer", None)

@@ -29,6 +29,9 @@ _LONGEST = 10_000
 _LARGEST_BYTES = 256 * 2**20
 """Larger tensors are data as well, and not copied."""
 
+_LARGEST_OF_SAMPLES_BYTES = 2**12
+"""The same of what makes samples, which may hold many of them in tensors."""
+
 _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, FunctionType, MethodType, torch.dtype))
 """Types of most attributes; there is nothing in them to put back."""
 
@@ -44,7 +47,7 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
         root: The outermost module.
         values: Whether values of tensors are put back too, which takes a copy of each (but the very large).
     """
-    remembered = _Remembered(values)
+    remembered = _Remembered(_LARGEST_BYTES if values else 0)
     remembered.undo.append(Flags(root).take_changes)
     for module in root.modules():
         remembered.module(module)
@@ -67,7 +70,7 @@ def attributes_untouched(holder: Any, *, but_made: bool = False) -> Iterator[Non
     """
     attributes = getattr(holder, "__dict__", {})
     before = dict(attributes) if but_made else {}
-    remembered = _Remembered(values=False)
+    remembered = _Remembered(0)
     remembered.attributes(attributes)
     try:
         yield
@@ -77,17 +80,28 @@ def attributes_untouched(holder: Any, *, but_made: bool = False) -> Iterator[Non
         attributes.update(made)
 
 
+@contextmanager
+def places_untouched(places: Places) -> Iterator[None]:
+    """Put back, when the context is closed, what is at the places where samples are made, but large tensors."""
+    remembered = _Remembered(_LARGEST_OF_SAMPLES_BYTES)
+    remembered.places(places)
+    try:
+        yield
+    finally:
+        remembered.put_back()
+
+
 def _is_made(value: Any, before: Any) -> bool:
     is_state = type(value) in _PLAIN or isinstance(value, (Iterator, *GENERATORS))
     return before is None and not is_state
 
 
 class _Remembered:
-    """How to put objects back, each noted once."""
+    """How to put objects back, each noted once; values of tensors that have more bytes stay."""
 
-    def __init__(self, values: bool) -> None:
+    def __init__(self, largest_bytes: int) -> None:
         self.undo: list[Callable[[], Any]] = []
-        self._values = values
+        self._largest_bytes = largest_bytes
         self._seen: dict[int, Any] = {}  # the objects are kept, so that their ids stay theirs
 
     def module(self, module: nn.Module) -> None:
@@ -134,10 +148,10 @@ class _Remembered:
                 self._items(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
-            if self._values and is_state and value.numel() * value.element_size() <= _LARGEST_BYTES:
+            if is_state and value.numel() * value.element_size() <= self._largest_bytes:
                 self.undo.append(partial(_write_back, value, value.detach(), value.detach().clone()))
         elif isinstance(value, np.ndarray):
-            if self._values and value.nbytes <= _LARGEST_BYTES:
+            if value.nbytes <= self._largest_bytes:
                 self.undo.append(partial(_write_array_back, value, value.copy()))
         elif isinstance(value, GENERATORS):
             self.undo.append(partial(set_state, value, state_of(value)))

@@ -2,6 +2,7 @@
 
 Loaders and datasets count, shuffle by generators of their own, or go on in the next epoch where they were. Where they
 cannot be copied, those with an index are read themselves, and what they keep in attributes is put back; others are not.
+What the script and users' classes hold for all loaders is put back in any case.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import pickle
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_pfo.strategy.model.reach.untouched import attributes_untouched
+from lightning_pfo.strategy.model.reach.places import Places, takes_only
+from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, places_untouched
+from lightning_pfo.strategy.model.variables import is_of_library
 from lightning_pfo.strategy.parallel.patches import unwarned
 
 _log = logging.getLogger(__name__)
@@ -48,17 +51,23 @@ def read_ahead(reader: Any, loaders: Sequence[Any], owners: Sequence[Any]) -> Ge
         A copy, the reader itself, or None: a batch, or something of it, would be missed in training.
     """
     source, held = None, list(owners)
+    pickler = _Pickler(_Bounded(), owners)
     try:
-        source = _copied(reader, loaders, owners)
+        source = _copied(pickler, reader, loaders)
     except Exception as error:  # users' own methods for copies may raise any
         if all(map(_has_index, loaders)):
             source = reader
             held += [part for x in loaders for part in (x, x.sampler, x.batch_sampler, x.dataset)]
         how = "before training begins" if source is None else "but by its index"
         _log.debug("No first batch is read %s, as its loader cannot be copied: %s", how, error)
+    shared = Places(SimpleNamespace(called=pickler.functions), classes=pickler.classes)
+    if not all(map(takes_only, shared.streams.values())):
+        _log.debug("No first batch is read before training begins: its loader reads from a shared iterator or file")
+        source = None
     with ExitStack() as stack:
         for holder in held:
             stack.enter_context(attributes_untouched(holder))
+        stack.enter_context(places_untouched(shared))
         yield source
 
 
@@ -66,16 +75,14 @@ def _has_index(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
-def _copied(reader: Any, loaders: Sequence[Any], owners: Sequence[Any]) -> Any:
+def _copied(pickler: _Pickler, reader: Any, loaders: Sequence[Any]) -> Any:
     """A copy with all that has a state, but for owners."""
-    file = _Bounded()
-    pickler = _Pickler(file, owners)
     sources = [getattr(loader, "dataset", loader) for loader in loaders if not _has_index(loader)]
     pickler.dump(sources)
     pickler.may_reach_owners = True
     pickler.dump(reader)
-    file.seek(0)
-    unpickler = _Unpickler(file, pickler.shared)
+    pickler.file.seek(0)
+    unpickler = _Unpickler(pickler.file, pickler.shared)
     unpickler.load()  # first, as the second one refers to it
     with unwarned(".*LeafSpec.*"):  # of torch, at the class of what Lightning keeps with loaders
         return unpickler.load()
@@ -90,11 +97,14 @@ class _Bounded(io.BytesIO):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what is copied, and notes what is shared."""
+    """Writes what is copied, and notes what is shared: the user's functions and the classes of objects among it."""
 
     def __init__(self, file: io.BytesIO, owners: Sequence[Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.file = file
         self.shared: dict[int, Any] = {}
+        self.functions: list[FunctionType] = []
+        self.classes: dict[type, None] = {}
         self.may_reach_owners = False
         self._owners = {id(owner) for owner in owners}
         self._count = 0
@@ -104,6 +114,7 @@ class _Pickler(pickle.Pickler):
         self._count += 1
         if self._count > _MOST_OBJECTS:
             raise ValueError(f"it holds more than {_MOST_OBJECTS} objects")
+        self._note(obj)
         if id(obj) in self._owners:
             if not self.may_reach_owners:
                 raise ValueError("its dataset reaches the model or its Trainer")
@@ -111,6 +122,13 @@ class _Pickler(pickle.Pickler):
             return None
         self.shared[id(obj)] = obj
         return id(obj)
+
+    def _note(self, obj: Any) -> None:
+        cls: type = type(obj)
+        if cls is FunctionType:
+            self.functions.append(obj)
+        elif cls not in self.classes and not is_of_library(cls, ()):
+            self.classes[cls] = None
 
 
 def _is_data(value: Any) -> bool:

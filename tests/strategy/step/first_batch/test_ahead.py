@@ -16,6 +16,10 @@ from tests.launch import of_ranks, run_script
 CASES = (
     "augmented",
     "cannot be copied, but read again",
+    "of its class",
+    "of its class, within another",
+    "of its class, read again",
+    "iterator of its class",
     "own order",
     "stream",
     "stream with workers",
@@ -90,7 +94,7 @@ def test_what_cannot_be_copied_is_not_read_unless_it_has_an_index(held):
     assert stream.read == 0
 
     class WithIndex:
-        def __init__(self):
+        def __init__(self, held):
             self.held, self.asked, self.random = held, 0, np.random.default_rng(0)
 
         def __len__(self):
@@ -100,7 +104,7 @@ def test_what_cannot_be_copied_is_not_read_unless_it_has_an_index(held):
             self.asked += 1
             return torch.tensor([self.asked + self.random.random()])
 
-    dataset = WithIndex()
+    dataset = WithIndex(held)
     loader = DataLoader(dataset, 2)
     once = first_of(loader, (owner,))
     assert dataset.asked == 0
