@@ -29,7 +29,8 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.fresh import FreshBatches
+from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put
+from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
@@ -129,6 +130,7 @@ class StepRunner:
         then: Callable[[], object] = do_nothing,
         keep_gradients: bool = True,
         outputs: Outputs = "all",
+        tells: bool = True,
         between: Between | None = None,
     ) -> Any:
         """Run a training step with gradients.
@@ -147,6 +149,7 @@ class StepRunner:
             then: Called when `backward` has handed out the gradients.
             keep_gradients: Whether gradients of earlier steps are still needed; otherwise their memory is used again.
             outputs: `all` if every rank is to have what the step returns beside the loss; it may be large.
+            tells: Whether batches are to have what the step puts into them.
             between: What a step that optimizes by itself does after its phases but the last; None: it has no phases.
 
         Returns:
@@ -162,7 +165,7 @@ class StepRunner:
         microbatches = self.batching.split(batch, num_microbatches)
         if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
-        step = self._fresh.given_to("train", step)
+        step = self._fresh.given_to("train", step, tells=tells)
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
         between = None if self.batching.joins_microbatches else between
         if between is not None:
@@ -197,7 +200,7 @@ class StepRunner:
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
             self._is_first_batch = False  # a batch that is skipped is none
-        self._leave_behind(outcome, microbatches.size, train=True)
+        self._leave_behind(outcome, batch, microbatches.size, train=True)
         if loss is None:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
@@ -253,6 +256,7 @@ class StepRunner:
         rest: Any,
         *,
         outputs: Outputs = "all",
+        tells: bool = True,
         loader: int = 0,
     ) -> Any:
         """Run a validation, test or predict step.
@@ -265,16 +269,18 @@ class StepRunner:
             batch: What the step takes first.
             rest: Its other arguments.
             outputs: Which ranks are wanted to have what it returned.
+            tells: Whether batches are to have what the step puts into them.
             loader: Which of several loaders the batch is of.
 
         Returns:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
+        given = batch
         with _without_inference_mode((batch, rest)) as (batch, rest):
             microbatches = self.batching.split(batch, num_microbatches)
             of = StepOnBatch(
                 kind,
-                self._fresh.given_to(kind, step),
+                self._fresh.given_to(kind, step, tells=tells),
                 microbatches,
                 step_seed,
                 batch,
@@ -283,7 +289,7 @@ class StepRunner:
                 rows=self._rows,
             )
             outcome = self._evaluated(of, outputs)
-            self._leave_behind(outcome, microbatches.size, train=False)
+            self._leave_behind(outcome, given, microbatches.size, train=False)
             return outcome["output"]
 
     def _evaluated(self, of: StepOnBatch, outputs: Outputs) -> dict[str, Any]:
@@ -373,8 +379,11 @@ class StepRunner:
         stages.layers.end(engine.all_gather)
         return shared, results
 
-    def _leave_behind(self, outcome: dict[str, Any], batch_size: int, *, train: bool) -> None:
-        """Log what was logged, on every rank."""
+    def _leave_behind(self, outcome: dict[str, Any], batch: Any, batch_size: int, *, train: bool) -> None:
+        """Put into the batch what the step has put there, and log what was logged, on every rank."""
+        for (root, *path), args, _ in outcome["calls"]:
+            if root == OF_BATCH:
+                put(batch, path, args[0])
         for name, place, arguments, number in outcome["logged"]:
             value: Any = number.to(torch.get_default_dtype())
             if place is not None:

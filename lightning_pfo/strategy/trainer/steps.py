@@ -277,6 +277,7 @@ class StepStrategy(CheckpointStrategy):
                 average=self._is_averaged,
                 keep_gradients=not fresh,
                 outputs="all" if is_wanted else "nobody",
+                tells=is_wanted,
             )
             if manual is not None:
                 return manual.train(train, runner.programs)
@@ -304,7 +305,8 @@ class StepStrategy(CheckpointStrategy):
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1
         runner = self._get_pipeline().runner
-        if kind != "predict" and not outputs_are_wanted(self._module(), f"on_{kind}_batch_end"):
+        is_wanted = outputs_are_wanted(self._module(), f"on_{kind}_batch_end")
+        if kind != "predict" and not is_wanted:
             outputs = "nobody"
         size = runner.batching.evaluation_size_of(batch)
         return runner.evaluate(
@@ -315,6 +317,7 @@ class StepStrategy(CheckpointStrategy):
             batch,
             rest,
             outputs=outputs,
+            tells=is_wanted,
             loader=loader_of(rest),
         )
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_pfo.strategy.step.effects.fresh import FreshBatches, anew
+from lightning_pfo.strategy.step.effects.fresh import FreshBatches, anew, held, put, written
 
 Pair = namedtuple("Pair", "x y")
 
@@ -57,15 +57,66 @@ def test_tensors_are_copied_once_a_step_has_written_into_them():
             raise StopIteration  # as stages that are not the last
 
     x = torch.zeros(2)
-    run = fresh.given_to("train", step)
+    run = fresh.given_to("train", step, tells=False)
     run([x], False)
     run([x], False)
     assert seen[0] is not x
     assert seen[1] is x
-    other = fresh.given_to("validate", step)
+    other = fresh.given_to("validate", step, tells=False)
     for _ in range(2):
         with pytest.raises(StopIteration):
             other([x], True)
     run([x], False)
     assert all(each is not x for each in seen[2:])
     assert x.tolist() == [0, 0]
+
+
+@dataclass
+class Item:
+    x: torch.Tensor
+    pred: torch.Tensor | None = None
+
+
+def test_what_a_step_puts_into_a_batch_is_found_and_put_into_another():
+    def batch():
+        item = Item(torch.zeros(2))
+        return {"x": torch.zeros(2), "pair": (torch.zeros(2), [torch.zeros(2)]), "item": item, "n": 1000, "kept": [1]}
+
+    own, others = batch(), batch()
+    before = held(own)
+    assert list(written(own, before)) == []
+    own["pred"] = torch.ones(2)
+    own["n"] += 1
+    own["pair"][0].add_(2)
+    own["pair"][1][0] = torch.ones(2)
+    own["item"].pred = torch.ones(2)
+    found = dict(written(own, before))
+    assert {"".join(str(name) for _, name in path) for path in found} == {"pred", "n", "pair0", "pair10", "itempred"}
+    for path, value in found.items():
+        put(others, path, value)
+    assert others["n"] == 1001
+    assert others["pair"][0].tolist() == [2, 2]
+    for value in (others["pred"], others["pair"][1][0], others["item"].pred):
+        assert value.tolist() == [1, 1]
+    assert list(written(others, held(others))) == []
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_written_into_a_batch_that_is_a_tensor(inference):
+    own = torch.zeros(2)
+    before = held(own)
+    own.add_(1)
+    ((path, value),) = written(own, before)
+    with torch.inference_mode(inference):
+        batch = torch.zeros(2)
+    put(batch, path, value)
+    assert batch.tolist() == [1, 1]
+
+
+def test_a_mapping_that_makes_its_items_has_not_been_written_into():
+    class Lazy(UserDict):
+        def __getitem__(self, key):
+            return super().__getitem__(key) + 1
+
+    lazy = Lazy(x=torch.zeros(2))
+    assert list(written(lazy, held(lazy))) == []

@@ -2,19 +2,28 @@
 
 Steps take labels out of dicts (`batch.pop("labels")`) and write into tensors (`images.div_(255)`). Containers are made
 anew for each run, which costs little. Tensors are copied until a step of their kind has been seen to leave them alone.
+Hooks that are given the batch find in it what the step has put there (`batch["pred"] = self(batch["x"])`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.parallel.compat import version_of
 from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, holds_tensors, parts_of
+from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH, note_call
+
+Name: TypeAlias = tuple[str, Any]
+"""How a part is reached from its container: as an `item` or an `attribute`, and which."""
+
+_LONGEST = 1_000
+"""Lists of more items, such as texts of samples, are not looked through for what a step puts there."""
 
 
 class FreshBatches:
@@ -28,21 +37,92 @@ class FreshBatches:
         self.writes = False
         self._known: set[str] = set()
 
-    def given_to(self, kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        """A step of a kind (such as `train`), on batches of its own."""
+    def given_to(self, kind: str, step: Callable[..., Any], *, tells: bool) -> Callable[..., Any]:
+        """A step on batches of its own.
+
+        Args:
+            kind: Its kind, such as `train`.
+            step: The step.
+            tells: Whether somebody is given the batch afterwards: what it has put there is told like calls of others.
+        """
 
         def run(batch: Any, *rest: Any) -> Any:
-            if kind in self._known and not self.writes:
-                return step(anew(batch, copies=False), *rest)
-            own = anew(batch, copies=True)
-            before = [(tensor, version_of(tensor)) for tensor in _tensors_of(own)]
+            copies = self.writes or kind not in self._known
+            own = anew(batch, copies=copies)
+            before = held(own)
             try:
-                return step(own, *rest)
+                result = step(own, *rest)
             finally:  # stages that are not the last end by an exception
-                self._known.add(kind)
-                self.writes = self.writes or any(version_of(tensor) != version for tensor, version in before)
+                if copies:
+                    self._known.add(kind)
+                    self.writes = self.writes or before.is_written_into(within=True)
+            for path, value in written(own, before) if tells else ():
+                note_call(((OF_BATCH, *path), (value,), {}))
+            return result
 
         return run
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a part of a batch was before a step: the object, the number of writes into a tensor, and its own parts."""
+
+    value: Any
+    version: int | None
+    parts: Mapping[Name, Held]
+
+    def is_written_into(self, *, within: bool = False) -> bool:
+        """Whether something has been written into it, if it is a tensor; also into tensors within, if these count."""
+        if self.version is not None and version_of(self.value) != self.version:
+            return True
+        return within and any(part.is_written_into(within=True) for part in self.parts.values())
+
+
+def held(value: Any) -> Held:
+    """What a batch is before a step."""
+    version = version_of(value) if isinstance(value, torch.Tensor) else None
+    return Held(value, version, {name: held(part) for name, part in _items_of(value)})
+
+
+def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...], Any]]:
+    """What a step has put into a batch, or written into its tensors, each with the way there."""
+    if before is None or value is not before.value or before.is_written_into():
+        yield (), value
+        return
+    for name, part in _items_of(value):
+        for path, found in written(part, before.parts.get(name)):
+            yield (name, *path), found
+
+
+def put(batch: Any, path: Sequence[Name], value: Any) -> None:
+    """Put something into a batch where a step has put it."""
+    last: Any
+    kind, last = path[-1] if path else ("", None)
+    for how, name in path[:-1]:
+        batch = getattr(batch, name) if how == "attribute" else batch[name]
+    if kind == "attribute":
+        object.__setattr__(batch, last, value)
+    elif isinstance(batch, (MutableMapping, list)):
+        batch[last] = value
+    else:  # it has been written into
+        tensor = batch[last] if path else batch
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(value)
+
+
+def _items_of(value: Any) -> Iterator[tuple[Name, Any]]:
+    """The parts of a container, each with how it is reached from there."""
+    if isinstance(value, Mapping):
+        for key in list(value.keys()):  # of a TensorDict too
+            if (part := value[key]) is value[key]:  # others make it when they are asked
+                yield ("item", key), part
+    elif isinstance(value, (list, tuple)):
+        for index, part in enumerate(value if len(value) <= _LONGEST else ()):
+            yield ("item", index), part
+    elif type(value) not in PLAIN and not has_samples(value):
+        parts = parts_of(value, objects=holds_tensors(value))
+        for name, part in () if parts is None else zip(parts.names, parts.values, strict=True):
+            yield ("attribute", name[1:]), part
 
 
 def anew(value: Any, *, copies: bool) -> Any:
@@ -74,12 +154,3 @@ def anew(value: Any, *, copies: bool) -> Any:
         return parts.rebuild([anew(part, copies=copies) for part in parts.values])
     except BatchError:  # a mapping that nobody but its user makes
         return value
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) not in PLAIN and not has_samples(value):
-        parts = parts_of(value, objects=holds_tensors(value))
-        for part in () if parts is None else parts.values:
-            yield from _tensors_of(part)

@@ -26,6 +26,9 @@ Path = tuple[tuple[str, Any], ...]
 Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
 
+OF_BATCH = ("batch", "")
+"""Begins the path of what a step has put into its batch; see `fresh`."""
+
 _notes: list[Note] = []
 """What takes calls of the steps that are under way, the innermost last."""
 
@@ -110,7 +113,8 @@ def merged_calls(
             merged.extend(texts(alike, rules, place))
             continue
         try:
-            arguments = merge_outputs(given, sizes, weights, said=True, rules=rules, path=place)
+            said = alike[0][0][0] != OF_BATCH
+            arguments = merge_outputs(given, sizes, weights, said=said, rules=rules, path=place)
         except UnmergeableError:  # such as texts that differ
             merged.extend(alike)
         else:
@@ -194,6 +198,8 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
         is_first: Whether this rank is the first of the pipeline, so that it should have all of them.
     """
     for path, args, kwargs in calls:
+        if path[0] == OF_BATCH:  # whoever has the batch puts it there
+            continue
         target: Any = owner
         if path[0][0] == "stream" and path[0][1] not in outlets:
             if is_first:
