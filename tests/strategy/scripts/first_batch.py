@@ -103,6 +103,15 @@ class OtherInEval(nn.Module):
         return x if self.training else x.argmax(1)
 
 
+class NeedsGraph(nn.Module):
+    """Does not run forward only."""
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            raise ValueError("this layer is for training")
+        return x
+
+
 def of_replica(output, target):
     return mean(output, target, reduction="sum" if dist.get_rank() else "mean")
 
@@ -128,6 +137,7 @@ CASES = {
     "sum": (layers, sum_, {}),
     "sum of noise": (layers, noisy_sum, {}),
     "sum, other in eval": (lambda: layers(OtherInEval()), sum_, {}),
+    "sum, not forward only": (lambda: layers(NeedsGraph()), sum_, {}),
     "sum, unchecked": (layers, sum_, {"check_loss": False}),
     "whole batch": (layers, sum_, {"num_microbatches": 1, "schedule": "gpipe"}),
     "contrastive, one sample each": (layers, contrastive, {"num_microbatches": 8}),

@@ -82,8 +82,16 @@ def test_what_the_whole_batch_cannot_mend_is_an_error_on_every_rank(ranks):
             assert found[f"whole, {case}"]["losses"] == []
 
 
-def test_a_loss_that_cannot_be_compared_is_told_of_once_by_the_first_rank(ranks):
+def test_a_layer_that_returns_something_else_in_eval_mode_is_compared_in_training_mode(ranks):
     first, second = (found["sum, other in eval"] for found in ranks)
+    (said,) = first["said"]
+    assert "so the loss is a sum" in said
+    assert second["said"] == []
+    assert first["losses"]
+
+
+def test_a_loss_that_cannot_be_compared_is_told_of_once_by_the_first_rank(ranks):
+    first, second = (found["sum, not forward only"] for found in ranks)
     (said,) = first["said"]
     assert "so its loss is not compared" in said
     assert second["said"] == []

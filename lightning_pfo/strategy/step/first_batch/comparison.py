@@ -103,11 +103,12 @@ class Comparison:
         if not are_open:
             self._tries[source] = 0
         (self._untold.add if are_untold else self._untold.discard)(source)
+        is_loss_told = not self._looks_later
         for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):
             if verdict.is_error and not is_late:
                 raise ConfigurationError(verdict.text)
             self._looks_later = self._looks_later and not (verdict.is_of_loss and kind == "train")
-            if engine.is_speaker:
+            if engine.is_speaker and not (verdict.is_of_loss and is_loss_told):
                 _log.warning(verdict.text)
 
     def _check_later(self, of: StepOnBatch) -> None:
@@ -167,7 +168,7 @@ class Comparison:
             if not is_training:
                 return []
             whole = Whole(first.batch, lambda: first.step(first.batch, *first.rest), first.parts.sizes)
-        by_parts = self._rehearsal.run(first, first.parts, 0, whole)
+        by_parts = self._rehearsal.by_parts(first, whole)
         most = 0
         counts = any(self._engine.all_gather(bool(self._rehearsal.grown), everywhere=self._rehearsal.everywhere))
         if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training or counts):
@@ -213,6 +214,8 @@ class Comparison:
         self, first: StepOnBatch, parts: Microbatches, whole: Whole | None, tolerance: float
     ) -> bool:
         """Whether the loss is none of microbatches also if nothing moves that does in training only."""
+        if not self._rehearsal.evaluates:
+            return False
         pairs = self._rehearsal.pair(first, parts, 1, whole, evaluates=True)
         return no_weights_explain(list(map(_losses_of, pairs)), tolerance)
 

@@ -116,8 +116,8 @@ def describe(
     if num_microbatches is None:
         return (
             f"The loss of {batch} is {of_all} on one device, but {mean} of what its "
-            f"microbatches come to, joined by loss_over='batch' (both forward only, layers in eval mode). Only the end "
-            f"of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
+            f"microbatches come to, joined by loss_over='batch' (both forward only, torch's layers in eval mode). Only "
+            f"the end of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
             f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
         )
     number = len(first.of_microbatches)
@@ -150,7 +150,7 @@ def describe(
         )
     return (
         f"The loss of {batch} is {of_all} on one device, but a pipeline trains on {trains_on} of its "
-        f"microbatches' losses{first_of}, which is {mean} (both forward only, layers in eval mode). {cause} "
+        f"microbatches' losses{first_of}, which is {mean} (both forward only, torch's layers in eval mode). {cause} "
         f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
         f"meant to be so, check_loss=False leaves the comparison out."
     )

@@ -45,7 +45,7 @@ class InOnePiece(NamedTuple):
 
 
 class Rehearsal:
-    """Runs batches forward only, in evaluation mode of layers.
+    """Runs batches forward only, in evaluation mode of layers; where that fails, of torch's layers only.
 
     Nothing remains of it: no gradient, log, metric, buffer, weight, attribute, random number or counter. What the step
     tells others, such as a file, is the exception. All of it are collective calls of the pipeline.
@@ -56,6 +56,7 @@ class Rehearsal:
 
     Attributes:
         everywhere: Whether all replicas run together, as they do in training, and where layers are divided over them.
+        evaluates: Whether layers of other classes than torch's can run a training step in evaluation mode.
         grown: How numbers of layers have grown by the last run.
     """
 
@@ -66,6 +67,7 @@ class Rehearsal:
         self._output_bytes = 0
         self._dtypes: set[torch.dtype] = set()
         self.everywhere = True
+        self.evaluates = True
         self.grown: Numbers = {}
 
     @contextmanager
@@ -141,6 +143,15 @@ class Rehearsal:
         values = engine.all_gather(value if engine.is_last else None, everywhere=self.everywhere)
         return [found for found in values if found is not None]
 
+    def by_parts(self, first: StepOnBatch, whole: Whole | None) -> StepRun | None:
+        """What the microbatches of a batch come to, in a mode in which they run, for that and all that follows."""
+        if first.kind == "train" and self.evaluates:
+            run, problem = self._try(first, first.parts, 0, whole)
+            if not problem:
+                return run
+            self.evaluates = False  # such as a detector that returns boxes then, and no features
+        return self.run(first, first.parts, 0, whole)
+
     def run(
         self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None, *, evaluates: bool = False
     ) -> StepRun | None:
@@ -153,6 +164,22 @@ class Rehearsal:
             whole: The batch, where the step ends on it.
             evaluates: Whether the user's module is in evaluation mode too.
         """
+        run, problem = self._try(first, parts, draw, whole, evaluates=evaluates)
+        if problem:
+            what = "as one batch" if len(parts) == 1 else "by microbatches"
+            if first.kind == "train" and self._engine.is_speaker:
+                warn_once(
+                    f"A batch did not run forward {what} before training, so its loss is not compared with the mean of "
+                    f"its microbatches' losses, which a pipeline trains on. {problem}"
+                )
+            else:
+                _log.info("A batch did not run forward %s, so it is not compared. %s", what, problem)
+        return run
+
+    def _try(
+        self, first: StepOnBatch, parts: Microbatches, draw: int, whole: Whole | None = None, *, evaluates: bool = False
+    ) -> tuple[StepRun | None, str]:
+        """The same with what went wrong."""
         results: list[Any] = []
         is_training, batching = first.kind == "train", self._runner.batching
         sizes = parts.sizes if whole is None else (parts.size,)
@@ -165,8 +192,8 @@ class Rehearsal:
 
         with untouched(self._owner):
             for module in self._owner.modules():  # what the step does `if self.training` counts
-                is_moved = is_training and module is self._owner and not evaluates
-                module.training = is_moved and module.training
+                is_other = module is self._owner or not (self.evaluates or type(module).__module__.startswith("torch."))
+                module.training = is_training and is_other and module.training and not evaluates
             effects = Effects(self._owner, self._runner.programs.modules)
             effects.draw_others(draw)
             problem, before = "", self._runner.layers.numbers()
@@ -192,7 +219,7 @@ class Rehearsal:
             problems = [found for found, _ in everyone if found]
         deviates = any(found.startswith(DeviationError.__name__) for found in problems)
         if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
-            return self.run(first, parts, draw, whole, evaluates=evaluates)
+            return self._try(first, parts, draw, whole, evaluates=evaluates)
         run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
         if not problems and is_training:
             try:
@@ -201,16 +228,7 @@ class Rehearsal:
                     float(loss)
             except Exception as error:  # training itself will say what is wrong; other ranks must not wait
                 problems = [f"{type(error).__name__}: {error}"]
-        if problems:
-            what = "as one batch" if len(parts) == 1 else "by microbatches"
-            if is_training and self._engine.is_speaker:
-                warn_once(
-                    f"A batch did not run forward {what} with layers in eval mode, so its loss is not compared with "
-                    f"the mean of its microbatches' losses, which a pipeline trains on. {problems[0]}"
-                )
-            else:
-                _log.info("A batch did not run forward %s, so it is not compared. %s", what, problems[0])
-        return run if results and not problems else None
+        return (run if results and not problems else None), (problems[0] if problems else "")
 
     def tolerance(self) -> float:
         """The relative difference that rounding explains, of what was run."""
