@@ -117,8 +117,8 @@ def describe(
         return (
             f"The loss of {batch} is {of_all} on one device, but {mean} of what its "
             f"microbatches come to, joined by loss_over='batch' (both forward only, torch's layers in eval mode). Only "
-            f"the end of the step sees all samples, what follows the last layer: layers before it compare samples, or the step "
-            f"knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
+            f"the end of the step sees all samples, what follows the last layer: layers before it compare samples, or "
+            f"the step knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
         )
     number = len(first.of_microbatches)
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
