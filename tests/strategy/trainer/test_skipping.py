@@ -8,6 +8,8 @@ import pytest
 from tests.launch import of_ranks, run_script
 from tests.thorough import mostly
 
+pytestmark = pytest.mark.slow
+
 OPTIONS_OF = {
     "EverySecond": mostly(("1f1b", "whole"), "interleaved"),
     "First": mostly(("1f1b", "interleaved"), "whole"),

@@ -8,6 +8,8 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 CASES = ("shuffled, augmented", "stream", "workers", "resumed")
 
 
