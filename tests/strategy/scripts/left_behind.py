@@ -578,6 +578,32 @@ class Evaluates(Base):
         return plain([self.kept, self.evaluator, self.meter, self.returned, logged])
 
 
+class SetsData(Base):
+    """Tensors of which the data is set, as published losses do with their centers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.scale, self.held, self.rows = torch.ones(4), types.SimpleNamespace(top=torch.zeros(4)), torch.zeros(0, 4)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        loss = (output - self.center - self.scale - self.held.top).square().mean()
+        of_batch = output.detach().mean(0)
+        self.center.data = 0.9 * self.center + 0.1 * of_batch
+        self.scale.data = 0.9 * self.scale + 0.1 * batch[0].abs().mean(0)
+        self.held.top.data = 0.5 * self.held.top + 0.1 * of_batch
+        self.rows.data = output.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(plain((outputs["loss"], self.center, self.scale, self.held.top, self.rows)))
+
+    def found(self):
+        return plain([self.seen, self.center, self.scale, self.held.top, self.rows])
+
+
 class Extremes(Base):
     """Numbers that are no means over microbatches, but something else."""
 
@@ -786,6 +812,7 @@ CASES = {
     "evaluates": Evaluates,
     "draws": Draws,
     "extremes": Extremes,
+    "sets_data": SetsData,
     "unfit": Unfit,
     "large": Large,
     "tidy": Tidy,

@@ -25,6 +25,7 @@ CASES = (
     "idioms",
     "evaluates",
     "extremes",
+    "sets_data",
     "unfit",
     "large",
     "tidy",

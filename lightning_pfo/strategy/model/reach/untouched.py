@@ -149,15 +149,15 @@ class _Remembered:
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             is_state = value.is_leaf and not is_placeholder(value) and value.layout == torch.strided
             if is_state and value.numel() * value.element_size() <= self._largest_bytes:
-                self.undo.append(partial(_write_back, value, value.detach(), value.detach().clone()))
+                self.undo.append(partial(write_back, value, value.detach(), value.detach().clone()))
         elif isinstance(value, np.ndarray):
             if value.nbytes <= self._largest_bytes:
-                self.undo.append(partial(_write_array_back, value, value.copy()))
+                self.undo.append(partial(write_array_back, value, value.copy()))
         elif isinstance(value, GENERATORS):
             self.undo.append(partial(set_state, value, state_of(value)))
 
 
-def _write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) -> None:
+def write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) -> None:
     """Give a tensor its memory and values again; one that still has them may be such that it cannot be written to."""
     if not torch.equal(data, before):
         data.copy_(before)
@@ -165,7 +165,8 @@ def _write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) 
         tensor.data = data
 
 
-def _write_array_back(array: np.ndarray, before: np.ndarray) -> None:
+def write_array_back(array: np.ndarray, before: np.ndarray) -> None:
+    """Give an array its values again, if it can be written to."""
     if array.flags.writeable:
         array[...] = before
 

@@ -23,7 +23,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.forms.left import Place, roots_of
 from lightning_pfo.strategy.model.tracing.forms.parts import attributes_of, is_cache
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import version_of
+from lightning_pfo.strategy.parallel.compat import change_mark
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""
@@ -114,7 +114,7 @@ class _Held:
     def __init__(self, modules: Mapping[int, nn.Module]) -> None:
         self.values: list[Any] = list(modules.values())
         self.numbers = {key: number for number, key in enumerate(modules)}
-        self._versions: list[int] = []
+        self._marks: list[object] = []
 
     def add(self, value: Any) -> int:
         """The number of something that there is before the call."""
@@ -125,7 +125,7 @@ class _Held:
 
     def see(self) -> None:
         """Note how tensors are, now that all have a number."""
-        self._versions = list(map(_version, self.values))
+        self._marks = list(map(_mark, self.values))
 
     def changed(self) -> bool:
         """Whether any tensor has been changed in place."""
@@ -133,11 +133,11 @@ class _Held:
 
     def has_changed(self, number: int) -> bool:
         """Whether that one has."""
-        return _version(self.values[number]) != self._versions[number]
+        return _mark(self.values[number]) != self._marks[number]
 
 
-def _version(value: Any) -> int:
-    return version_of(value) if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+def _mark(value: Any) -> object:
+    return change_mark(value) if isinstance(value, torch.Tensor) else None
 
 
 class _Look(pickle.Pickler):

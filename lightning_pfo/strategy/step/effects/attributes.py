@@ -38,8 +38,9 @@ from lightning_pfo.strategy.model.reach.places import (
     Places,
     named,
 )
+from lightning_pfo.strategy.model.reach.untouched import write_array_back, write_back
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain_in_place
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only, version_of
+from lightning_pfo.strategy.parallel.compat import change_mark, tree_leaves, tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
@@ -78,10 +79,7 @@ class Attributes:
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
         self._large = large
         is_copied = LargeTensors(copies_all=True).is_copied if large is None else large.is_copied
-        self._tensors = {
-            path: (array, _version_of(array), _copied_values(array) if is_copied(path, array) else None)
-            for path, array in places.tensors.items()
-        }
+        self._tensors = {path: _Tensor(array, copies=is_copied(path, array)) for path, array in places.tensors.items()}
         self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
@@ -150,20 +148,18 @@ class Attributes:
                     found = self._meters.take(path, found, before, size)
                 changes.update({(*path, key): value for key, value in found.items()})
                 self._meters.go_on(path, container)
-        for path, (array, version, before) in self._tensors.items():
-            if _is_unchanged(array, version, before):
+        for path, tensor in self._tensors.items():
+            if tensor.is_unchanged():
                 continue
             if self._large is not None:
-                self._large.note(path, array, is_told=size is not None)
-            if before is None:
-                self._tensors[path] = (array, _version_of(array), None)
-                if size is not None:
-                    self._not_taken_back[path] = array
+                self._large.note(path, tensor.array, is_told=size is not None)
+            if tensor.before is not None:
+                changes[path] = ("written", _copied_values(tensor.array))
+                tensor.take_back()
             else:
-                changes[path] = ("written", array.copy() if isinstance(array, np.ndarray) else array.detach().clone())
-                with torch.no_grad():
-                    array[...] = before
-                self._tensors[path] = (array, _version_of(array), before)
+                tensor.mark = tensor.mark_now()
+                if size is not None:
+                    self._not_taken_back[path] = tensor.array
         return changes
 
     def _is_replaced(self, path: Path) -> bool:
@@ -254,8 +250,7 @@ class Attributes:
             value = self._referred(sent)
             if kind == "written":
                 if path in self._tensors:
-                    with torch.no_grad():
-                        self._tensors[path][0][...] = value
+                    self._tensors[path].write(value)
                 continue
             container, _ = self._containers.get(path[:-1], (None, None))
             if container is None:  # this rank has had something else there
@@ -271,8 +266,8 @@ class Attributes:
 
     def _value_at(self, path: Path) -> Any:
         if path in self._tensors:
-            tensor, _, copy = self._tensors[path]
-            return tensor if copy is None else copy
+            tensor = self._tensors[path]
+            return tensor.array if tensor.before is None else tensor.before
         holder = self._containers[path[:-1]][1]
         before: Any = holder.get(path[-1]) if isinstance(holder, dict) else holder
         if type(before) in (list, tuple):
@@ -364,14 +359,49 @@ def _refill(container: Any, items: Any) -> None:
     (container.update if isinstance(container, set) else container.extend)(items)
 
 
-def _version_of(array: Any) -> int:
-    return version_of(array) if isinstance(array, torch.Tensor) else 0
+class _Tensor:
+    """A tensor or an array at the begin of a batch.
 
+    Args:
+        array: The tensor or array.
+        copies: Whether its values are copied, so that changes can be taken back.
 
-def _is_unchanged(array: Any, version: int, before: Any) -> bool:
-    if isinstance(array, np.ndarray):
-        return before is None or np.array_equal(array, before)
-    return version_of(array) == version
+    Attributes:
+        array: The tensor or array.
+        before: Its values; None if they are not copied.
+        mark: Another one after a change.
+    """
+
+    def __init__(self, array: Any, *, copies: bool) -> None:
+        self.array = array
+        self.before: Any = _copied_values(array) if copies else None
+        self.mark = self.mark_now()
+        self._data = array.detach() if isinstance(array, torch.Tensor) else array  # in its memory, if `data` is set
+
+    def mark_now(self) -> object:
+        return change_mark(self.array) if isinstance(self.array, torch.Tensor) else None
+
+    def is_unchanged(self) -> bool:
+        if isinstance(self.array, np.ndarray):
+            return self.before is None or np.array_equal(self.array, self.before)
+        return self.mark_now() == self.mark
+
+    def take_back(self) -> None:
+        """Give it the memory and the values that it had."""
+        if isinstance(self.array, np.ndarray):
+            write_array_back(self.array, self.before)
+            return
+        with torch.no_grad():
+            write_back(self.array, self._data, self.before)
+        self.mark = self.mark_now()
+
+    def write(self, value: Any) -> None:
+        """Let it have other values."""
+        if isinstance(self.array, torch.Tensor) and self.array.shape != value.shape:  # its `data` has been set
+            self.array.data = value
+            return
+        with torch.no_grad():
+            self.array[...] = value
 
 
 def _with_values(changes: Changes) -> Changes:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pfo.core.errors import BatchError
-from lightning_pfo.strategy.parallel.compat import version_of
+from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, holds_tensors, parts_of
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH, note_call
 
@@ -65,23 +65,23 @@ class FreshBatches:
 
 @dataclass(frozen=True)
 class Held:
-    """What a part of a batch was before a step: the object, the number of writes into a tensor, and its own parts."""
+    """What a part of a batch was before a step: the object, the mark of a tensor, and its own parts."""
 
     value: Any
-    version: int | None
+    mark: object
     parts: Mapping[Name, Held]
 
     def is_written_into(self, *, within: bool = False) -> bool:
         """Whether something has been written into it, if it is a tensor; also into tensors within, if these count."""
-        if self.version is not None and version_of(self.value) != self.version:
+        if self.mark is not None and change_mark(self.value) != self.mark:
             return True
         return within and any(part.is_written_into(within=True) for part in self.parts.values())
 
 
 def held(value: Any) -> Held:
     """What a batch is before a step."""
-    version = version_of(value) if isinstance(value, torch.Tensor) else None
-    return Held(value, version, {name: held(part) for name, part in _items_of(value)})
+    mark = change_mark(value) if isinstance(value, torch.Tensor) else None
+    return Held(value, mark, {name: held(part) for name, part in _items_of(value)})
 
 
 def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...], Any]]:

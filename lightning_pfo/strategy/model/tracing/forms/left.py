@@ -30,7 +30,7 @@ from lightning_pfo.strategy.model.tracing.forms.holders import (
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, untracked
 from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves
 from lightning_pfo.strategy.model.variables import Variables, known_to
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""
@@ -134,8 +134,8 @@ class Kept:
 
     def __init__(self, module: nn.Module) -> None:
         roots = roots_of(module)
-        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any, dict[Any, int]]] = [
-            (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder), _versions(holder))
+        self._holders: list[tuple[Any, tuple[Any, ...], Any, Any, dict[Any, object]]] = [
+            (root, path, holder, list(holder) if isinstance(holder, LISTS) else dict(holder), _marks(holder))
             for root, path, holder in holders_in(roots)
         ]
 
@@ -176,14 +176,14 @@ class Kept:
                     holder[key] = value
 
 
-def _versions(holder: Any) -> dict[Any, int]:
+def _marks(holder: Any) -> dict[Any, object]:
     pairs = enumerate(holder) if isinstance(holder, LISTS) else holder.items()
     tensors = [(key, value) for key, value in pairs if isinstance(value, torch.Tensor)]
-    with DisableTorchFunctionSubclass():  # nobody else asks; tensors of `torch.inference_mode` have none
-        return {key: 0 if value.is_inference() else version_of(value) for key, value in tensors}
+    with DisableTorchFunctionSubclass():  # nobody else asks
+        return {key: change_mark(value) for key, value in tensors}
 
 
-def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, versions: dict[Any, int]) -> Place | None:
+def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: dict[Any, object]) -> Place | None:
     """Where a dict or list has got tensors, or tensors have been changed in place."""
     if isinstance(holder, LISTS):
         added = len(holder) - len(before)
@@ -192,7 +192,7 @@ def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, version
         pairs = list(enumerate(holder)) if len(holder) == len(before) else []
     else:
         pairs = list(holder.items())
-    now = _versions(holder)
+    now = _marks(holder)
     own: frozenset[Any] = OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
     keys = []
     for key, value in pairs:
@@ -201,9 +201,7 @@ def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, version
         if (before[key] if isinstance(holder, LISTS) else before.get(key, _NOTHING)) is not value:
             is_left = _has_tensor(value)
         else:  # of modules beside what needs gradients it is metrics that count
-            is_left = now.get(key) != versions.get(key) and (
-                not own or isinstance(value, Tracked) or value.requires_grad
-            )
+            is_left = now.get(key) != marks.get(key) and (not own or isinstance(value, Tracked) or value.requires_grad)
         if is_left:
             keys.append(key)
     return Place(root, path, tuple(keys)) if keys else None

@@ -17,7 +17,7 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import PLAIN, Path, named, takes_only
 from lightning_pfo.strategy.model.variables import changes_by_itself
-from lightning_pfo.strategy.parallel.compat import version_of
+from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _DEPTH = 5
@@ -77,7 +77,7 @@ class _Print:
             return None
         self._seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            return tuple(value.shape), version_of(value)
+            return tuple(value.shape), change_mark(value)
         if isinstance(value, np.ndarray):
             return value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES and value.dtype != object else None
         if isinstance(value, dict):
