@@ -7,7 +7,7 @@ Trains a byte-level GPT on the sources of Python's standard library in four stag
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,15 +27,15 @@ class Settings:
 
 
 def run(settings: Settings) -> None:
-    """Run the example as a script of its own, as its ranks are processes; ends as it ends.
+    """Become the example, which is a script of its own: signals reach it, and its status is the command's.
 
     Raises:
         ConfigurationError: If the example was not installed.
     """
     overrides = ["plan=auto", f"gpu={settings.gpu}", f"output_dir={settings.output_dir}"]
-    status = subprocess.run([sys.executable, str(demo_script()), *overrides], check=False).returncode
-    if status:
-        sys.exit(status)
+    command = [sys.executable, str(demo_script()), *overrides]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
 
 
 def demo_script() -> Path:

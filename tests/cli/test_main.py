@@ -249,6 +249,17 @@ def test_an_error_repeats_no_more_than_a_screenful(arguments, capsys, tmp_path, 
     assert len(error) < 4000
 
 
+def test_the_demo_becomes_its_script(monkeypatch):
+    from lightning_pfo.cli import demo
+
+    ran = []
+    monkeypatch.setattr(demo.os, "execv", lambda *arguments: ran.append(arguments))  # else these tests would be it
+    demo.run(demo.Settings(output_dir="there", gpu="emulated_h100"))
+    ((executable, command),) = ran
+    assert executable == command[0] == sys.executable
+    assert command[1:] == [str(demo.demo_script()), "plan=auto", "gpu=emulated_h100", "output_dir=there"]
+
+
 def test_the_demo_is_found_in_a_clone_and_packed_into_wheels():
     from lightning_pfo.cli.demo import demo_script
 
