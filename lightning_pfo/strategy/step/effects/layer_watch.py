@@ -49,13 +49,13 @@ class LayerWatch:
         self._grown: Numbers = {}
         self._shares: list[float] = []
         self.means: dict[Place, bool] = {}
-        self._buffers: dict[Place, tuple[int, tuple[int, int]]] = {}
-        self._number = 1
+        self._looks = False
+        self._changed: dict[Place, set[int]] = {}
 
     @property
     def counts(self) -> bool:
-        """Whether a batch is under way in which numbers of layers are shared."""
-        return bool(self._shares)
+        """Whether a batch is under way in which numbers of layers are shared, or changes of buffers counted."""
+        return self._looks or bool(self._shares)
 
     def numbers(self) -> Numbers:
         """All numbers of this rank's layers."""
@@ -83,18 +83,21 @@ class LayerWatch:
 
     def begin(self, sizes: Sequence[int], *, looks: bool) -> None:
         """A batch begins, whose microbatches have so many samples; if it `looks`, there is a look at its end."""
-        self._begin, self._grown, self._number = self._now(), {}, len(sizes)
-        if looks and self._batches < _LOOKED_AT:  # hooks may change them as well
-            self._buffers = self._buffer_states()
+        self._begin, self._grown = self._now(), {}
+        self._looks, self._changed = looks and self._batches < _LOOKED_AT, {}
         self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
 
     @contextmanager
     def of_microbatch(self, index: int) -> Iterator[None]:
         """A stage of this rank runs the step on a microbatch, while layers count."""
-        before = self._now()
+        before, buffers = self._now(), self._buffer_states() if self._looks else {}
         try:
             yield
         finally:  # an exception ends a stage
+            now = self._buffer_states() if self._looks else {}
+            for place, state in buffers.items():
+                if now.get(place) != state:
+                    self._changed.setdefault(place, set()).add(index)
             for place, value in self._now().items():
                 growth = value - before[place]
                 if self.means.get(place) and growth:
@@ -136,17 +139,16 @@ class LayerWatch:
             self._batches, self._before = _LOOKED_AT, {}
 
     def _look_at_buffers(self) -> None:
-        now = self._buffer_states()
-        changed = [place for place, state in self._buffers.items() if now.get(place) != state]
-        self._buffers = {}
-        if changed and self._number > 1:
-            name, key = changed[0]
+        for (name, key), microbatches in self._changed.items():
+            if len(microbatches) == 1:  # such as one that the end of the step calls, on the whole batch
+                continue
             warn_once(
-                f"A layer changes its buffer self.{name}.{key}: once for each of {self._number} microbatches, as when "
-                f"gradients are accumulated, and on one device once for the batch (a moving average goes further, a "
-                f"power iteration of spectral_norm comes nearer). Use fewer microbatches (num_microbatches=...), or "
+                f"A layer changes its buffer self.{name}.{key}: once for each of {len(microbatches)} microbatches, as "
+                f"when gradients are accumulated, and on one device once for the batch (a moving average goes further, "
+                f"a power iteration of spectral_norm comes nearer). Use fewer microbatches (num_microbatches=...), or "
                 f"change it in the step or in a hook."
             )
+            return
 
     def _buffer_states(self) -> dict[Place, tuple[int, tuple[int, int]]]:
         """Others after a change; of batch norms something else is said."""

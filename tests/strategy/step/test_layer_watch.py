@@ -1,0 +1,63 @@
+"""Which layers are told of: those that change a buffer with each microbatch, not with the batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.step.effects import layer_watch
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Module()
+        self.layer.register_buffer("center", torch.zeros(2))
+
+
+@pytest.fixture
+def said(monkeypatch):
+    texts = []
+    monkeypatch.setattr(layer_watch, "warn_once", texts.append)
+    return texts
+
+
+def change_in_place(layer):
+    layer.center.add_(1)
+
+
+def set_data(layer):
+    layer.center.data = layer.center + 1
+
+
+def put_another(layer):
+    layer.center = layer.center + 1
+
+
+@pytest.mark.parametrize("change", [change_in_place, set_data, put_another])
+@pytest.mark.parametrize("in_microbatches", [0, 1, 2])
+def test_buffers_that_change_with_each_microbatch_are_named(change, in_microbatches, said):
+    root = Root()
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch.begin((2, 2), looks=True)
+    assert watch.counts
+    for index in range(2):
+        with watch.of_microbatch(index):
+            if index < in_microbatches:
+                change(root.layer)
+    change(root.layer)  # by the end of the step, or in a hook
+    watch.look()
+    assert len(said) == (in_microbatches == 2)
+    assert all("self.layer.center: once for each of 2 microbatches" in text for text in said)
+
+
+def test_evaluation_and_later_batches_cost_no_looks():
+    root = Root()
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch.begin((2, 2), looks=False)
+    assert not watch.counts
+    for _ in range(3):
+        watch.begin((2, 2), looks=True)
+        assert watch.counts
+        watch.look()
+    watch.begin((2, 2), looks=True)
+    assert not watch.counts
