@@ -127,17 +127,16 @@ class CheckpointStrategy(MeshStrategy):
         Raises:
             ConfigurationError: On every process, if parameters are divided (`fully_shard`, tensor parallelism).
         """
-        if not self._is_split or not dist.is_initialized():
-            yield
-            return
         with ExitStack() as opened:
-            self._open(opened, modules or (self._module(),))
+            self._whole_parameters(opened, modules)
             yield
 
     @together
-    def _open(self, opened: ExitStack, modules: Sequence[nn.Module]) -> None:
-        self.meet("whole_parameters")
-        opened.enter_context(whole_parameters(modules, self.root_device, self.mesh.pipeline_group))
+    def _whole_parameters(self, opened: ExitStack, modules: Sequence[nn.Module]) -> None:
+        if self._is_split and dist.is_initialized():
+            self.meet("whole_parameters")
+            given = modules or (self._module(),)
+            opened.enter_context(whole_parameters(given, self.root_device, self.mesh.pipeline_group))
 
     @override
     @together
