@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.engine.forked import refuse_forked
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 
@@ -31,7 +32,9 @@ class Together:
 
         Raises:
             RanksApartError: If others come to something else, or have ended.
+            ConfigurationError: If this process was forked from a rank.
         """
+        refuse_forked(what)
         try:
             meet(what, self._hosts)
         except PfoError:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from lightning_pfo.strategy.step.values import share_error
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
+from lightning_pfo.strategy.trainer.together import together
 
 _log = logging.getLogger(__name__)
 _OWN_STATE = "pfo_pipeline"
@@ -92,10 +93,12 @@ class CheckpointStrategy(MeshStrategy):
     def make_checkpoint_io(self) -> CheckpointIO:
         return SafeCheckpointIO()
 
+    @together
     def gather_module_state(self, module: nn.Module | None = None) -> dict[str, Any]:
         """The whole state dict of a split module (the user's) on the first process, empty on others; collective."""
         return whole.gather_module_state(module or self._module(), self._last_rank, self.mesh.pipeline_group)
 
+    @together
     def gather_module(self) -> pl.LightningModule | None:
         """The whole module on the first process, None on others; a collective call of all processes.
 
@@ -124,14 +127,19 @@ class CheckpointStrategy(MeshStrategy):
         Raises:
             ConfigurationError: On every process, if parameters are divided (`fully_shard`, tensor parallelism).
         """
-        if not self._is_split or not dist.is_initialized():
-            yield
-            return
-        self.meet("whole_parameters")
-        with whole_parameters(modules or (self._module(),), self.root_device, self.mesh.pipeline_group):
+        with ExitStack() as opened:
+            self._whole_parameters(opened, modules)
             yield
 
+    @together
+    def _whole_parameters(self, opened: ExitStack, modules: Sequence[nn.Module]) -> None:
+        if self._is_split and dist.is_initialized():
+            self.meet("whole_parameters")
+            given = modules or (self._module(),)
+            opened.enter_context(whole_parameters(given, self.root_device, self.mesh.pipeline_group))
+
     @override
+    @together
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._is_split:  # before any run, or where its begin has failed, the module is whole
             return super().lightning_module_state_dict()
@@ -141,6 +149,7 @@ class CheckpointStrategy(MeshStrategy):
         return sharded_checkpoint.module_shard(self._module(), self._last_rank, self.mesh.pipeline_group)
 
     @override
+    @together
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not optimizer.state_dict():  # Lightning's, where `configure_optimizers` returns None
             return {}
@@ -149,6 +158,7 @@ class CheckpointStrategy(MeshStrategy):
         return collect(getattr(optimizer, "optimizer", optimizer), self.mesh.pipeline_group)
 
     @override
+    @together
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -182,6 +192,7 @@ class CheckpointStrategy(MeshStrategy):
             saving = sharded_checkpoint.save(checkpoint, Path(filepath), beside)
             self._saving = saving if beside is not None else None
 
+    @together
     def finish_saving(self) -> None:
         """Wait until the checkpoint that is being written beside training is in its place; a collective call.
 
@@ -220,6 +231,7 @@ class CheckpointStrategy(MeshStrategy):
             self._to_be_removed += (filepath,)
 
     @override
+    @together
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self.finish_saving()
         path = self.broadcast(checkpoint_path)

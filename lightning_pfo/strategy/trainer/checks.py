@@ -59,6 +59,17 @@ def check_configuration(
             "ModelPruning reads and replaces the weights of all layers, but a pipeline rank holds those of its own "
             "stages. Prune the checkpoint on one device, or leave the callback out."
         )
+    if is_divided and any(map(_serves, trainer.callbacks)):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "ServableModuleValidator calls the whole module in a process that it starts on the first rank, but a "
+            "pipeline rank holds the layers of its own stages. Leave the callback out, and validate on one device "
+            "before (fast_dev_run=True); or serve what trainer.strategy.gather_module() gives after fit."
+        )
+
+
+def _serves(callback: object) -> bool:
+    """Whether a callback is `ServableModuleValidator`, whose module imports what few have installed (requests)."""
+    return any(kind.__name__ == "ServableModuleValidator" for kind in type(callback).__mro__)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

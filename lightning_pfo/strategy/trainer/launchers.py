@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.trainer.clones import clone_process, keep_memory_shared, why_not_clone
 from lightning_pfo.strategy.trainer.compat import ForkLauncherBase, ScriptLauncherBase, share_threads
-from lightning_pfo.strategy.watch.rank_watch import RankDiedError
+from lightning_pfo.strategy.watch.errors import RankDiedError
 
 _log = logging.getLogger(__name__)
 _LAUNCHER_PID = "PFO_LAUNCHER_PID"

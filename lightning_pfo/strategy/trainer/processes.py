@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.engine.forked import refuse_forked
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.groups import in_background, meet, tell_all
@@ -33,6 +34,7 @@ from lightning_pfo.strategy.trainer.compat import (
 )
 from lightning_pfo.strategy.trainer.first_rank import rank_in_step
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
+from lightning_pfo.strategy.trainer.together import together
 from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
 
 _GRACE_S = 30.0
@@ -201,6 +203,7 @@ class MeshStrategy(StrategyBase):
 
     @override
     def setup_environment(self) -> None:
+        refuse_forked("a run of the Trainer")
         check_ranks()
         super().setup_environment()
         self.set_world_ranks()  # again: what forks knows only now which process it is
@@ -227,6 +230,7 @@ class MeshStrategy(StrategyBase):
             self._timeout,
         )
 
+    @together
     def meet(self, what: str, votes: Sequence[bool] = ()) -> list[bool]:
         """Notice if other ranks of this pipeline do something else next, and vote; a collective call.
 
@@ -248,6 +252,7 @@ class MeshStrategy(StrategyBase):
         return answers
 
     @override
+    @together
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; within a step, which the last stage alone runs to its end, for the replicas."""
         if within_step():
@@ -260,6 +265,7 @@ class MeshStrategy(StrategyBase):
             dist.barrier(device_ids=device_ids)
 
     @override
+    @together
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if not dist.is_initialized() or within_step():  # in a step all have the same
             return obj
@@ -275,13 +281,17 @@ class MeshStrategy(StrategyBase):
         As Lightning's where there is one process, a single replica gets its tensor as it is.
         """
         if group not in (None, dist.group.WORLD):
-            return super().all_gather(tensor, group, sync_grads)
+            return self._all_gather(tensor, group, sync_grads)
         replicas = None if self._mesh is None else self._mesh.replica_group
         if replicas is None:
             return tensor
         if within_step() and not step_ends_here():  # elsewhere it may have no value
             return torch.stack([tensor] * dist.get_world_size(replicas))
-        return super().all_gather(tensor, replicas, sync_grads)
+        return self._all_gather(tensor, replicas, sync_grads)
+
+    @together
+    def _all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -290,9 +300,14 @@ class MeshStrategy(StrategyBase):
             return tensor
         if logs_without_replicas():
             return tensor
-        return reduce_in_place(tensor, group or self._mesh.replica_group, reduce_op)
+        return self._reduce(tensor, group or self._mesh.replica_group, reduce_op)
+
+    @together
+    def _reduce(self, tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+        return reduce_in_place(tensor, group, reduce_op)
 
     @override
+    @together
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         group = None
         if within_step():

@@ -53,6 +53,7 @@ from lightning_pfo.strategy.trainer.compat import (
 from lightning_pfo.strategy.trainer.first_rank import for_first_rank
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import scaler_of
+from lightning_pfo.strategy.trainer.together import together
 
 _CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
 _CHECK_EVERY = 50  # ... and then once in so many batches
@@ -387,6 +388,7 @@ class StepStrategy(CheckpointStrategy):
         if pipeline.means is not None and not self._accumulating and not self._is_averaged:
             pipeline.means.average(pipeline.held)
 
+    @together
     def grad_norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients of all stages together; a collective call, as from `on_before_optimizer_step`.
 

@@ -9,34 +9,33 @@ connections at once; when a whole node is lost, TCP's keepalive does within half
 
 A rank that is told breaks off its transfers, so that waiting for others ends with an error; if its run does not end (it
 waits elsewhere), the process is ended after a grace period. The same grace is given when a rank's run has raised and
-its process goes on, so that the others would wait for it in vain.
+its process goes on, so that the others would wait for it in vain. What ranks do together between runs is `calls`.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-import re
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
+from lightning_pfo.strategy.watch.calls import Calls
 from lightning_pfo.strategy.watch.connection import CONNECT_TIMEOUT_S, Address, RankConnection, open_server
+from lightning_pfo.strategy.watch.errors import RankDiedError, tells_of_others, text_of
 
 _log = logging.getLogger(__name__)
-_OF_TRANSFERS = re.compile(r"gloo|nccl|connection|process ?group", re.IGNORECASE)
-
-
-class RankDiedError(PfoError, RuntimeError):
-    """Another process of the run is gone, so the run cannot go on."""
 
 
 @dataclass
@@ -45,21 +44,13 @@ class _Peer:
 
     name: str
     completed: int = 0
+    calls: int = 0
     error: str = ""
     explained: bool = False
     gone: bool = False
 
     def ending(self) -> str:
         return f"{self.name} failed with {self.error}" if self.error else f"{self.name} died (its process has ended)"
-
-
-def _text_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]  # Ctrl-C has no text
-
-
-def _tells_of_others(error: BaseException) -> bool:
-    """Whether an error is that of a transfer, which may have failed because another rank is gone."""
-    return isinstance(error, RuntimeError) and bool(_OF_TRANSFERS.search(str(error)))
 
 
 class RankWatch:
@@ -89,6 +80,13 @@ class RankWatch:
         self._token = ""
         self._peers: dict[int, _Peer] = {}
         self._started = 0
+        self._calls = Calls(
+            self._changed,
+            lambda: self._death,
+            lambda text: self._declare(text, "", is_news=True),
+            self._end_process,
+            grace_s,
+        )
         self._expected_to_end = 0
         _watches.add(self)
 
@@ -136,6 +134,7 @@ class RankWatch:
         """For forked children (data loaders): a copy of the connection would hide the end of this process."""
         for connection in self._connections.values():
             connection.socket.close()
+        self._connections.clear()
         if self._server is not None:
             self._server.close()
 
@@ -174,7 +173,7 @@ class RankWatch:
         Returns:
             Which rank that is, so that this one has raised an error; None if none has.
         """
-        text, is_of_others = _text_of(error), _tells_of_others(error)
+        text, is_of_others = text_of(error), tells_of_others(error)
         with self._changed:
             if not self._active:
                 return None
@@ -203,6 +202,34 @@ class RankWatch:
         with self._changed:
             self._changed.wait_for(lambda: self._death is not None, wait_s if self._connections else 0.0)
             return self._death
+
+    # ---- calls outside runs ----
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a run is under way, or a call outside runs."""
+        return self._active or self._calls.under_way
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """While the context is open, do outside runs what all ranks do together.
+
+        Raises:
+            RankDiedError: If it cannot come to an end because a rank has ended.
+        """
+        with self._calls.call():
+            yield
+        self._tell(event="called", calls=self._calls.completed)
+
+    def end(self, error: BaseException | None) -> None:
+        """Say that the script of this rank is at its end: it tells others nothing more, though its process is there."""
+        text = "" if error is None else text_of(error)
+        self._tell(event="ended", name=f"rank {self._rank}", error=text, calls=self._calls.completed)
+
+    def _note_end(self, rank: int, peer: _Peer, error: str = "") -> None:
+        self._calls.note_end(peer.name, error, peer.calls)
+        if self._rank == 0:
+            self._relay(rank, event="ended", name=peer.name, error=error, calls=peer.calls)
 
     # ---- the watching thread ----
 
@@ -236,8 +263,10 @@ class RankWatch:
                 self._selector.unregister(connection.socket)
                 connection.socket.close()
                 if connection.rank is not None:
-                    self._peers[connection.rank].gone = True
+                    peer = self._peers[connection.rank]
+                    peer.gone = True
                     self._judge()
+                    self._note_end(connection.rank, peer)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         peer, event = self._peers[rank], message["event"]
@@ -256,6 +285,12 @@ class RankWatch:
             self._note_failure(message, message["text"])
         elif event == "dead":
             self._declare(message["text"], message["error"], is_news=message["is_news"])
+        elif event == "called":
+            peer.calls = message["calls"]
+        elif event == "ended" and self._rank == 0:
+            self._note_end(rank, peer, message["error"])
+        elif event == "ended":
+            self._calls.note_end(message["name"], message["error"], message["calls"])
 
     def _note_failure(self, message: dict[str, Any], text: str) -> None:
         if message["run"] == self._run and not message["explained"]:
@@ -283,7 +318,7 @@ class RankWatch:
         if self._death is None:
             self._death, self._death_error = text, error
             self._changed.notify_all()
-            if self._active:
+            if self.is_active:
                 # a mistake of the user's is said where it was found, and most are found by all ranks
                 _log.log(logging.ERROR if is_news else logging.INFO, "Rank %d: %s", self._rank, text)
                 self._expect_end(self._run, text)
@@ -301,11 +336,14 @@ class RankWatch:
         def wait() -> None:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._run != run or not self._active, self._grace_s):
-                    _log.critical("Rank %d is ended, because %s", self._rank, text)
-                    logging.shutdown()
-                    os._exit(1)
+                    self._end_process(text)
 
         threading.Thread(target=wait, name="pfo-rank-watch-grace", daemon=True).start()
+
+    def _end_process(self, text: str) -> None:
+        _log.critical("Rank %d is ended, because %s", self._rank, text)
+        logging.shutdown()
+        os._exit(1)
 
 
 def watch_ranks(host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float) -> RankWatch | None:
@@ -355,3 +393,11 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _say_end() -> None:
+    for watch in list(_watches):
+        watch.end(getattr(sys, "last_value", None))
+
+
+atexit.register(_say_end)

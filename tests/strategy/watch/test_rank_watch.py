@@ -78,3 +78,74 @@ def test_a_rank_that_has_failed_is_named_though_its_process_has_not_ended_yet(tm
     output = run_script(script, timeout_s=60).stdout
     assert f"raised {expected} " in output
     assert ("failed with ValueError: a bug" in output) == (expected == "RankDiedError")
+
+
+CALLS = """
+import logging, time
+from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
+
+logging.basicConfig(level=logging.CRITICAL, format="%(levelname)s %(message)s")
+broken = []
+hub, other, third = (RankWatch(rank, 3, lambda: broken.append("off"), grace_s=0.5) for rank in range(3))
+address = hub.listen("localhost", local_only=True)
+other.connect(address)
+third.connect(address)
+for watch in (hub, other, third):
+    watch.begin()
+    watch.done()
+    with watch.call():
+        pass
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+"""
+LATE = """
+with hub.call(), other.call(), third.call():  # the end comes while others are in the call, of which it has seen the end
+    hub._calls.completed += 1
+    hub._tell(event="called", calls=hub._calls.completed)
+    hub.end(None)
+    until(lambda: third._calls._ends and other._calls._ends)
+    time.sleep(3)
+print("ended well", broken)
+try:
+    with third.call():
+        pass
+except RankDiedError as error:
+    print("raised", error)
+"""
+BROKEN_OFF = """
+try:
+    with third.call():
+        other.end(ValueError("a bug"))
+        until(lambda: broken)
+        raise ValueError("Default process group has not been initialized")
+except RankDiedError as error:
+    print("raised", error)
+"""
+STUCK = """
+with third.call():
+    other.close_in_child()
+    time.sleep(60)
+"""
+
+
+def test_what_is_called_together_between_runs_misses_only_ranks_that_had_not_come_to_its_end(tmp_path):
+    (script := tmp_path / "script.py").write_text(CALLS + LATE)
+    told = run_script(script, timeout_s=60).stdout
+    assert "ended well []" in told
+    assert "raised rank 0 has ended (if by an error, its own output has that)." in told
+
+
+def test_calls_that_wait_for_others_are_broken_off_where_a_rank_has_ended(tmp_path):
+    (script := tmp_path / "script.py").write_text(CALLS + BROKEN_OFF)
+    told = run_script(script, timeout_s=60).stdout
+    assert "raised rank 1 (pid " in told
+    assert "has ended with ValueError: a bug." in told
+
+
+def test_a_process_that_waits_in_such_a_call_all_the_same_is_ended(tmp_path):
+    (script := tmp_path / "script.py").write_text(CALLS + STUCK)
+    told = run_script(script, timeout_s=60, expect_success=False)
+    assert told.returncode == 1
+    assert "CRITICAL Rank 2 is ended, because rank 1 (pid " in told.stdout

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.engine.forked import is_forked, refuse_forked
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.forms.left import Kept
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -46,11 +48,13 @@ class UnitCalls:
         """Call a unit; a collective call, but in a step that stages run, and where the unit is everywhere.
 
         Raises:
-            ConfigurationError: If it is not here, and nobody else is known to call it now; or if what it returns cannot
-                be sent.
+            ConfigurationError: If it is not here, and nobody else is known to call it now; if it is not here as a
+                whole, and this process was forked from a rank; or if what it returns cannot be sent.
             RanksApartError: If other ranks do something else.
         """
         engine = self._engine
+        if is_forked():
+            return _alone(unit, args, kwargs)
         # of a step the last stage follows nothing more once it has begun, and recomputed layers are called in backward
         if engine.num_ranks == 1 or engine.is_running or (within_step() and not runs_by_units()):
             return unit.compute(*args, **kwargs)
@@ -107,3 +111,11 @@ class UnitCalls:
     def _modules(self) -> Mapping[int, nn.Module]:
         """The modules of the model by their ids; all ranks have them in the same order."""
         return {id(module): module for module in self._owner.modules()}
+
+
+def _alone(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a unit in a process that was forked from a rank: as an ordinary module, if that has all of it."""
+    tensors = (*unit.module.parameters(), *unit.module.buffers())
+    if any(is_placeholder(tensor) or isinstance(tensor, DTensor) for tensor in tensors):
+        refuse_forked(f"a call of {unit.name!r}, of which this rank does not hold all,")
+    return unit.compute(*args, **kwargs)
