@@ -179,6 +179,11 @@ class MeshStrategy(StrategyBase):
         return self._mesh
 
     @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas: so many batches are read at a time."""
+        return self._data_parallel_size
+
+    @property
     def _replica(self) -> int:
         return self.mesh.replica if self._data_parallel_size > 1 else 0
 
