@@ -166,7 +166,7 @@ def build_pipeline(
     explain_missing_values(device)
     mark_placeholders(model)  # where it was made on meta
     draw_alike(device, patches)
-    if dist.get_world_size(group) > 1:
+    if dist.get_world_size(group) > 1 or tensor_group is not None:
         collectives_in_steps(replica_group, within_step, step_ends_here, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(

@@ -21,6 +21,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.variables import is_library, users_line
 from lightning_pfo.strategy.parallel.compat import in_backward
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.within import number_in_step
 
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
 _GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")
@@ -100,9 +101,8 @@ def collectives_in_steps(
         )
 
     def rank(ordinary: Callable[..., Any]) -> Any:
-        if not in_backward():  # a step has a number of its own
-            return ordinary()
-        return 0 if replicas is None else ordinary(replicas)
+        number = 0 if replicas is None else ordinary(replicas)
+        return number if in_backward() else number_in_step(number)
 
     for name in _IN_PLACE:
         patched(name, partial(in_place, name))
