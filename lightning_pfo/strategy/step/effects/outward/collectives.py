@@ -21,7 +21,6 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.variables import is_library, users_line
 from lightning_pfo.strategy.parallel.compat import in_backward
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.within import number_in_step
 
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
 _GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")
@@ -34,6 +33,7 @@ def collectives_in_steps(
     replicas: dist.ProcessGroup | None,
     within_step: Callable[[], bool],
     ends_here: Callable[[], bool],
+    number_in_step: Callable[[int], int],
     patches: Patches,
 ) -> None:
     """Let what the user's code calls in a step concern the replicas.
@@ -42,6 +42,7 @@ def collectives_in_steps(
         replicas: Processes with the same stages; None: there is one replica.
         within_step: Whether stages run a step.
         ends_here: Whether it is run to its end here.
+        number_in_step: Makes of the number of a replica what ranks of it are told in a step.
         patches: Undoes it.
     """
 
