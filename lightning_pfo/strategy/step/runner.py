@@ -34,6 +34,7 @@ from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
+from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     do_nothing,
@@ -204,6 +205,11 @@ class StepRunner:
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
+        """Run a step, and once more if need be."""
+        with sizes_told(of, self.programs, joins=self.batching.joins_microbatches):
+            return self._by_rows(of, run)
+
+    def _by_rows(self, of: StepOnBatch, run: Callable[[], T]) -> T:
         """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
         try:
             return self._following(of, run)
