@@ -1,4 +1,4 @@
-"""Steps that count on the size of the batch, or fail for other reasons. Usage: sizes.py FOLDER"""
+"""Steps that count on the size of the batch or fail for other reasons, and losses with dimensions; sizes.py FOLDER"""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Plain(L.LightningModule):
         torch.manual_seed(0)
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
         self.register_buffer("rows", torch.zeros(24, 4))
-        self.validated = []
+        self.seen = []
 
     def training_step(self, batch, batch_idx):
         return self.layers(batch[0]).square().mean()
@@ -78,9 +78,37 @@ class InManualOptimization(AtTheBegin):
         self.optimizers().step()
 
 
+class InAQueue(Plain):
+    """Its pointer begins anew within a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.ones(16, 4))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        loss = (output @ self.queue.clone().T).square().mean()
+        begin = int(self.pointer)
+        self.queue[begin : begin + len(output)] = output.detach()
+        self.pointer[0] = (begin + len(output)) % len(self.queue)
+        return loss
+
+
 class InEvaluation(Plain):
     def validation_step(self, batch, batch_idx):
-        self.validated.append(float(self.layers(batch[0]).view(8, 4).mean()))
+        self.seen.append(float(self.layers(batch[0]).view(8, 4).mean()))
+
+
+class OfOneElement(Plain):
+    """Its loss has dimensions, in a dictionary too."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss.reshape(1, 1)} if batch_idx == 1 else loss.reshape(1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen += [*outputs["loss"].shape, 0, outputs["loss"].item()]
 
 
 class OnAnySize(Plain):
@@ -103,7 +131,9 @@ CASES = (
     InTheMiddle,
     InALayer,
     InManualOptimization,
+    InAQueue,
     InEvaluation,
+    OfOneElement,
     OnAnySize,
     ByValues,
 )
@@ -129,7 +159,7 @@ def fit(case, strategy, devices):
         return [type(error).__name__, str(error), type(error.__cause__).__name__]
     whole = module if devices == 1 else trainer.strategy.gather_module()
     weights = None if whole is None else [tensor.flatten().tolist() for tensor in whole.state_dict().values()]
-    return [weights, module.validated]
+    return [weights, module.seen]
 
 
 def main():

@@ -5,9 +5,12 @@ Traces tell, on each rank by itself: of a microbatch, and of the batch in one pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+
+import torch
+from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import counted
@@ -20,12 +23,13 @@ from lightning_pfo.strategy.step.whole.joining import joins_of
 
 
 @contextmanager
-def sizes_told(of: StepOnBatch, programs: Programs, *, joins: bool) -> Iterator[None]:
+def sizes_told(of: StepOnBatch, owner: nn.Module, programs: Programs, *, joins: bool) -> Iterator[None]:
     """Where a step runs: if it fails because microbatches are smaller than their batch, that is said.
 
     Args:
         of: The step.
-        programs: Traces it.
+        owner: The user's module.
+        programs: Traces its steps.
         joins: Whether it ends on the whole batch.
 
     Raises:
@@ -36,36 +40,68 @@ def sizes_told(of: StepOnBatch, programs: Programs, *, joins: bool) -> Iterator[
     except StepEndedError:
         raise
     except Exception as error:
-        said = _because_of_sizes(of, error, programs, joins=joins)
-        if said is None:
+        said = ""
+        if len(of.parts) > 1:
+            with suppress(ConfigurationError):  # a trace is refused, for another reason than sizes
+                said = _said(of, error, owner, programs, joins=joins)
+        if not said:
             raise
-        raise said from error
+        raise ConfigurationError(said) from error
 
 
-def _because_of_sizes(
-    of: StepOnBatch, error: Exception, programs: Programs, *, joins: bool
-) -> ConfigurationError | None:
-    if len(of.parts) == 1:
-        return None
-    trace = partial(programs.trace, seed=of.seed, train=of.kind == "train")
+def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Programs, *, joins: bool) -> str:
+    """What is said of a step that fails because microbatches are smaller than their batch; nothing of another."""
     for index in {size: index for index, size in enumerate(of.parts.sizes)}.values():
-        part = trace(partial(of.of_microbatch, index))
+        traces = partial(_traces, of, index, programs)
+        part, whole = traces()
         failure = _failure_in(part)
-        is_why = isinstance(error, ConfigurationError) or failure.startswith(f"{type(error).__name__}: ")
-        if not failure or not is_why:
+        if not failure or not (isinstance(error, ConfigurationError) or failure.startswith(f"{type(error).__name__}:")):
             continue
-        whole = trace(lambda: of.step(of.batch, *of.rest))
-        if _failure_in(whole) or not programs.runs(whole):
-            return None
-        may_join = not joins and _may_join(part, whole, programs, of.parts.sizes)
-        return ConfigurationError(
-            f"A step runs on each of the {len(of.parts)} microbatches of a batch. This one counts on the size of the "
-            f"batch, which has {counted(of.parts.size, 'sample')}: on a microbatch of {of.parts.sizes[index]} it fails "
-            f"with {failure} Let it take sizes from what it is given (len(x)); or use schedule='gpipe' with "
-            f"num_microbatches=1, where it is given all of the batch"
-            f"{', or with loss_over=' + repr('batch') + ', where its end is' if may_join else ''}."
+        sizes = f"a microbatch of {of.parts.sizes[index]} of {counted(of.parts.size, 'sample')}"
+        why = (
+            f"This one counts on the size of the batch: on {sizes} it fails with {failure} Let it take sizes from what "
+            f"it is given (len(x)), or use"
         )
-    return None
+        if _failure_in(whole):
+            pointer, (part, whole) = _begun_anew(owner, traces)
+            why = (
+                f"All find what the batch before has left, and what they add to a number is added up. So {pointer} "
+                f"now, where it was to begin anew (% size; with 0 the step runs): {sizes} does not come to that. "
+                f"It fails with {failure} Use"
+            )
+        if _failure_in(whole) or not programs.runs(whole):
+            return ""
+        or_join = ", or with loss_over='batch', where its end is"
+        return (
+            f"A step runs on each of the {len(of.parts)} microbatches of a batch. {why} schedule='gpipe' with "
+            f"num_microbatches=1, where it is given all of the batch"
+            f"{or_join if not joins and _may_join(part, whole, programs, of.parts.sizes) else ''}."
+        )
+    return ""
+
+
+def _traces(of: StepOnBatch, index: int, programs: Programs) -> tuple[Trace, Trace]:
+    """A step on a microbatch, and on the batch."""
+    runs = partial(of.of_microbatch, index), partial(of.step, of.batch, *of.rest)
+    part, whole = (programs.trace(run, of.seed, train=of.kind == "train") for run in runs)
+    return part, whole
+
+
+@torch.no_grad()
+def _begun_anew(owner: nn.Module, traces: Callable[[], tuple[Trace, Trace]]) -> tuple[str, tuple[Trace, Trace]]:
+    """An integer in a buffer with which a step fails, while it runs with 0 there, and the traces of that."""
+    for name, buffer in owner.named_buffers():
+        if buffer.dtype not in (torch.int32, torch.int64) or buffer.numel() != 1 or buffer.is_meta or not buffer.any():
+            continue
+        before = buffer.clone()
+        buffer.zero_()
+        try:
+            found = traces()
+        finally:
+            buffer.copy_(before)
+        if not any(map(_failure_in, found)):
+            return f"self.{name} is {int(before)}", found
+    return "", traces()
 
 
 def _failure_in(trace: Trace) -> str:

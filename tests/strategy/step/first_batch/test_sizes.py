@@ -27,7 +27,7 @@ def found(tmp_path_factory):
 
 def is_told(found, case):
     kind, text, cause = found
-    said = r"each of the 4 microbatches of .* 8 samples: on a microbatch of 2 it fails with RuntimeError: .*"
+    said = r"each of the 4 microbatches of .* on a microbatch of 2 of 8 samples it fails with RuntimeError: .*"
     assert kind == "ConfigurationError"
     assert re.search(rf"{said}sizes\.py:\d+: .*{re.escape(LINES[case])} .*num_microbatches=1", text)
     assert cause in ("RuntimeError", "ConfigurationError")
@@ -35,9 +35,9 @@ def is_told(found, case):
 
 
 def is_as_on_one_device(found, case, how):
-    (weights, validated), own, other = found[0][case], found[1][how], found[2][how]
+    (weights, seen), own, other = found[0][case], found[1][how], found[2][how]
     assert own[0] == [pytest.approx(values, rel=1e-4, abs=1e-6) for values in weights]
-    assert own[1] == other[1] == pytest.approx(validated, rel=1e-4)
+    assert own[1] == other[1] == pytest.approx(seen, rel=1e-4)
 
 
 @pytest.mark.parametrize("case", LINES)
@@ -55,9 +55,26 @@ def test_its_end_runs_on_the_batch_if_it_fails_there_alone(found, case):
         assert not any([is_told(rank[f"{case}, batch"], case) for rank in found[1:]])
 
 
+def test_a_pointer_that_does_not_begin_anew_is_told_of(found):
+    for rank in found[1:]:
+        kind, text, cause = rank["InAQueue"]
+        assert (kind, cause) == ("ConfigurationError", "RuntimeError")
+        said = (
+            r"self\.pointer is 16 now,.* a microbatch of 2 of 8 samples .*\] = output\.detach\(\) .*num_microbatches=1"
+        )
+        assert re.search(rf"{said}.*loss_over='batch'", text)
+    for how in ("one", "batch"):
+        is_as_on_one_device(found, "InAQueue", f"InAQueue, {how}")
+
+
 @pytest.mark.parametrize("how", ["InEvaluation", "InEvaluation, one", "InEvaluation, batch"])
 def test_evaluations_run_on_all_of_the_batch(found, how):
     is_as_on_one_device(found, "InEvaluation", how)
+
+
+@pytest.mark.parametrize("how", ["OfOneElement", "OfOneElement, one", "OfOneElement, batch"])
+def test_a_loss_keeps_its_dimensions(found, how):
+    is_as_on_one_device(found, "OfOneElement", how)
 
 
 @pytest.mark.parametrize(("case", "kind"), [("OnAnySize", "RuntimeError"), ("ByValues", "ArithmeticError")])
