@@ -17,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.model.tracing.placeholders import check_values
@@ -133,10 +134,10 @@ def tell_of_counts(module: pl.LightningModule, num_replicas: int, patches: Patch
         asks_only = re.search(rf"\b{re.escape(name.rpartition('.')[2])}\s*[<>=!]=?", line)  # whether there are several
         if not asks_only:
             warn_once(
-                f"{line} reads {name}, which is {number}, a number of processes. These are stages of "
-                f"{num_replicas} {'replica' if num_replicas == 1 else 'replicas'} of the model, and as many batches "
-                f"are read at a time: scale learning rates, queues and numbers of steps by "
-                f"trainer.strategy.data_parallel_size ({num_replicas}). Where processes are meant, all is well."
+                f"{line} reads {name}, which is {number}, a number of processes. All of them together hold "
+                f"{counted(num_replicas, 'replica')} of the model, and as many batches are read at a time: scale "
+                f"learning rates, queues and numbers of steps by trainer.strategy.data_parallel_size "
+                f"({num_replicas}). Where processes are meant, all is well."
             )
         return number
 
