@@ -147,7 +147,7 @@ MAY_KNOW = {
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
-        *("strategy.step.known_rules", "strategy.step.on_stages", "strategy.step.values"),
+        *("strategy.step.known_rules", "strategy.step.on_stages", "strategy.step.values", "strategy.step.whole"),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},

@@ -48,7 +48,7 @@ from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
-from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
+from lightning_pfo.strategy.step.effects.within import number_in_step, step_ends_here, within_step
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
@@ -166,8 +166,8 @@ def build_pipeline(
     explain_missing_values(device)
     mark_placeholders(model)  # where it was made on meta
     draw_alike(device, patches)
-    if dist.get_world_size(group) > 1:
-        collectives_in_steps(replica_group, within_step, step_ends_here, patches)
+    if dist.get_world_size(group) > 1 or tensor_group is not None:
+        collectives_in_steps(replica_group, within_step, step_ends_here, number_in_step, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
         model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled, trains=trains

@@ -168,6 +168,7 @@ class Split:
                 "this step has several, or calls layers after an optimizer's step. Do one in each batch (if batch_idx "
                 "% 2 == 0: ...), or leave loss_over='batch' out."
             )
+        trace.need_as(whole)
         cuts = self.cuts(trace)
         cuts.append(end_of_samples(trace, whole, cuts[-1] if cuts else 0))
         return programs_of(trace, cuts)[:-1], programs_of(whole, cuts)

@@ -103,6 +103,11 @@ def users_line(error: BaseException | None = None) -> str:
     return "an unknown line"
 
 
+def told_of_error(error: BaseException) -> str:
+    """An error of the user's code, for messages, with its line."""
+    return f"{type(error).__name__}: {error}, at {users_line(error)}"
+
+
 def _stack() -> Iterator[tuple[types.FrameType, int]]:
     """The calls under way, the innermost first; `walk_stack` on its own leaves out some, others in each Python."""
     return traceback.walk_stack(inspect.currentframe())

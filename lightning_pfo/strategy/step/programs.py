@@ -195,9 +195,23 @@ class Programs:
             train: Whether gradients flow.
         """
         left = Left()
+        return left if self.trace(step, seed, left, train=train).failure is None else None
+
+    def trace(self, step: Callable[[], Any], seed: tuple[int, ...], left: Left | None = None, *, train: bool) -> Trace:
+        """Trace a step on this rank alone; `left` takes what it leaves."""
         with torch.set_grad_enabled(train):
-            trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules, left)
-        return left if trace.failure is None else None
+            return trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules, left)
+
+    def before_end(self, part: Trace, whole: Trace) -> StepPrograms:
+        """What stages do where the end of the step runs on the whole batch; see `Split.programs_before_end`."""
+        return self._split.programs_before_end(part, whole)
+
+    def runs(self, trace: Trace) -> bool:
+        """Whether stages can run a step."""
+        try:
+            return trace.failure is None and bool(self._split.programs_of_phases(trace))
+        except ConfigurationError:
+            return False
 
     def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None) -> Phases:
         found = self._known.pop(key, None)

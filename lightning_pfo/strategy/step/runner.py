@@ -35,6 +35,7 @@ from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
+from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     do_nothing,
@@ -48,7 +49,7 @@ from lightning_pfo.strategy.step.metrics.compat import set_batch_value
 from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
+from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
@@ -204,9 +205,15 @@ class StepRunner:
         if loss is None:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
+        loss = loss.reshape(outcome["shape"]) if outcome["shape"] else loss
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
+        """Run a step, and once more if need be."""
+        with sizes_told(of, self.owner, self.programs, joins=self.batching.joins_microbatches):
+            return self._by_rows(of, run)
+
+    def _by_rows(self, of: StepOnBatch, run: Callable[[], T]) -> T:
         """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
         try:
             return self._following(of, run)
@@ -334,14 +341,16 @@ class StepRunner:
                 self._gaps.look(of.batch, microbatches)
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
+        shape: tuple[int, ...] = ()
 
         def take(result: Any, index: int) -> torch.Tensor:
+            nonlocal shape
             if not train or result is None:
                 # only what somebody wants is kept: it may be large
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
                 results.append(kept if outputs != "nobody" else None)
                 return torch.zeros(())
-            loss = loss_of(result)
+            loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             return to_be_differentiated(loss, weights[index], loss_scale)
@@ -362,7 +371,7 @@ class StepRunner:
                 run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
                 with stages.rules.looking(of, run, engine.seed) as rules:
                     outcome = run.merged(rules, is_sent=engine.num_ranks > 1)
-                outcome["skipped"] = sorted(stages.skipped[-1])
+                outcome |= {"skipped": sorted(stages.skipped[-1]), "shape": shape}
         except Exception as exception:
             error = exception
         if of.by_units:

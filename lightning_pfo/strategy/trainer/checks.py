@@ -1,22 +1,30 @@
-"""What a Trainer may ask for that a pipeline cannot do: refused before training with a way out, or left out."""
+"""What a Trainer may be asked for that a pipeline cannot do: refused before training with a way out, left out, told."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.model.tracing.placeholders import check_values
+from lightning_pfo.strategy.model.variables import is_library, packages_of, users_line
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.outward import collectives
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import check_averages
 from lightning_pfo.strategy.trainer.precision import check_precision
 
@@ -110,3 +118,51 @@ def refuse_missing_values(patches: Patches) -> None:
         ordinary(module, name, value, *args, **kwargs)
 
     patches.set(pl.LightningModule, "log", log)
+
+
+def tell_of_counts(module: pl.LightningModule, num_replicas: int, patches: Patches) -> None:
+    """Name the user's lines that read how many processes there are: as a factor of a learning rate it is another one.
+
+    Args:
+        module: The user's module.
+        num_replicas: How many batches are read at a time.
+        patches: Undoes it.
+    """
+    told: set[tuple[str, int, str]] = set()
+    packages = packages_of(module)
+
+    def read(name: str, ordinary: Any, *args: Any) -> Any:
+        number = ordinary(*args)
+        asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+        while asking.f_globals.get("__name__") in (__name__, collectives.__name__):  # what stands before torch's
+            asking = asking.f_back
+        package = str(asking.f_globals.get("__name__"))
+        place = asking.f_code.co_filename, asking.f_lineno, name
+        if place in told or (package.partition(".")[0] not in packages and is_library(package)):
+            return number
+        told.add(place)
+        line = users_line()
+        asks_only = re.search(rf"\b{re.escape(name.rpartition('.')[2])}\s*[<>=!]=?", line)  # whether there are several
+        if not asks_only:
+            warn_once(
+                f"{line} reads {name}, which is {number}, a number of processes. All of them together hold "
+                f"{counted(num_replicas, 'replica')} of the model, and as many batches are read at a time: scale "
+                f"learning rates, queues and numbers of steps by trainer.strategy.data_parallel_size "
+                f"({num_replicas}). Where processes are meant, all is well."
+            )
+        return number
+
+    for owner, attribute, name in (
+        (pl.Trainer, "num_devices", "trainer.num_devices"),
+        (pl.Trainer, "world_size", "trainer.world_size"),
+        (ParallelStrategy, "world_size", "trainer.strategy.world_size"),
+    ):
+        patches.set(owner, attribute, property(partial(read, name, vars(owner)[attribute].fget)))
+    ordinary = dist.get_world_size
+
+    @wraps(ordinary)
+    def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+        number: int = ordinary(group) if group else read("torch.distributed.get_world_size()", ordinary)
+        return number
+
+    patches.set(dist, "get_world_size", get_world_size)

@@ -6,19 +6,16 @@ DDP that is the first process; on a pipeline the rank that runs the step to its 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_pfo.strategy.model.variables import is_library
 from lightning_pfo.strategy.step.effects.within import step_ends_here
 
 
 def rank_in_step(rank: int, first: int) -> int:
-    """The number of a rank within a step: who runs it to its end is the first of its replica, and nobody else.
+    """A rank's number on its node within a step: who runs it to its end is the first of its replica, and nobody else.
 
     Args:
         rank: The number otherwise.
@@ -30,7 +27,7 @@ def rank_in_step(rank: int, first: int) -> int:
 
 
 def for_first_rank(step: Callable[..., Any], rank: Callable[[], int]) -> Callable[..., Any]:
-    """A step in which `rank_zero_only` and the user's `torch.distributed.get_rank()` go by that number too.
+    """A step in which `rank_zero_only` goes by that number too.
 
     Args:
         step: The step.
@@ -38,18 +35,11 @@ def for_first_rank(step: Callable[..., Any], rank: Callable[[], int]) -> Callabl
     """
 
     def run(*args: Any) -> Any:
-        of_process, ordinary = rank_zero_only.rank, dist.get_rank  # type: ignore[attr-defined]
-        in_step = rank()
-
-        def get_rank(group: dist.ProcessGroup | None = None) -> int:
-            asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-            to_talk = is_library(str(asking.f_globals.get("__name__")))  # to other processes, as parallel layers do
-            return ordinary(group) if to_talk or group not in (None, dist.group.WORLD) else in_step
-
-        rank_zero_only.rank, dist.get_rank = in_step, get_rank  # type: ignore[attr-defined]
+        of_process = rank_zero_only.rank  # type: ignore[attr-defined]
+        rank_zero_only.rank = rank()  # type: ignore[attr-defined]
         try:
             return step(*args)
         finally:
-            rank_zero_only.rank, dist.get_rank = of_process, ordinary  # type: ignore[attr-defined]
+            rank_zero_only.rank = of_process  # type: ignore[attr-defined]
 
     return run

@@ -24,7 +24,12 @@ from lightning_pfo.strategy.parallel.groups import in_background, meet, tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place
 from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
-from lightning_pfo.strategy.step.effects.within import logs_without_replicas, step_ends_here, within_step
+from lightning_pfo.strategy.step.effects.within import (
+    logs_without_replicas,
+    number_in_step,
+    step_ends_here,
+    within_step,
+)
 from lightning_pfo.strategy.trainer.compat import (
     StrategyBase,
     connect_processes,
@@ -100,14 +105,13 @@ class MeshStrategy(StrategyBase):
     @property
     @override
     def global_rank(self) -> int:
-        """The rank of this process; within a step, where it decides who writes, see `rank_in_step`."""
-        rank = super().global_rank
-        return rank_in_step(rank, self.mesh.first_of_replica) if within_step() else rank
+        """The rank of this process; within a step, where it decides who writes, see `number_in_step`."""
+        return number_in_step(self.mesh.replica) if within_step() else super().global_rank
 
     @property
     @override
     def local_rank(self) -> int:
-        """The same on its node."""
+        """The rank on its node; within a step see `rank_in_step`."""
         rank = super().local_rank
         return rank_in_step(rank, self.mesh.first_of_replica % self.num_processes) if within_step() else rank
 
@@ -179,6 +183,11 @@ class MeshStrategy(StrategyBase):
         if self._mesh is None:
             raise RuntimeError("Accessing the mesh before setup_environment() is not possible; use it from setup on.")
         return self._mesh
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of replicas: so many batches are read at a time."""
+        return self._data_parallel_size
 
     @property
     def _replica(self) -> int:

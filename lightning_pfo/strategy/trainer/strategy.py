@@ -47,6 +47,7 @@ from lightning_pfo.strategy.trainer.checks import (
     check_optimizers,
     refuse_missing_values,
     set_example_aside,
+    tell_of_counts,
 )
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
@@ -281,6 +282,13 @@ class PfoPipelineStrategy(StepStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restore = Restoring(self._module().trainer)
+        self._patches.close()
+        if (
+            self.world_size > self.mesh.num_replicas
+            and self._module().trainer.state.fn == TrainerFn.FITTING
+            and self.global_rank == 0
+        ):
+            tell_of_counts(self._module(), self.mesh.num_replicas, self._patches)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 
@@ -298,7 +306,6 @@ class PfoPipelineStrategy(StepStrategy):
             compiles=self._compile,
             shards_checkpoints=bool(self._save_distributed_checkpoint),
         )
-        self._patches.close()
         self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
         self._signals.take_over(trainer, self._patches)
         self.model = self.precision_plugin.convert_module(self.model)

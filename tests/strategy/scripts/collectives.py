@@ -109,18 +109,67 @@ def train(gathers, **strategy):
     return module.seen
 
 
+class Contrasts(L.LightningModule):
+    """Tells rows from those of all processes, in the middle too, where it counts on one of them what it does once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.said = []
+
+    def training_step(self, batch, batch_idx):
+        number = dist.get_rank() if dist.is_initialized() else 0
+        first = self.net[1](self.net[0](batch[0]))
+        loss = nn.functional.cross_entropy(first, (batch[0][:, 0] > 0).long() + number)
+        output = nn.functional.normalize(self.net[3](self.net[2](first)))
+        if number == 0:
+            self.said.append(float(output.detach().mean()))
+        own = torch.arange(len(output)) + self.global_rank * len(output)
+        return loss + nn.functional.cross_entropy(output @ torch.cat(Gathers.apply(output)).T / 0.2, own)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def contrast(strategy, devices=1):
+    module = Contrasts()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1))), 8))
+    said = len(module.said)
+    if devices == 4:
+        module = trainer.strategy.gather_module()
+    return [said, None if module is None else [p.detach().flatten().tolist() for p in module.parameters()]]
+
+
 def main():
     found = {}
     if not dist.is_initialized():
-        found = {"one device": train(gathers=False)}
+        found = {"one device": train(gathers=False), "contrasts": contrast("auto")}
+    elif dist.get_world_size() == 2:
+        found = {"contrasts": contrast("ddp", 2)}
     else:
+        for number in (1, 2):
+            strategy = PfoPipelineStrategy(schedule="gpipe", loss_over="batch", data_parallel_size=number)
+            found[f"contrasts, {number}"] = contrast(strategy, 4)
         for gathers in (False, True, "with gradients", "backward"):
             found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
             found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
         found["refused"] = train("refused", num_microbatches=4)
     name = f"rank_{dist.get_rank()}" if dist.is_initialized() else "one_device"
+    name = f"ddp_{name}" if "contrasts" in found and dist.is_initialized() else name
     (FOLDER / f"{name}.json").write_text(json.dumps(found))
 
 
 run_ranks(main, 1)
+run_ranks(main, 2)
 run_ranks(main, 4)

@@ -202,13 +202,15 @@ def with_gaps():
 
 def run_case(make, loss_fn, options, steps=2, batches=None):
     said.clear()
-    found = {"losses": []}
+    found, model = {"losses": []}, None
     try:
         model = PipelinedModel(make(), loss_fn, **{"num_microbatches": 4, **options})
         for batch in batches or [data()] * steps:
             found["losses"].append(float(model.step(*batch)))
     except (PfoError, ArithmeticError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
+    if model is not None:
+        model.release()  # what it has changed of torch.distributed too
     found["said"] = list(said)
     return found
 

@@ -8,6 +8,7 @@ import csv
 import decimal
 import json
 import logging
+import math
 import os
 import string
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import lightning as L
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -228,7 +230,7 @@ ConfigParserWithCache.__module__ = "configparser"  # for a library
 class Opens(Plain):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        folder = FOLDER / str(self.trainer.world_size)
+        folder = FOLDER / str(self.trainer.strategy.mesh.num_ranks)
         folder.mkdir(exist_ok=True)
         with (folder / "added.txt").open("a") as file:
             file.write(f"{batch_idx}\n")
@@ -291,6 +293,26 @@ class Keeps(Plain):
         return output.square().mean()
 
 
+class Counts(Plain):
+    """Reads how many processes there are, in several ways and more than once."""
+
+    def setup(self, stage):
+        self.queue = torch.zeros(64 // self.trainer.world_size)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) / dist.get_world_size()  # which counts replicas there
+
+    def configure_optimizers(self):
+        rates = [0.1 * math.sqrt(self.trainer.num_devices) for _ in range(2)]
+        rates.append(rates[0] * self.trainer.strategy.world_size if dist.get_world_size() > 1 else 0.1)
+        return torch.optim.SGD(self.parameters(), rates[0])
+
+    def on_train_epoch_start(self):
+        assert self.trainer.strategy.data_parallel_size == 1
+        self.log("several", float(self.trainer.world_size > 1), sync_dist=self.trainer.num_devices != 1)
+        self.shares = [None] * dist.get_world_size()
+
+
 CASES = (
     Keeps,
     Codebook,
@@ -310,6 +332,7 @@ CASES = (
     ByItself,
     OfLibraries,
     Opens,
+    Counts,
 )
 
 

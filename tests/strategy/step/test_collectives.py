@@ -28,3 +28,12 @@ def test_what_has_no_meaning_there_is_refused_by_name(folder):
     for rank in of_ranks(folder, 4):
         assert "torch.distributed.reduce_scatter_tensor in a step" in rank["refused"]
         assert "dist.reduce_scatter_tensor(torch.zeros(1), value)" in rank["refused"]
+
+
+def test_ranks_count_replicas_in_steps_and_one_says_what_is_said_once(folder):
+    one_device = json.loads((folder / "one_device.json").read_text())["contrasts"]
+    ddp = json.loads((folder / "ddp_rank_0.json").read_text())["contrasts"]
+    for number, (said, expected) in ((1, one_device), (2, ddp)):
+        found = [rank[f"contrasts, {number}"] for rank in of_ranks(folder, 4)]
+        assert {len_of for len_of, _ in found[: 4 // number]} == {said}
+        assert found[0][1] == [pytest.approx(weights, rel=1e-4, abs=1e-6) for weights in expected]

@@ -31,6 +31,20 @@ def test_a_norm_of_one_ranks_gradients_is_named_once_with_its_line(said, case, n
     assert said["1_0"][case] == []
 
 
+def test_lines_that_read_the_number_of_processes_are_named_once(said):
+    assert said["1_0"]["Counts"] == said["2_1"]["Counts"] == []
+    names = [
+        re.search(r"told\.py:\d+: .* reads ([\w.()]+), which is 2, .*data_parallel_size", t)[1]
+        for t in said["2_0"]["Counts"]
+    ]
+    assert sorted(names) == [
+        "torch.distributed.get_world_size()",
+        "trainer.num_devices",
+        "trainer.strategy.world_size",
+        "trainer.world_size",
+    ]
+
+
 def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
     assert [len(found["Iterates"]) for found in said.values()] == [1, 1, 0]  # on the ranks that have it
     assert re.search(r"buffer self\.layers\.0\.0.*each of 2 microbatches", said["2_0"]["Iterates"][0])

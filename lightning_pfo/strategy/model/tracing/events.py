@@ -234,6 +234,7 @@ class Trace:
         switches: Plain attributes of modules that the step itself sets and sets back.
         caches: What units are given of a library's caches: the event, the unit and the cache.
         talking: Units that tell each other something beside tensors: the event and the unit.
+        guessed_after: With what units fail whose results are guessed.
         loss: The label of the loss that it returns; None: it returns none that stages compute.
     """
 
@@ -261,6 +262,7 @@ class Trace:
     switches: list[tuple[nn.Module, str]] = field(default_factory=list)
     caches: list[tuple[int, Any, Any]] = field(default_factory=list)
     talking: list[tuple[int, Any]] = field(default_factory=list)
+    guessed_after: list[str] = field(default_factory=list)
     loss: int | None = None
 
     def use(self, values: Any, when: float) -> None:
@@ -276,6 +278,14 @@ class Trace:
         for label in labels:
             self.values[label].last_use = max(self.values[label].last_use, when)
             self.values[label].uses.append(when)
+
+    def need_as(self, whole: Trace) -> None:
+        """Where the step fails at its end, let it need there what it needs on a whole batch, on which it does not."""
+        if self.failure is None or whole.failure is not None or len(self.marks) < len(whole.marks):
+            return
+        for value, other in zip(self.values, whole.values, strict=False):
+            value.last_use = other.last_use
+            value.uses = [use for use in other.uses if use == FOREVER or use < len(self.events)]
 
     def optimize(self, loss: Any, changed: Iterable[nn.Parameter], names: Iterable[str], line: str) -> None:
         """Note what the step does to optimize by itself; see `Optimizing`."""

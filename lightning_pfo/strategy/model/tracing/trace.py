@@ -228,6 +228,8 @@ class _TraceRun:
         outline = self.outline(event, unit, args, kwargs)
         refuse_hidden(unit.name, outline.hiding)
         self.trace.has_sizes |= outline.from_values
+        if outline.guessed_after:
+            self.trace.guessed_after.append(outline.guessed_after)
         varying: Sequence[frozenset[int]] = outline.varying
         if sizes or _any_varies(leaves):
             with self._nothing_drawn(), following(None):

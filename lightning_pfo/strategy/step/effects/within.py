@@ -37,6 +37,40 @@ def step_ends_here() -> bool:
     return bool(_under_way) and _under_way[-1]
 
 
+class Elsewhere(int):
+    """A rank's number where a step that is under way is not run to its end.
+
+    It counts as what it is there (`labels + n * rank`), and is none that somebody asks for: what is done
+    `if rank == 0` is done where the step ends, once.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return True
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    __le__ = __lt__
+
+    def __gt__(self, other: object) -> bool:
+        return True
+
+    __ge__ = __gt__
+
+    def __bool__(self) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+def number_in_step(number: int) -> int:
+    """A rank's number within a step: that of its replica, `Elsewhere` where the step is not run to its end."""
+    return number if step_ends_here() else Elsewhere(number)
+
+
 @contextmanager
 def step_by_units() -> Iterator[None]:
     """Say that all ranks run the step that is under way, in one piece, while the context is open."""

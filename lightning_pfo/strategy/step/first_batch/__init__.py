@@ -1,5 +1,6 @@
 """What is looked at on the first batches: do microbatches come to what the batch comes to on one device?
 
 `comparison` has a `rehearsal` run the step both ways; `losses` and `numbers` say what differs by more than `rounding`
-explains, and what follows. `not_a_number` refuses to train on a loss that is NaN.
+explains, and what follows. `not_a_number` refuses to train on a loss that is NaN; `sizes` tells of steps that fail
+because microbatches are smaller than their batch.
 """

@@ -18,7 +18,7 @@ from lightning_pfo.strategy.model.tracing.dividing.undifferentiated import undif
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.model.variables import told_of_error
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,7 @@ def programs_by_stage(
         tuple(label for label, (born, needed) in spans.items() if born < stage <= needed) for stage in range(num_stages)
     ]
     without_gradients = undifferentiated(trace)
-    failed = trace.failure
-    failure = "" if failed is None else f"{type(failed).__name__}: {failed}, at {users_line(failed)}"
+    failure = "" if trace.failure is None else told_of_error(trace.failure)
     before = [
         frozenset(
             label

@@ -27,6 +27,7 @@ from lightning_pfo.strategy.model.tracing.forms.varying import (
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
+from lightning_pfo.strategy.model.variables import told_of_error
 from lightning_pfo.strategy.parallel.compat import (
     FakeTensorMode,
     form_without_values,
@@ -73,6 +74,7 @@ class Outline:
         left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
         hiding: The class of something with tensors in it that cannot be taken apart; none: "".
         way: How it was found; 0: in the first way of `outline_call`.
+        guessed_after: With what it fails, and the line, where the form is taken for that of its first argument.
     """
 
     leaves: list[Any]
@@ -89,6 +91,7 @@ class Outline:
     left: tuple[Place, ...] = ()
     hiding: str = ""
     way: int = 0
+    guessed_after: str = ""
 
 
 def outline_call(
@@ -124,7 +127,7 @@ def outline_call(
         *([lambda: _with_all_selected(call)] if selects_all else []),
         lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
         lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
-        lambda: _form_of_first(module, arguments),
+        lambda: replace(_form_of_first(module, arguments), guessed_after=told_of_error(failures[-1])),
     ]
     failures: list[Exception] = []
     for way, attempt in enumerate(attempts[:1] if again else attempts):

@@ -33,6 +33,7 @@ def collectives_in_steps(
     replicas: dist.ProcessGroup | None,
     within_step: Callable[[], bool],
     ends_here: Callable[[], bool],
+    number_in_step: Callable[[int], int],
     patches: Patches,
 ) -> None:
     """Let what the user's code calls in a step concern the replicas.
@@ -41,6 +42,7 @@ def collectives_in_steps(
         replicas: Processes with the same stages; None: there is one replica.
         within_step: Whether stages run a step.
         ends_here: Whether it is run to its end here.
+        number_in_step: Makes of the number of a replica what ranks of it are told in a step.
         patches: Undoes it.
     """
 
@@ -100,9 +102,8 @@ def collectives_in_steps(
         )
 
     def rank(ordinary: Callable[..., Any]) -> Any:
-        if not in_backward():  # a step has a number of its own
-            return ordinary()
-        return 0 if replicas is None else ordinary(replicas)
+        number = 0 if replicas is None else ordinary(replicas)
+        return number if in_backward() else number_in_step(number)
 
     for name in _IN_PLACE:
         patched(name, partial(in_place, name))
