@@ -202,7 +202,17 @@ class Split:
             ConfigurationError: If it cannot be cut so.
         """
         self._check_everywhere(trace)
-        return self._cuts(trace, self._bound(trace))
+        try:
+            return self._cuts(trace, self._bound(trace))
+        except LeadsBackError as error:
+            copies = [unit.name for event in trace.events for unit in event.units if unit.copied_from is not None]
+            if not copies:
+                raise
+            raise LeadsBackError(
+                f"{error} The step calls a copy of {copies[0]!r} that was made after the model was divided, and is "
+                f"where that is. Copy the layers in __init__: they are divided by themselves then. A hook gives them "
+                f"the weights within trainer.strategy.whole_parameters(...)."
+            ) from error
 
     def stages(self, trace: Trace) -> dict[int, int]:
         """The stage of each event of a step, such that each stage runs what it has and uses what it holds.
@@ -260,8 +270,9 @@ class Split:
 
     def _stages_with(self, unit: Unit) -> set[frozenset[int]]:
         """The stages on which a unit can be called; several sets if it can be on the stages of all of them only."""
-        if self.owners.get(unit):
-            return {self.owners[unit]}
+        owners = self.owners.get(unit.copied_from or unit)
+        if owners:
+            return {owners}
         within = {self.held[first] for _, first in self._names_in(unit)}
         return {stages for stages in within if len(stages) < self.num_stages}
 

@@ -39,6 +39,7 @@ class Unit:
         replacement: What runs instead of its `forward`, such as a compiled one; None: its `forward`.
         outside: How it is called where no step is under way, if not all ranks hold it; None: only those that do can.
         backward_hooks: Hooks on its backward, which are called where it really runs.
+        copied_from: The unit that this is a copy of, made since the model was divided; it is where that is.
     """
 
     name: str
@@ -49,6 +50,11 @@ class Unit:
     replacement: Holder | None = None
     outside: Callable[[Unit, tuple[Any, ...], dict[str, Any]], Any] | None = None
     backward_hooks: list[BackwardHooks] = field(default_factory=list)
+    copied_from: Unit | None = None
+
+    def copied(self, module: nn.Module, forward: Callable[..., Any]) -> Unit:
+        """A unit of a copy of the module, with its `forward`."""
+        return Unit(self.name, module, forward=forward, outside=self.outside, copied_from=self.copied_from or self)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Run it on ordinary tensors."""

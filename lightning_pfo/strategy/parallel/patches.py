@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _ABSENT = object()
 
@@ -16,6 +17,7 @@ class Patches(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._made: list[tuple[Any, str, Any, Any]] = []
+        self._copies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or class until the stack is closed.
@@ -27,6 +29,19 @@ class Patches(ExitStack):
         self._made.append((owner, name, value, before))
         self.callback(self._undo)
 
+    def note_copy(self, owner: Any, name: str) -> None:
+        """An object is a copy of one with a changed attribute; it loses that one when the stack is closed."""
+        if not self._copies:
+            self.callback(self._undo_copies)
+        self._copies[owner] = name
+
+    def _undo_copies(self) -> None:
+        self._take_from_copies()
+        self._copies.clear()
+
+    def _take_from_copies(self) -> list[tuple[Any, str, Any]]:
+        return [(owner, name, vars(owner).pop(name)) for owner, name in self._copies.items() if name in vars(owner)]
+
     def _undo(self) -> None:
         owner, name, value, before = self._made.pop()
         if vars(owner).get(name, _ABSENT) is value:
@@ -35,6 +50,7 @@ class Patches(ExitStack):
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Let objects be as they were while the context is open."""
+        copies = self._take_from_copies()
         undone = []
         for owner, name, value, before in reversed(self._made):
             if vars(owner).get(name, _ABSENT) is value:
@@ -43,7 +59,7 @@ class Patches(ExitStack):
         try:
             yield
         finally:
-            for owner, name, value in reversed(undone):
+            for owner, name, value in [*copies, *reversed(undone)]:
                 _assign(owner, name, value)
 
 

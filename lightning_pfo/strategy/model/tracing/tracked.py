@@ -7,6 +7,7 @@ or to leave it out because another stage computes it (`stage_run`). Inside modul
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -300,7 +301,7 @@ def follow_units(units: Iterable[Any], patches: Patches) -> None:
     """Patch the `forward` of each unit until `patches` is closed; hooks of the unit see tracked tensors."""
     for unit in units:
         unit.forward = unit.module.forward
-        patches.set(unit.module, "forward", _Followed(unit, unit.module.forward))
+        patches.set(unit.module, "forward", _Followed(unit, unit.module.forward, patches))
     _avoid_reentrance(patches)
 
 
@@ -336,9 +337,9 @@ def not_here(name: str) -> ConfigurationError:
 class _Followed:
     """The `forward` of a unit. A function would be pickled by its name, which is that of its class's own."""
 
-    def __init__(self, unit: Any, forward: Callable[..., Any]) -> None:
+    def __init__(self, unit: Any, forward: Callable[..., Any], patches: Patches) -> None:
         functools.update_wrapper(self, forward)
-        self._unit, self._forward = unit, forward
+        self._unit, self._forward, self._patches = unit, forward, patches
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit, run = self._unit, current_run()
@@ -362,7 +363,16 @@ class _Followed:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Followed:
-        return self
+        """The copy of a unit (a teacher, an average of weights) is one too, where the unit is."""
+        if current_run() is not None:
+            raise ConfigurationError(
+                f"A step makes a copy of {self._unit.name!r}, which each stage would have for itself. Copy it in a "
+                f"hook such as on_train_start or on_train_batch_start; a step can call the copy, and so can hooks."
+            )
+        copied = copy.deepcopy(self._unit.module, memo)
+        forward = copy.deepcopy(self._forward, memo)
+        self._patches.note_copy(copied, "forward")
+        return _Followed(self._unit.copied(copied, forward), forward, self._patches)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigurationError(f"This module is not saved as it is. {WHOLE}")
