@@ -46,7 +46,7 @@ from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 from lightning_pfo.strategy.step.effects.generators import Generators
 from lightning_pfo.strategy.step.effects.large import LargeTensors
-from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of
+from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of, is_queue
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
@@ -204,6 +204,13 @@ class Attributes:
             else:
                 if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
+                if len(changes) > 1 and path[-1] == ITEMS and is_queue(values[0], self._value_at(path)):
+                    warn_once(
+                        f"A step appends to the list {named(path)} and takes its first items out. Each microbatch finds "
+                        f"there what the batch has found: the list may get longer than on one device, and each takes "
+                        f"out the same. A collections.deque(maxlen=...) is as long as on one device; all is that of "
+                        f"one device with num_microbatches=1 and schedule='gpipe'."
+                    )
                 of_these = merge if len(values) == len(changes) else merge.only(there)
                 together = of_these.values(values, self._value_at(path), named(path), path[:-1])
                 merged[path] = (found[0][0], together)

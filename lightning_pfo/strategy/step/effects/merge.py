@@ -252,6 +252,14 @@ def _goes_on(value: Any, before: Any) -> bool:
     return bool((value[: len(before)] == before).all())
 
 
+def is_queue(items: Any, before: Any) -> bool:
+    """Whether a list has lost its first items, and goes on with the others and further ones."""
+    if not (isinstance(items, list) and isinstance(before, list) and items and before):
+        return False
+    gone = next((index for index, item in enumerate(before) if _is_same(items[0], item)), 0)
+    return gone > 0 and len(items) > len(before) - gone and all(map(_is_same, items, before[gone:]))
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two items are one, or views of all of one tensor."""
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.shape != other.shape:

@@ -4,7 +4,6 @@ import copy
 import inspect
 import io
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import (
     placeholders_on,
 )
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
+from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
@@ -169,13 +169,22 @@ def test_a_file_of_the_whole_module_is_warned_of(absent, caplog, monkeypatch):
 def test_a_module_with_layers_that_are_followed_is_not_saved_but_copied():
     layer = nn.Linear(2, 2)
     with Patches() as patches:
-        follow_units([SimpleNamespace(module=layer)], patches)
+        follow_units([Unit("layer", layer)], patches)
         for save in (lambda: torch.save(layer, io.BytesIO()), lambda: pickle.dumps(layer)):
             with pytest.raises(ConfigurationError, match=r"is not saved as it is\..*gather_module"):
                 save()
-        assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
+        copied = copy.deepcopy(layer)
+        nn.init.zeros_(copied.weight)
+        assert layer.weight.all()
+        assert torch.equal(copied(torch.ones(1, 2))[0], layer.bias)  # it runs itself
+        again = copy.deepcopy(copied)
+        with patches.set_aside():
+            assert "forward" not in vars(copied)
+        assert "forward" in vars(copied)
         assert list(inspect.signature(layer.forward).parameters) == ["input"]
-    torch.save(layer, io.BytesIO())
+    for module in (layer, copied, again):
+        assert "forward" not in vars(module)
+        torch.save(module, io.BytesIO())
 
 
 @pytest.mark.parametrize(
