@@ -206,10 +206,10 @@ class Attributes:
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
                 if len(changes) > 1 and path[-1] == ITEMS and is_queue(values[0], self._value_at(path)):
                     warn_once(
-                        f"A step appends to the list {named(path)} and takes its first items out. Each microbatch finds "
-                        f"there what the batch has found: the list may get longer than on one device, and each takes "
-                        f"out the same. A collections.deque(maxlen=...) is as long as on one device; all is that of "
-                        f"one device with num_microbatches=1 and schedule='gpipe'."
+                        f"A step appends to the list {named(path)} and takes its first items out. Each microbatch "
+                        f"finds there what the batch has found: the list may get longer than on one device, and each "
+                        f"takes out the same. A collections.deque(maxlen=...) is as long as on one device; all is that "
+                        f"of one device with num_microbatches=1 and schedule='gpipe'."
                     )
                 of_these = merge if len(values) == len(changes) else merge.only(there)
                 together = of_these.values(values, self._value_at(path), named(path), path[:-1])
