@@ -261,6 +261,11 @@ class PipelinedModel(ModelState):
             The batch's loss, detached; arguments and errors as for the call.
         """
         output = self(*args, **kwargs)
+        if output is None:
+            raise ConfigurationError(
+                "model.step() runs backward from the loss, and the loss function, or the module, has returned None. "
+                "Return a loss; or to skip a batch call the model itself, and backward where it returns a loss."
+            )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()

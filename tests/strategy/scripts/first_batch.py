@@ -137,6 +137,7 @@ CASES = {
     "sum": (layers, sum_, {}),
     "sum of noise": (layers, noisy_sum, {}),
     "sum, other in eval": (lambda: layers(OtherInEval()), sum_, {}),
+    "no loss": (layers, lambda output, target: None, {}),
     "sum, not forward only": (lambda: layers(NeedsGraph()), sum_, {}),
     "sum, unchecked": (layers, sum_, {"check_loss": False}),
     "whole batch": (layers, sum_, {"num_microbatches": 1, "schedule": "gpipe"}),

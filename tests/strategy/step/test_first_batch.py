@@ -90,6 +90,11 @@ def test_a_layer_that_returns_something_else_in_eval_mode_is_compared_in_trainin
     assert first["losses"]
 
 
+def test_without_a_loss_nobody_waits_for_the_comparison(ranks):
+    for found in ranks:
+        assert "has returned None. Return a loss" in found["no loss"]["error"]
+
+
 def test_a_loss_that_cannot_be_compared_is_told_of_once_by_the_first_rank(ranks):
     first, second = (found["sum, not forward only"] for found in ranks)
     (said,) = first["said"]

@@ -146,8 +146,8 @@ class Rehearsal:
     def by_parts(self, first: StepOnBatch, whole: Whole | None) -> StepRun | None:
         """What the microbatches of a batch come to, in a mode in which they run, for that and all that follows."""
         if first.kind == "train" and self.evaluates:
-            run, problem = self._try(first, first.parts, 0, whole)
-            if not problem:
+            run, _ = self._try(first, first.parts, 0, whole)
+            if all(self.tell(bool(run))):
                 return run
             self.evaluates = False  # such as a detector that returns boxes then, and no features
         return self.run(first, first.parts, 0, whole)
