@@ -25,6 +25,7 @@ CASES = (
     "idioms",
     "evaluates",
     "extremes",
+    "queues",
     "sets_data",
     "unfit",
     "large",

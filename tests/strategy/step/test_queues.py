@@ -6,25 +6,61 @@ from torch import nn
 
 from lightning_pfo.strategy.step.effects import attributes
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.merge import is_queue
+from lightning_pfo.strategy.step.effects.merge import Merge, queue_keeps
 
 
 @pytest.mark.parametrize(
     ("items", "before", "expected"),
     [
-        ("bcd", "abc", True),
-        ("cde", "abc", True),
-        ("cd", "abc", True),
-        ("abcd", "abc", False),
-        ("bc", "abc", False),
-        ("xyz", "abc", False),
-        ("bad", "abc", False),
-        ("", "abc", False),
-        ("a", "", False),
+        ("bcd", "abc", 2),
+        ("cde", "abc", 1),
+        ("cd", "abc", 1),
+        ("abcd", "abc", 0),
+        ("bc", "abc", 0),
+        ("xyz", "abc", 0),
+        ("bad", "abc", 0),
+        ("", "abc", 0),
+        ("a", "", 0),
     ],
 )
 def test_a_queue_has_lost_its_first_items_and_goes_on(items, before, expected):
-    assert is_queue(list(items), list(before)) == expected
+    assert queue_keeps(list(items), list(before), 1) == expected
+
+
+def rows(*numbers):
+    return torch.tensor(numbers).repeat(2, 1).T
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, lambda tensor: tensor.numpy()])
+@pytest.mark.parametrize(
+    ("value", "before", "expected"),
+    [
+        (rows(2, 3, 4, 5), rows(0, 1, 2, 3), 2),
+        (rows(0, 0, 4, 5), rows(0, 0, 0, 0), 2),
+        (rows(3, 4, 5), rows(0, 1, 2, 3), 1),  # it was longer than it gets
+        (rows(0, 1, 2, 3), rows(0, 1, 2, 3), 0),
+        (rows(0, 0, 0, 0), rows(0, 0, 0, 0), 0),
+        (rows(1, 2, 3, 4), rows(0, 1, 2, 3), 0),  # a row, and there are two samples
+        (rows(4, 5), rows(0, 1, 2, 3), 0),
+        (torch.tensor([2, 3, 4, 5]), torch.tensor([0, 1, 2, 3]), 2),
+        (torch.tensor([1, 1, 0, 0]), torch.tensor([1, 1, 1, 1]), 0),  # a mask
+        (rows(2, 3, 4, 5).float(), rows(0, 1, 2, 3), 0),
+    ],
+)
+def test_a_queue_of_rows_has_one_for_each_sample(value, before, expected, kind):
+    assert queue_keeps(kind(value), kind(before), 2) == expected
+
+
+def test_microbatches_of_a_queue_leave_what_the_batch_would():
+    merge = Merge((2, 1), (2 / 3, 1 / 3))
+    before = rows(0, 1, 2, 3)
+    merged = merge.values([rows(2, 3, 4, 5), rows(1, 2, 3, 6)], before, "self.queue")
+    assert torch.equal(merged, rows(3, 4, 5, 6))
+    merged = merge.values([rows(5, 4, 0, 1).numpy(), rows(6, 0, 1, 2).numpy()], before.numpy(), "self.queue")
+    assert torch.equal(torch.from_numpy(merged), rows(5, 4, 6, 0))  # the latest first
+    items = [object() for _ in range(7)]
+    merged = merge.values([[*items[2:4], *items[4:6]], [*items[1:4], items[6]]], items[:4], "self.bank")
+    assert all(map(lambda one, other: one is other, merged, items[3:]))
 
 
 @pytest.mark.parametrize(("num_microbatches", "is_told"), [(1, False), (2, True)])
@@ -43,4 +79,4 @@ def test_a_queue_is_named_where_microbatches_share_it(num_microbatches, is_told,
     sizes, weights = [2] * num_microbatches, [1 / num_microbatches] * num_microbatches
     found.merged(changes, sizes, weights)
     assert len(said) == is_told
-    assert all("the list self.bank" in text and "collections.deque(maxlen=...)" in text for text in said)
+    assert all("A step appends to self.bank and" in text and "collections.deque(maxlen=...)" in text for text in said)

@@ -46,7 +46,7 @@ from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 from lightning_pfo.strategy.step.effects.generators import Generators
 from lightning_pfo.strategy.step.effects.large import LargeTensors
-from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of, is_queue
+from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of, queue_keeps
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
@@ -204,12 +204,12 @@ class Attributes:
             else:
                 if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
-                if len(changes) > 1 and path[-1] == ITEMS and is_queue(values[0], self._value_at(path)):
+                if len(changes) > 1 and self._is_too_long(path, values[0], sizes[there[0]]):
                     warn_once(
-                        f"A step appends to the list {named(path)} and takes its first items out. Each microbatch "
-                        f"finds there what the batch has found: the list may get longer than on one device, and each "
-                        f"takes out the same. A collections.deque(maxlen=...) is as long as on one device; all is that "
-                        f"of one device with num_microbatches=1 and schedule='gpipe'."
+                        f"A step appends to {named(path)} and takes the first items out. Each microbatch finds there "
+                        f"what the batch has found: it may have got longer than on one device, and each takes out the "
+                        f"same. A collections.deque(maxlen=...) is as long as on one device; all is that of one device "
+                        f"with num_microbatches=1 and schedule='gpipe'."
                     )
                 of_these = merge if len(values) == len(changes) else merge.only(there)
                 together = of_these.values(values, self._value_at(path), named(path), path[:-1])
@@ -218,6 +218,14 @@ class Attributes:
                     self._note_rows(path, values, together, sizes)
         as_they_are: Changes = {path: ("written", array.detach()) for path, array in self._not_taken_back.items()}
         return _with_values(merged | self._meters.changes() | as_they_are)
+
+    def _is_too_long(self, path: Path, value: Any, size: int) -> bool:
+        """Whether a queue may have got longer in the batch before than it gets."""
+        before = self._value_at(path)
+        is_same_type = type(before) is type(value)
+        return (
+            is_same_type and bool(queue_keeps(value, before, size)) and (path[-1] == ITEMS or len(value) < len(before))
+        )
 
     def _note_rows(self, path: Path, values: Sequence[Any], together: Any, sizes: Sequence[int]) -> None:
         if where := dimensions_of_rows(values, together, sizes):

@@ -91,8 +91,12 @@ class Merge:
             return first
         if any(type(value) is not type(first) for value in values):
             return values[-1]
-        if type(before) is type(first) and self._all_go_on(values, before):
-            return self._gone_on([value[len(before) :] for value in values], before, place)
+        if type(before) is type(first):
+            if self._all_go_on(values, before):
+                return self._gone_on([value[len(before) :] for value in values], before, place)
+            queue = self._queue(values, before, place)
+            if queue is not None:
+                return queue
         if type(first) in (int, float):
             return self._numbers(values, before, place, holder)
         if isinstance(first, (torch.Tensor, np.ndarray)):
@@ -110,6 +114,21 @@ class Merge:
         if type(before) in (list, tuple) and not before:  # what began with nothing may be anything, but of one item
             return max(self.sizes) > 1 and all(len(value) == 1 for value in values)
         return all(_goes_on(value, before) for value in values)
+
+    def _queue(self, values: list[Any], before: Any, place: str) -> Any:
+        """A queue with the latest of all microbatches, as one batch would have left it; None if these are none."""
+        kept = [queue_keeps(value, before, size) for value, size in zip(values, self.sizes, strict=True)]
+        if all(kept):
+            added = [value[keeps:] for value, keeps in zip(values, kept, strict=True)]
+            return self._gone_on(added, before, place)[-max(map(len, values)) :]
+        if not isinstance(before, (torch.Tensor, np.ndarray)) or not before.ndim:
+            return None
+        kept = [queue_keeps(_turned(value), _turned(before), n) for value, n in zip(values, self.sizes, strict=True)]
+        if not all(kept):
+            return None
+        latest = self._outputs([value[: len(value) - keeps] for value, keeps in zip(values, kept, strict=True)], place)
+        together: Any = torch.cat if isinstance(before, torch.Tensor) else np.concatenate
+        return together([latest, before])[: max(map(len, values))]  # they stand first
 
     def _gone_on(self, added: list[Any], before: Any, place: str) -> Any:
         if isinstance(before, torch.Tensor):
@@ -252,12 +271,36 @@ def _goes_on(value: Any, before: Any) -> bool:
     return bool((value[: len(before)] == before).all())
 
 
-def is_queue(items: Any, before: Any) -> bool:
-    """Whether a list has lost its first items, and goes on with the others and further ones."""
-    if not (isinstance(items, list) and isinstance(before, list) and items and before):
-        return False
-    gone = next((index for index, item in enumerate(before) if _is_same(items[0], item)), 0)
-    return gone > 0 and len(items) > len(before) - gone and all(map(_is_same, items, before[gone:]))
+def queue_keeps(value: Any, before: Any, size: int) -> int:
+    """How many of its earlier items a queue begins with, which has lost its first ones and got further ones.
+
+    Args:
+        value: The queue: a list or tuple, or a tensor or array that has got a row for each sample.
+        before: What it was.
+        size: How many samples there are.
+
+    Returns:
+        The number; 0 if it is no queue.
+    """
+    if type(value) in (list, tuple):
+        if not (value and before):
+            return 0
+        gone = next((index for index, item in enumerate(before) if _is_same(value[0], item)), 0)
+        kept = len(before) - gone
+        return kept if gone and len(value) > kept and all(map(_is_same, value, before[gone:])) else 0
+    if not isinstance(value, (torch.Tensor, np.ndarray)) or not value.ndim == before.ndim > 0:
+        return 0
+    kept = len(value) - size
+    if value.shape[1:] != before.shape[1:] or value.dtype != before.dtype or not 0 < kept < len(before):
+        return 0
+    rows = before[len(before) - kept :]
+    if value.ndim == 1 and bool((rows == rows[0]).all()):  # what has few numbers may have them anyhow
+        return 0
+    return kept if bool((value[:kept] == rows).all()) and not bool((value == before[-len(value) :]).all()) else 0
+
+
+def _turned(array: Any) -> Any:
+    return array.flip(0) if isinstance(array, torch.Tensor) else array[::-1]
 
 
 def _is_same(one: Any, other: Any) -> bool:
