@@ -90,7 +90,7 @@ def _join_of(parts: Sequence[torch.Size], whole: torch.Size, sizes: Sequence[int
         raise ConfigurationError(
             f"{_RULE} a value of shape {tuple(parts[0])} of the first of {len(parts)} microbatches has shape "
             f"{tuple(whole)} for the whole batch: an earlier layer compares samples, or microbatches are padded "
-            f"otherwise. {_WAY_OUT}"
+            f"otherwise (pad in collate_fn then). {_WAY_OUT}"
         )
     rows = lengths[0] // sizes[0]
     if rows > 1 and all(length == rows * size for length, size in zip(lengths, sizes, strict=True)):
