@@ -20,6 +20,7 @@ from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_recomputable,
     compile_layers,
+    make_weights_within,
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
@@ -168,6 +169,7 @@ def build_pipeline(
     draw_alike(device, patches)
     if dist.get_world_size(group) > 1 or tensor_group is not None:
         collectives_in_steps(replica_group, within_step, step_ends_here, number_in_step, patches)
+    make_weights_within(model, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
         model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled, trains=trains

@@ -107,7 +107,8 @@ PRIVATE = {
     "torch.nn.Module._backward_pre_hooks": "The same for those that are called before it.",
     "torch.nn.Module._is_full_backward_hook": "Those of the old kind, which torch sets up otherwise, would go too.",
     "torch.nn.Module._forward_pre_hooks": (
-        "A module that is put together from parts of tensor parallelism would go on dividing its inputs."
+        "A module that is put together from parts of tensor parallelism would go on dividing its inputs; what torch "
+        "computes weights with before a layer's forward (`weight_norm`) would run on other stages than the layer."
     ),
     "torch.nn.Module._parameters": (
         "Placeholders could not take the places of other ranks' parameters without the side effects of "
@@ -241,6 +242,11 @@ def gradient_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[torch.Tens
 def forward_hooks_of(module: nn.Module) -> Collection[Callable[..., Any]]:
     """What is called after each forward of a module itself."""
     return module._forward_hooks.values()
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """What is called before each forward of a module itself, by keys of their handles; changes are made there."""
+    return module._forward_pre_hooks
 
 
 class BackwardHooks(NamedTuple):

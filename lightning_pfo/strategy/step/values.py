@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, spread, tell_each_other
+from lightning_pfo.strategy.parallel.groups import RanksApartError, as_bytes, global_rank, spread, tell_each_other
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 
 _LARGEST_ERROR_BYTES = 2**16
@@ -67,6 +67,7 @@ class ValueExchange:
         Raises:
             BaseException: The error of this rank, if it was the first to fail or all fail alike; else the first one's
                 error, caused by a `StepFailedError` that quotes it, or that alone if the error cannot be sent.
+            RanksApartError: If all take another rank for the one that has it.
         """
         if self._is_alone:  # nothing need be sent: objects stay what they are
             if error is not None:
@@ -91,6 +92,11 @@ class ValueExchange:
             said = spread(said, torch.maximum, self._hosts)
         if said[0]:
             return self._share_anew(parcel, error)
+        if not said[1]:
+            raise RanksApartError(
+                "The ranks of a pipeline divide a step alike, but here each of them waits for another one to tell what "
+                "it has computed. Please report this step; with partition='custom:...' it is divided at other layers."
+            )
         if self._device.type != "cpu":
             dist.all_reduce(numbers, group=self._group)
         return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)

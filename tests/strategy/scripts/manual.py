@@ -562,6 +562,59 @@ class Switches(Gan):
         self.log_dict({"g_loss": g_loss, "d_loss": d_loss})
 
 
+class Scaled(nn.Module):
+    """Its own code gives a parameter to a module without any."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(8))
+        self.soft = nn.Softplus()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x * self.soft(self.gain))
+
+
+class Gains(Switches):
+    def __init__(self):
+        super().__init__()
+        self.net = Scaled(self.net)
+
+
+class WeightNorm(Gains):
+    """As vocoders have it: torch makes weights before each forward, of layers and of what is in these."""
+
+    norm = staticmethod(nn.utils.weight_norm)
+
+    def __init__(self):
+        super().__init__()
+        for module in [module for module in self.modules() if isinstance(module, nn.Linear)]:
+            self.norm(module)
+
+
+class Parametrized(WeightNorm):
+    norm = staticmethod(nn.utils.parametrizations.weight_norm)
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(self.norm(nn.Linear(8, 8)), self.net)
+
+
+class SpectralNorm(Gan):
+    """Layers change buffers there, in each call."""
+
+    norm = staticmethod(nn.utils.spectral_norm)
+
+    def __init__(self):
+        super().__init__()
+        for module in [module for module in self.modules() if isinstance(module, nn.Linear)]:
+            self.norm(module)
+
+
+class ParametrizedSpectralNorm(SpectralNorm):
+    norm = staticmethod(nn.utils.parametrizations.spectral_norm)
+
+
 class Sam(Module):
     """Needs gradients at other weights than those of the loss that was differentiated before."""
 
@@ -614,8 +667,9 @@ SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedu
 PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, BothLosses, LooksAgain, ThreeOptimizers)),
-    *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches)),
+    *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
 ]
+ONCE = {"num_microbatches": 1, "schedule": "gpipe"}
 EQUAL = {
     f"{kind.__name__}, {name}": (kind, options)
     for kind in (Module, TwoOptimizers)
@@ -632,7 +686,7 @@ EQUAL = {
     "Generates, gpipe": (Generates, {"schedule": "gpipe"}),
     **{f"{kind.__name__}, {name}": (kind, SCHEDULES[name]) for kind, name in PHASES},
     "Gan, memory": (Gan, {"memory_report": True, "precise_gradients": True}),
-    "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
+    **{f"{kind.__name__}, gpipe": (kind, ONCE) for kind in (Norms, SpectralNorm, ParametrizedSpectralNorm)},
 }
 REFUSED = {
     **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale, Lbfgs, Sam)},

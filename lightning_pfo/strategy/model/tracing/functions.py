@@ -121,6 +121,11 @@ def is_metadata(function: Any) -> bool:
     return _is_in(METADATA, function)
 
 
+def tells_no_values(function: Any) -> bool:
+    """Whether a function only tells the form of a tensor, or, as we ask ourselves, which memory it has."""
+    return is_metadata(function) or function == torch.Tensor.untyped_storage
+
+
 def _is_in(functions: frozenset[Any], function: Any) -> bool:
     try:
         return function in functions

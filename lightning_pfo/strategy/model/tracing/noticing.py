@@ -16,7 +16,7 @@ from lightning_pfo.strategy.model.tracing.ends import differentiates_later
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
-from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
+from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
@@ -112,7 +112,7 @@ class TensorsSeen(TorchFunctionMode):
             self._run, self.names, self.changed, self._see, self._select = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_metadata(func) or current_run() is not self._run:  # what a unit is given is its own affair
+        if tells_no_values(func) or current_run() is not self._run:  # what a unit is given is its own affair
             return func(*args, **(kwargs or {}))
         if sizes := labels_in(tree_leaves((args, kwargs))):  # an ordinary tensor of such a size may come to any stage
             self._run.decide(sizes)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError
-from lightning_pfo.strategy.model.tracing.functions import is_metadata, whose_values_count
+from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run
 from lightning_pfo.strategy.model.variables import users_line
@@ -48,7 +48,7 @@ class Afterwards(TorchFunctionMode):
                 )
             )
         # layers, and what is given their values, run in another phase of the step
-        if self._stepped and not is_metadata(func) and not self._is_in_layer():
+        if self._stepped and not tells_no_values(func) and not self._is_in_layer():
             leaves = tree_leaves((args, kwargs or {}))
             if not any(isinstance(leaf, Tracked) for leaf in leaves) and any(
                 id(leaf) in self._stepped for leaf in whose_values_count(func, args, leaves)

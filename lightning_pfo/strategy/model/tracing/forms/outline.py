@@ -344,7 +344,8 @@ def _is_tensor(value: Any) -> bool:
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if not is_placeholder(tensor):
         return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+    return form.requires_grad_(tensor.requires_grad)
 
 
 def _copied(value: Any) -> Any:
