@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 _ABSENT = object()
 
@@ -17,7 +17,7 @@ class Patches(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._made: list[tuple[Any, str, Any, Any]] = []
-        self._copies: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._copies: dict[str, WeakSet[Any]] = {}  # by the name of the attribute
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of an object or class until the stack is closed.
@@ -33,14 +33,19 @@ class Patches(ExitStack):
         """An object is a copy of one with a changed attribute; it loses that one when the stack is closed."""
         if not self._copies:
             self.callback(self._undo_copies)
-        self._copies[owner] = name
+        self._copies.setdefault(name, WeakSet()).add(owner)
 
     def _undo_copies(self) -> None:
         self._take_from_copies()
         self._copies.clear()
 
     def _take_from_copies(self) -> list[tuple[Any, str, Any]]:
-        return [(owner, name, vars(owner).pop(name)) for owner, name in self._copies.items() if name in vars(owner)]
+        return [
+            (owner, name, vars(owner).pop(name))
+            for name, owners in self._copies.items()
+            for owner in owners
+            if name in vars(owner)
+        ]
 
     def _undo(self) -> None:
         owner, name, value, before = self._made.pop()
