@@ -18,6 +18,7 @@ from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
+from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
@@ -72,14 +73,17 @@ def divide(
     if before is not None:
         split = _split(model, before.units, partition, num_stages, [], uncalled, before.calls, None)
         held = split.held | {n: s for n, s in before.held.items() if n in split.held}  # it had a trace
-        return replace(split, held=held, holds_once=before.holds_once), []
-    trace = None
+        return replace(split, held=held, holds_once=before.holds_once, look=before.look), []
+    trace: Trace | None = None
+    look = ""
     if step is not None:
         on_cpu = partial(step, torch.device("cpu"))
         find = partial(find_units, model, pipeline_module, num_stages)
         make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
         try:
-            units, trace = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+            units, found = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+            look = "" if found.failure is None else told_of_look(found.failure)
+            trace = _telling(found)
         except ConfigurationError as error:
             if trains:
                 raise
@@ -89,7 +93,7 @@ def divide(
         check_measurable(trace)
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
-    divide_by = partial(_split, model, units, partition, num_stages, times_s, uncalled)
+    divide_by = partial(_split, model, units, partition, num_stages, times_s, uncalled, look=look)
     if trains or trace is None:
         return divide_by(layer_calls(units, trace), trace), times_s
     called = [unit for unit, _ in trace.marks]
@@ -112,16 +116,18 @@ def _split(
     uncalled: str,
     calls: LayerCalls,
     trace: Trace | None,
+    *,
+    look: str = "",
 ) -> Split:
-    """Divide the calls of layers into stages."""
+    """Divide the calls of layers into stages; `look` is kept with them."""
     boundaries = partition_layers(
         partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
     )
-    return split_units(model, units, calls, boundaries, trace, uncalled=uncalled)
+    return replace(split_units(model, units, calls, boundaries, trace, uncalled=uncalled), look=look)
 
 
-def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace | None]:
-    """Units and a trace, with what all ranks have; no trace if it says nothing."""
+def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace]:
+    """Units and a trace, with what all ranks have."""
     found: tuple[Units, Trace] | None = None
     error: Exception | None = None
     try:
@@ -132,14 +138,18 @@ def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tupl
     if found is None:
         assert error is not None
         raise error
-    units, trace = found
+    return found
+
+
+def _telling(trace: Trace) -> Trace | None:
+    """A trace, if it says something."""
     if trace.failure is not None and not trace.marks:
         _log.info("The step does not run before training; layers are taken as the module has them: %s", trace.failure)
-        return units, None
+        return None
     if trace.skips:
         _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
-        return units, None
-    return units, trace
+        return None
+    return trace
 
 
 def _trace(

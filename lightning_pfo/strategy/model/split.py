@@ -24,6 +24,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import (
     programs_of,
     stages_between,
 )
+from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
@@ -49,6 +50,7 @@ class Split:
         several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
         holds_once: Whether the last stage alone holds what the first batch is not known to use.
+        look: What is said of the look at a first batch, if the step has failed there; see `told_of_look`.
     """
 
     units: Units
@@ -61,6 +63,7 @@ class Split:
     several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     holds_once: bool = False
+    look: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -149,6 +152,17 @@ class Split:
             for phase in phases_of(trace, flow)
         ]
 
+    def with_look(self, error: Exception) -> Exception:
+        """What is raised where a step needs something of another stage: the error, or that the first batch missed it.
+
+        Args:
+            error: The error, or another one.
+        """
+        is_missed = isinstance(error, LeadsBackError) or BY_FIRST_BATCH in str(error)
+        if not (self.look and is_missed):
+            return error
+        return ConfigurationError(f"{self.look} What comes after that is not known, so now it is refused: {error}")
+
     def programs_before_end(self, trace: Trace, whole: Trace) -> tuple[list[StageProgram], list[StageProgram]]:
         """What each stage does of a step whose end runs on the whole batch; see `end_of_samples`.
 
@@ -235,7 +249,7 @@ class Split:
             hint = _ALIKE if names else self._hint_of_uncalled(trace)
             if not hint:
                 raise
-            raise ConfigurationError(f"{error} {hint}") from error
+            raise type(error)(f"{error} {hint}") from error
 
     def _hint_of_uncalled(self, trace: Trace) -> str:
         """What to do about units that a step calls, but the first batch did not, and that not all stages hold."""
@@ -287,7 +301,7 @@ class Split:
         for name, stages in uses:
             if not stages <= self.held.get(name, stages):
                 raise ConfigurationError(
-                    f"{name!r} is held by {_stages(self.held[name])}, by what the first training batch uses, but this "
+                    f"{name!r} is held by {_stages(self.held[name])}, {BY_FIRST_BATCH}, but this "
                     f"step uses it on {_stages(stages)}. {_ALIKE}"
                 )
 
@@ -402,7 +416,9 @@ def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
-    return Split(units, calls, split.boundaries, owners, split.held, split.tied, holds_once=split.holds_once)
+    return Split(
+        units, calls, split.boundaries, owners, split.held, split.tied, holds_once=split.holds_once, look=split.look
+    )
 
 
 def check_split(root: nn.Module, partition: str, num_stages: int) -> None:

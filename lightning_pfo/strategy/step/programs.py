@@ -160,9 +160,12 @@ class Programs:
                 self._agree(error, self._failure)
             if error is not None:
                 raise error
-        except Exception:
+        except Exception as raised:
             self._known.clear()  # that all ranks trace the next one
-            raise
+            told = self._split.with_look(raised) if kind == "train" else raised
+            if told is raised:
+                raise
+            raise told from raised
         finally:
             self._failure = None  # its traceback holds what the step had
         if len({len(phases) for phases in found}) > 1:

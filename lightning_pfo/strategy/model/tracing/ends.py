@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.model.variables import told_of_error, users_line
 
 SKIPPED = object()
 """What comes of a step that returns None before it calls anything, as all stages of it do alike."""
@@ -52,6 +52,28 @@ def differentiates_later() -> str:
         f"torch.func.vjp (and jacrev, which uses it) runs layers now and differentiates them later, by a function that "
         f"it returns: {users_line()} Layers that run on several stages cannot be run so. Use torch.func.grad or jvp, "
         f"which do both at once; or put all that is differentiated into one module, and call vjp in its forward."
+    )
+
+
+BY_FIRST_BATCH = "by what the first training batch uses"
+"""Is said where a step needs what other stages hold."""
+
+
+def told_of_look(failure: BaseException) -> str:
+    """What is said of a step that has failed where a first batch is looked at, before training.
+
+    Args:
+        failure: What ended its trace.
+    """
+    is_missing = isinstance(failure, AttributeError)
+    way_out = (
+        "Hooks have not been called by then, so that what they set is missing: set it in __init__ too."
+        if is_missing
+        else "Let the step run there too, where numbers stand for the values of layers."
+    )
+    return (
+        f"Before training a first batch is looked at, to give stages the layers and weights that the step uses, in the "
+        f"order in which it does. The step ended there with {told_of_error(failure)} {way_out}"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.ends import deviates
+from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH, deviates
 from lightning_pfo.strategy.model.tracing.functions import draws, form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import (
@@ -55,7 +55,7 @@ _ELSEWHERE = (
     "there is Lightning's WeightAveraging."
 )
 _IN_STEP = (
-    "A step reads values of a parameter or buffer that other ranks hold, by what the first training batch uses. At "
+    f"A step reads values of a parameter or buffer that other ranks hold, {BY_FIRST_BATCH}. At "
     "{place} Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss. Of a "
     "dataset without an index (IterableDataset) that cannot be copied (pickled), no batch is looked at before training."
 )

@@ -12,6 +12,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import (
     SHARES_MEMORY,
     Bound,
+    LeadsBackError,
     Obstacles,
     differentiates,
     leads_back,
@@ -74,7 +75,8 @@ def stages_by_owner(
         num_stages: Number of stages.
 
     Raises:
-        ConfigurationError: If what is needed leads back to an earlier stage, or it cannot be divided so.
+        LeadsBackError: If what is needed leads back to an earlier stage.
+        ConfigurationError: If it cannot be divided so.
     """
     stage_of: dict[int, int] = {}
     floor = 0
@@ -83,15 +85,13 @@ def stages_by_owner(
         lowest = max([floor, *(stage_of[before] for before in needed)])
         for name, stages in bound[position]:
             if max(stages) < lowest:
-                raise ConfigurationError(
+                raise LeadsBackError(
                     leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
                 )
         have = [stage for stage in range(lowest, num_stages) if all(stage in stages for _, stages in bound[position])]
         if not have:
             name, stages = bound[position][0]
-            raise ConfigurationError(
-                leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
-            )
+            raise LeadsBackError(leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest))
         stage_of[position] = have[0]
         if trace.events[position].reads:  # Python goes on by it
             floor = have[0]
