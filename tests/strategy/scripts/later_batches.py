@@ -201,6 +201,25 @@ class TwoBackwards(Base):
         loss.backward()
 
 
+class SetInHook(Base):
+    """Reads an attribute that a hook sets, before it calls layers in another order, or before weights are copied."""
+
+    def __init__(self, use):
+        super().__init__(use)
+        self.before = nn.Linear(8, 8)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.rate = 1.0 + batch_idx
+
+    def training_step(self, batch, batch_idx):
+        if self.use == "order":
+            rate = self.rate
+            return rate * self.layers(self.layers[5](self.before(batch))).square().mean()
+        loss = self.layers(batch).square().mean() * self.rate
+        self.layers[5].linear.load_state_dict(self.layers[0].linear.state_dict())
+        return loss
+
+
 def make_trainer(devices):
     strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
     return L.Trainer(
@@ -256,6 +275,7 @@ def main():
     refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
     refused |= {"tied late": refusal(Tied("late"), 4)}
     train(Recurrent("flat"), 4)  # which is told of
+    refused |= {f"hook, {use}": refusal(SetInHook(use), 4) for use in ("order", "copy")}
     refused["scripted"] = refusal(Scripted(), 4)
     refused["attacks"] = refusal(Attacks(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
