@@ -46,7 +46,7 @@ def refusals(tmp_path_factory):
             r"Those of datasets with an index .* Prepare it after prepare_pipeline",
         ),
         ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
-        ("another_order", "ConfigurationError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
+        ("another_order", "LeadsBackError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         pytest.param(
             "without_cpu",

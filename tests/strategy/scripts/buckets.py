@@ -1,5 +1,6 @@
 """Gradients of replicas are averaged in buckets while the pipeline goes on; sums of microbatches can be precise."""
 
+import os
 import weakref
 from contextlib import nullcontext
 
@@ -262,7 +263,7 @@ class RunsOutOfMemory(Sums):
     """On one rank of one replica, with more than four samples."""
 
     def training_step(self, batch, batch_idx):
-        if dist.get_rank() == 2 and len(batch[0]) > 2:
+        if os.environ["RANK"] == "2" and len(batch[0]) > 2:
             raise MemoryError("too large")
         return self.layers(batch[0]).mean()
 
