@@ -8,6 +8,7 @@ import pytest
 from tests.launch import of_ranks, run_script
 from tests.thorough import mostly
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "scripts" / "varying_sizes.py"
 SCHEDULES = {
     ("tokens", 2): mostly(("1f1b", "interleaved_zero_bubble", "zbv"), "gpipe", "interleaved_1f1b"),
