@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from lightning_pfo.planner import select_plan
 from tests.callbacks.test_clock_safety import environment_of
 from tests.device.fake_driver import fake_driver  # noqa: F401
@@ -11,6 +13,7 @@ from tests.launch import run_script
 from tests.loops.launching import run_with_torchrun
 from tests.server.running import running_server
 
+pytestmark = pytest.mark.slow
 EXAMPLE = ROOT / "examples" / "served_plan" / "train.py"
 SCRIPT = Path(__file__).parents[1] / "client" / "scripts" / "train_loop.py"
 
