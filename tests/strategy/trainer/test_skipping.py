@@ -38,9 +38,8 @@ def test_batches_are_skipped_as_on_one_device(ranks, kind, options):
         trained = [(a, b) for a, b in zip(found["losses"], expected["losses"], strict=True) if b is not None]
         assert all(a == pytest.approx(b, rel=1e-5) for a, b in trained)
         assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-5)
-        for same in ("logged", "count", "error"):
+        for same in ("logged", "count", "error", "begun"):  # the look at the first batch does not count
             assert found[same] == expected[same]
-        assert found["begun"] == expected["begun"] + 1  # to look at the first batch
 
 
 def test_a_loader_without_batches_trains_nothing_as_on_one_device(ranks):
