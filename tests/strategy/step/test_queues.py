@@ -24,7 +24,7 @@ from lightning_pfo.strategy.step.effects.merge import Merge, queue_keeps
     ],
 )
 def test_a_queue_has_lost_its_first_items_and_goes_on(items, before, expected):
-    assert queue_keeps(list(items), list(before), 1) == expected
+    assert queue_keeps(list(items), 1, list(before)) == expected
 
 
 def rows(*numbers):
@@ -38,6 +38,7 @@ def rows(*numbers):
         (rows(2, 3, 4, 5), rows(0, 1, 2, 3), 2),
         (rows(0, 0, 4, 5), rows(0, 0, 0, 0), 2),
         (rows(3, 4, 5), rows(0, 1, 2, 3), 1),  # it was longer than it gets
+        (rows(1, 2, 3, 4, 5), rows(0, 1, 2, 3), 3),  # it had room left
         (rows(0, 1, 2, 3), rows(0, 1, 2, 3), 0),
         (rows(0, 0, 0, 0), rows(0, 0, 0, 0), 0),
         (rows(1, 2, 3, 4), rows(0, 1, 2, 3), 0),  # a row, and there are two samples
@@ -48,7 +49,7 @@ def rows(*numbers):
     ],
 )
 def test_a_queue_of_rows_has_one_for_each_sample(value, before, expected, kind):
-    assert queue_keeps(kind(value), kind(before), 2) == expected
+    assert queue_keeps(kind(value), 2, kind(before)) == expected
 
 
 def test_microbatches_of_a_queue_leave_what_the_batch_would():

@@ -222,10 +222,9 @@ class Attributes:
     def _is_too_long(self, path: Path, value: Any, size: int) -> bool:
         """Whether a queue may have got longer in the batch before than it gets."""
         before = self._value_at(path)
-        is_same_type = type(before) is type(value)
-        return (
-            is_same_type and bool(queue_keeps(value, before, size)) and (path[-1] == ITEMS or len(value) < len(before))
-        )
+        if type(before) is not type(value) or not hasattr(before, "__len__") or not getattr(before, "ndim", 1):
+            return False
+        return (path[-1] == ITEMS or len(value) < len(before)) and queue_keeps(value, size, before) > 0
 
     def _note_rows(self, path: Path, values: Sequence[Any], together: Any, sizes: Sequence[int]) -> None:
         if where := dimensions_of_rows(values, together, sizes):

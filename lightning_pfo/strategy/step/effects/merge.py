@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -117,18 +119,21 @@ class Merge:
 
     def _queue(self, values: list[Any], before: Any, place: str) -> Any:
         """A queue with the latest of all microbatches, as one batch would have left it; None if these are none."""
-        kept = [queue_keeps(value, before, size) for value, size in zip(values, self.sizes, strict=True)]
-        if all(kept):
+        if kept := self._kept(values, before):
             added = [value[keeps:] for value, keeps in zip(values, kept, strict=True)]
             return self._gone_on(added, before, place)[-max(map(len, values)) :]
         if not isinstance(before, (torch.Tensor, np.ndarray)) or not before.ndim:
             return None
-        kept = [queue_keeps(_turned(value), _turned(before), n) for value, n in zip(values, self.sizes, strict=True)]
-        if not all(kept):
+        if not (kept := self._kept(list(map(_turned, values)), _turned(before))):
             return None
         latest = self._outputs([value[: len(value) - keeps] for value, keeps in zip(values, kept, strict=True)], place)
         together: Any = torch.cat if isinstance(before, torch.Tensor) else np.concatenate
         return together([latest, before])[: max(map(len, values))]  # they stand first
+
+    def _kept(self, values: list[Any], before: Any) -> list[int]:
+        """What queues keep; nothing where one is none, as the first microbatch alone tells of most tensors."""
+        kept = list(takewhile(bool, map(partial(queue_keeps, before=before), values, self.sizes)))
+        return kept if len(kept) == len(values) else []
 
     def _gone_on(self, added: list[Any], before: Any, place: str) -> Any:
         if isinstance(before, torch.Tensor):
@@ -271,13 +276,13 @@ def _goes_on(value: Any, before: Any) -> bool:
     return bool((value[: len(before)] == before).all())
 
 
-def queue_keeps(value: Any, before: Any, size: int) -> int:
+def queue_keeps(value: Any, size: int, before: Any) -> int:
     """How many of its earlier items a queue begins with, which has lost its first ones and got further ones.
 
     Args:
         value: The queue: a list or tuple, or a tensor or array that has got a row for each sample.
-        before: What it was.
         size: How many samples there are.
+        before: What it was.
 
     Returns:
         The number; 0 if it is no queue.
@@ -294,9 +299,12 @@ def queue_keeps(value: Any, before: Any, size: int) -> int:
     if value.shape[1:] != before.shape[1:] or value.dtype != before.dtype or not 0 < kept < len(before):
         return 0
     rows = before[len(before) - kept :]
-    if value.ndim == 1 and bool((rows == rows[0]).all()):  # what has few numbers may have them anyhow
-        return 0
-    return kept if bool((value[:kept] == rows).all()) and not bool((value == before[-len(value) :]).all()) else 0
+    is_queue = (value[:kept] == rows).all()
+    if value.ndim == 1:  # what has few numbers may have them anyhow
+        is_queue = is_queue & (rows != rows[0]).any()
+    if len(value) == len(before):
+        is_queue = is_queue & (value != before).any()
+    return kept if bool(is_queue) else 0
 
 
 def _turned(array: Any) -> Any:
