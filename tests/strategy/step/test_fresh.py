@@ -120,3 +120,13 @@ def test_a_mapping_that_makes_its_items_has_not_been_written_into():
 
     lazy = Lazy(x=torch.zeros(2))
     assert list(written(lazy, held(lazy))) == []
+
+
+def test_tensors_in_long_lists_are_looked_at_and_texts_are_not():
+    tensors, texts = [torch.zeros(1) for _ in range(1500)], ["a"] * 1500
+    batch = [tensors, texts]
+    before = held(batch)
+    tensors[1400].add_(1)
+    assert before.is_written_into(within=True)
+    assert [path for path, _ in written(batch, before)] == [(("item", 0), ("item", 1400))]
+    assert len(before.parts["item", 1].parts) == 0

@@ -23,7 +23,7 @@ Name: TypeAlias = tuple[str, Any]
 """How a part is reached from its container: as an `item` or an `attribute`, and which."""
 
 _LONGEST = 1_000
-"""Lists of more items, such as texts of samples, are not looked through for what a step puts there."""
+"""Lists of more texts or numbers are not looked through for what a step puts there."""
 
 
 class FreshBatches:
@@ -49,12 +49,12 @@ class FreshBatches:
         def run(batch: Any, *rest: Any) -> Any:
             copies = self.writes or kind not in self._known
             own = anew(batch, copies=copies)
-            before = held(own)
+            before = held(own) if tells or copies else None
             try:
                 result = step(own, *rest)
             finally:  # stages that are not the last end by an exception
-                if copies:
-                    self._known.add(kind)
+                self._known.add(kind)
+                if copies and before is not None:
                     self.writes = self.writes or before.is_written_into(within=True)
             for path, value in written(own, before) if tells else ():
                 note_call(((OF_BATCH, *path), (value,), {}))
@@ -117,7 +117,8 @@ def _items_of(value: Any) -> Iterator[tuple[Name, Any]]:
             if (part := value[key]) is value[key]:  # others make it when they are asked
                 yield ("item", key), part
     elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value if len(value) <= _LONGEST else ()):
+        is_long = len(value) > _LONGEST and type(value[0]) in PLAIN
+        for index, part in enumerate(() if is_long else value):
             yield ("item", index), part
     elif type(value) not in PLAIN and not has_samples(value):
         parts = parts_of(value, objects=holds_tensors(value))
