@@ -25,8 +25,8 @@ from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators

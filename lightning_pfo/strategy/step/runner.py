@@ -29,7 +29,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put
+from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put, without_inference_mode
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
@@ -283,7 +283,7 @@ class StepRunner:
             What the step returned, merged over microbatches, on the ranks that are wanted to have it; else None.
         """
         given = batch
-        with _without_inference_mode((batch, rest)) as (batch, rest):
+        with without_inference_mode((batch, rest)) as (batch, rest):
             microbatches = self.batching.split(batch, num_microbatches)
             of = StepOnBatch(
                 kind,
@@ -403,13 +403,3 @@ class StepRunner:
             # that is evaluated are a replica's, unless the user says otherwise, as others may have none
             with nullcontext() if train or arguments.get("sync_dist") else without_replicas():
                 self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
-
-
-@contextmanager
-def _without_inference_mode(values: Any) -> Iterator[Any]:
-    """Values as ordinary tensors, and no inference mode: in it tensors do not tell whether they have been changed."""
-    if not torch.is_inference_mode_enabled():
-        yield values
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, values)

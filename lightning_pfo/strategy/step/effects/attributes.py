@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from operator import is_, is_not
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -38,18 +37,17 @@ from lightning_pfo.strategy.model.reach.places import (
     Places,
     named,
 )
-from lightning_pfo.strategy.model.reach.untouched import write_array_back, write_back
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain_in_place
-from lightning_pfo.strategy.parallel.compat import change_mark, tree_leaves, tree_map_only
+from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 from lightning_pfo.strategy.step.effects.generators import Generators
-from lightning_pfo.strategy.step.effects.large import LargeTensors
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of, queue_keeps
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
+from lightning_pfo.strategy.step.effects.tensors import LargeTensors, TensorBefore, values_of
 
 _ABSENT = object()
 _DEAR_BYTES = 4 * 2**20
@@ -79,7 +77,9 @@ class Attributes:
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
         self._large = large
         is_copied = LargeTensors(copies_all=True).is_copied if large is None else large.is_copied
-        self._tensors = {path: _Tensor(array, copies=is_copied(path, array)) for path, array in places.tensors.items()}
+        self._tensors = {
+            path: TensorBefore(array, copies=is_copied(path, array)) for path, array in places.tensors.items()
+        }
         self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
@@ -154,7 +154,7 @@ class Attributes:
             if self._large is not None:
                 self._large.note(path, tensor.array, is_told=size is not None)
             if tensor.before is not None:
-                changes[path] = ("written", _copied_values(tensor.array))
+                changes[path] = ("written", values_of(tensor.array))
                 tensor.take_back()
             else:
                 tensor.mark = tensor.mark_now()
@@ -308,10 +308,6 @@ def _copied(container: Any) -> Any:
     return len(container) if len(container) > LONGEST else container.copy()
 
 
-def _copied_values(array: Any) -> Any:
-    return array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
-
-
 def _is_as_before(container: Any, before: Any) -> bool:
     """Whether nothing has changed; nearly always, and told many times as fast as what has."""
     if isinstance(before, dict):
@@ -371,51 +367,6 @@ def _take_back(container: Any, before: Any, keys: Sequence[Any]) -> None:
 def _refill(container: Any, items: Any) -> None:
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(items)
-
-
-class _Tensor:
-    """A tensor or an array at the begin of a batch.
-
-    Args:
-        array: The tensor or array.
-        copies: Whether its values are copied, so that changes can be taken back.
-
-    Attributes:
-        array: The tensor or array.
-        before: Its values; None if they are not copied.
-        mark: Another one after a change.
-    """
-
-    def __init__(self, array: Any, *, copies: bool) -> None:
-        self.array = array
-        self.before: Any = _copied_values(array) if copies else None
-        self.mark = self.mark_now()
-        self._data = array.detach() if isinstance(array, torch.Tensor) else array  # in its memory, if `data` is set
-
-    def mark_now(self) -> object:
-        return change_mark(self.array) if isinstance(self.array, torch.Tensor) else None
-
-    def is_unchanged(self) -> bool:
-        if isinstance(self.array, np.ndarray):
-            return self.before is None or np.array_equal(self.array, self.before)
-        return self.mark_now() == self.mark
-
-    def take_back(self) -> None:
-        """Give it the memory and the values that it had."""
-        if isinstance(self.array, np.ndarray):
-            write_array_back(self.array, self.before)
-            return
-        with torch.no_grad():
-            write_back(self.array, self._data, self.before)
-        self.mark = self.mark_now()
-
-    def write(self, value: Any) -> None:
-        """Let it have other values."""
-        if isinstance(self.array, torch.Tensor) and self.array.shape != value.shape:  # its `data` has been set
-            self.array.data = value
-            return
-        with torch.no_grad():
-            self.array[...] = value
 
 
 def _with_values(changes: Changes) -> Changes:

@@ -14,7 +14,6 @@ from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
-from lightning_pfo.strategy.step.effects.large import Earlier
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.outward.calls import (
     Call,
@@ -29,6 +28,7 @@ from lightning_pfo.strategy.step.effects.outward.calls import (
 from lightning_pfo.strategy.step.effects.outward.opaque import OpaqueLook
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.rows import Rows
+from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_under_way
 
 

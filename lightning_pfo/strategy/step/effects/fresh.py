@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from lightning_pfo.core.errors import BatchError
-from lightning_pfo.strategy.parallel.compat import change_mark
+from lightning_pfo.strategy.parallel.compat import change_mark, tree_map_only
 from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, holds_tensors, parts_of
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH, note_call
 
@@ -155,3 +156,13 @@ def anew(value: Any, *, copies: bool) -> Any:
         return parts.rebuild([anew(part, copies=copies) for part in parts.values])
     except BatchError:  # a mapping that nobody but its user makes
         return value
+
+
+@contextmanager
+def without_inference_mode(values: Any) -> Iterator[Any]:
+    """Values as ordinary tensors, and no inference mode: in it tensors do not tell whether they have been changed."""
+    if not torch.is_inference_mode_enabled():
+        yield values
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield tree_map_only(torch.Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, values)

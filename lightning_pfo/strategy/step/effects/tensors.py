@@ -1,6 +1,6 @@
-"""What is known from earlier batches, such as large tensors that a step writes into.
+"""Tensors that a step writes into: as they were before, and what earlier batches tell of large ones.
 
-These are copied at the begin of a batch, and sent at its end, once that is known.
+Large ones are copied at the begin of a batch, and sent at its end, once it is known that a step writes into them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+import torch
+
 from lightning_pfo.strategy.model.reach.places import Path, named
+from lightning_pfo.strategy.model.reach.untouched import write_array_back, write_back
+from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _SMALL_BYTES = 2**16
@@ -17,6 +22,58 @@ _LOOKED_AT = 3
 """So many batches of each kind of step are looked at more closely."""
 _LARGEST_BYTES = 16 * 2**20
 """Larger ones are never copied, and arrays not looked at: microbatches write into them one after the other."""
+
+
+def values_of(array: Any) -> Any:
+    """A copy of the values of a tensor or an array."""
+    return array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
+
+
+class TensorBefore:
+    """A tensor or an array at the begin of a batch.
+
+    Args:
+        array: The tensor or array.
+        copies: Whether its values are copied, so that changes can be taken back.
+
+    Attributes:
+        array: The tensor or array.
+        before: Its values; None if they are not copied.
+        mark: Another one after a change.
+    """
+
+    def __init__(self, array: Any, *, copies: bool) -> None:
+        self.array = array
+        self.before: Any = values_of(array) if copies else None
+        self.mark = self.mark_now()
+        self._data = array.detach() if isinstance(array, torch.Tensor) else array  # in its memory, if `data` is set
+
+    def mark_now(self) -> object:
+        """The mark of what it is now."""
+        return change_mark(self.array) if isinstance(self.array, torch.Tensor) else None
+
+    def is_unchanged(self) -> bool:
+        """Whether it has its memory and values, as far as that is known."""
+        if isinstance(self.array, np.ndarray):
+            return self.before is None or np.array_equal(self.array, self.before)
+        return self.mark_now() == self.mark
+
+    def take_back(self) -> None:
+        """Give it the memory and the values that it had."""
+        if isinstance(self.array, np.ndarray):
+            write_array_back(self.array, self.before)
+            return
+        with torch.no_grad():
+            write_back(self.array, self._data, self.before)
+        self.mark = self.mark_now()
+
+    def write(self, value: Any) -> None:
+        """Let it have other values."""
+        if isinstance(self.array, torch.Tensor) and self.array.shape != value.shape:  # its `data` has been set
+            self.array.data = value
+            return
+        with torch.no_grad():
+            self.array[...] = value
 
 
 class LargeTensors:
