@@ -17,6 +17,7 @@ from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.groups import tell_each_other
 from lightning_pfo.strategy.step.gradients import StepGradients
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 NUM_MICROBATCHES, MICROBATCH, WIDTH = 4, 2, 6
@@ -246,10 +247,7 @@ def sum_in_16_bits():
             strategy=strategy,
             precision="bf16-true",
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         x = torch.tensor([[512.0, 0.0], *[[1.0, 0.0]] * 7])
         trainer.fit(module, DataLoader(TensorDataset(x), batch_size=8))
@@ -270,9 +268,8 @@ class RunsOutOfMemory(Sums):
 
 def error_of_a_replica():
     """It is everybody's; gradients that were under way are forgotten."""
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     strategy = PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2)
-    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, **silent)
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, **QUIET)
     module = RunsOutOfMemory()
     for batch_size in (8, 4):
         loader = DataLoader(TensorDataset(torch.ones(32, 2)), batch_size=batch_size)

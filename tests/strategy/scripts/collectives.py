@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -96,10 +97,7 @@ def train(gathers, **strategy):
         devices=dist.get_world_size() if strategy else 1,
         strategy=PfoPipelineStrategy(schedule="gpipe", loss_over="batch", **strategy) if strategy else "auto",
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         use_distributed_sampler=False,  # replicas read the same, so that their mean is one device's
     )
     try:
@@ -139,10 +137,7 @@ def contrast(strategy, devices=1):
         devices=devices,
         strategy=strategy,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, DataLoader(TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1))), 8))
     said = len(module.said)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -137,10 +138,7 @@ def run(case, number):
         accelerator="cpu",
         devices=number,
         strategy=PfoPipelineStrategy(**options) if number > 1 else "auto",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         num_sanity_val_steps=0,
         max_epochs=2,
     )

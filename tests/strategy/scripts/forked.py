@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -37,10 +38,7 @@ def trainer_of(devices, **options):
         devices=devices,
         strategy=PfoPipelineStrategy(num_microbatches=2, check_loss=False, hold_uncalled="everywhere"),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **options,
     )
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -139,10 +140,7 @@ def run(case, strategy):
         accelerator="cpu",
         devices=1 if strategy is None else 2,
         strategy="auto" if strategy is None else PfoPipelineStrategy(**strategy),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         max_epochs=1,
         callbacks=[finds],
     )
