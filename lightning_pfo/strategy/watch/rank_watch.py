@@ -73,6 +73,8 @@ class RankWatch:
         self._death: str | None = None
         self._death_error = ""
         self._failures: dict[str, str] = {}  # of other ranks in the present run: their errors, and what is said of them
+        self._failures_ahead: list[tuple[dict[str, Any], str]] = []  # in runs that this rank has not come to
+        self._told_before: list[tuple[int | None, dict[str, Any]]] = []  # by the hub, while ranks were not connected
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, RankConnection] = {}
@@ -152,6 +154,9 @@ class RankWatch:
             self._failures.clear()
             self._started = max(self._started, self._run)
             self._tell(event="begin", run=self._run)
+            ahead, self._failures_ahead = self._failures_ahead, []
+            for failure in ahead:
+                self._note_failure(*failure)
             self._judge()
             if self._death is not None:
                 raise RankDiedError(self._death)
@@ -193,9 +198,14 @@ class RankWatch:
         self._active = False
         self._changed.notify_all()
 
-    def _tell(self, **message: Any) -> None:
-        for connection in list(self._connections.values()):
-            connection.send(**message)
+    def _tell(self, source: int | None = None, **message: Any) -> None:
+        """Send to all that are connected, but not to where it comes from."""
+        with self._changed:
+            if self._rank == 0 and len(self._connections) < self._world_size - 1:
+                self._told_before.append((source, message))
+            for rank, connection in self._connections.items():
+                if rank != source:
+                    connection.send(**message)
 
     def death(self, wait_s: float = 0.0) -> str | None:
         """Which rank has died in the present run, waiting a moment for the news; None if none."""
@@ -229,7 +239,7 @@ class RankWatch:
     def _note_end(self, rank: int, peer: _Peer, error: str = "") -> None:
         self._calls.note_end(peer.name, error, peer.calls)
         if self._rank == 0:
-            self._relay(rank, event="ended", name=peer.name, error=error, calls=peer.calls)
+            self._tell(rank, event="ended", name=peer.name, error=error, calls=peer.calls)
 
     # ---- the watching thread ----
 
@@ -253,10 +263,7 @@ class RankWatch:
                     if message.get("token") != self._token:
                         messages = None
                         break
-                    connection.rank = message["rank"]
-                    self._connections[message["rank"]] = connection
-                    name = f"rank {message['rank']} (pid {message['pid']} on {message['host']})"
-                    self._peers[message["rank"]].name = name
+                    self._welcome(connection, message)
                 else:
                     self._take(connection.rank, message)
             if messages is None:
@@ -267,6 +274,14 @@ class RankWatch:
                     peer.gone = True
                     self._judge()
                     self._note_end(connection.rank, peer)
+
+    def _welcome(self, connection: RankConnection, greeting: dict[str, Any]) -> None:
+        rank = connection.rank = greeting["rank"]
+        self._connections[rank] = connection
+        self._peers[rank].name = f"rank {rank} (pid {greeting['pid']} on {greeting['host']})"
+        for source, message in self._told_before:
+            if source != rank:
+                connection.send(**message)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         peer, event = self._peers[rank], message["event"]
@@ -280,7 +295,7 @@ class RankWatch:
             peer.error, peer.explained = message["error"], message["explained"]
             self._note_failure(message, peer.ending())
             if self._rank == 0:
-                self._relay(rank, **message | {"event": "failed elsewhere", "text": peer.ending()})
+                self._tell(rank, **message | {"event": "failed elsewhere", "text": peer.ending()})
         elif event == "failed elsewhere":
             self._note_failure(message, message["text"])
         elif event == "dead":
@@ -293,15 +308,13 @@ class RankWatch:
             self._calls.note_end(message["name"], message["error"], message["calls"])
 
     def _note_failure(self, message: dict[str, Any], text: str) -> None:
+        if message["run"] > self._run:
+            self._failures_ahead.append((message, text))
+            return
         if message["run"] == self._run and not message["explained"]:
             self._failures.setdefault(message["error"], f"{text}. The run cannot go on without it.")
             self._changed.notify_all()
         self._expect_end(message["run"], text)
-
-    def _relay(self, source: int, **message: Any) -> None:
-        for rank, connection in list(self._connections.items()):
-            if rank != source:
-                connection.send(**message)
 
     def _judge(self) -> None:
         """Declare ranks dead that are gone although they are needed."""
@@ -311,7 +324,7 @@ class RankWatch:
                 first = next((other for other in self._peers.values() if other.error), peer)
                 text = f"{first.ending()}. The run cannot go on without it."
                 if self._rank == 0:
-                    self._relay(rank, event="dead", text=text, error=first.error, is_news=not first.explained)
+                    self._tell(rank, event="dead", text=text, error=first.error, is_news=not first.explained)
                 self._declare(text, first.error, is_news=not first.explained)
 
     def _declare(self, text: str, error: str, *, is_news: bool) -> None:
@@ -390,6 +403,7 @@ _watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
 def _close_in_child() -> None:
     for watch in list(_watches):
         watch.close_in_child()
+    _watches.clear()  # what this process does not know, it does not tell at its end
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -1,5 +1,7 @@
 """What a rank says of another one that is gone; with real ranks in tests/strategy/trainer/test_launching.py."""
 
+import re
+
 import pytest
 
 from tests.launch import run_script
@@ -86,7 +88,7 @@ from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
 
 logging.basicConfig(level=logging.CRITICAL, format="%(levelname)s %(message)s")
 broken = []
-hub, other, third = (RankWatch(rank, 3, lambda: broken.append("off"), grace_s=0.5) for rank in range(3))
+hub, other, third = (RankWatch(rank, 3, lambda: broken.append("off"), grace_s=60) for rank in range(3))
 address = hub.listen("localhost", local_only=True)
 other.connect(address)
 third.connect(address)
@@ -126,7 +128,7 @@ except RankDiedError as error:
 STUCK = """
 with third.call():
     other.close_in_child()
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -145,7 +147,53 @@ def test_calls_that_wait_for_others_are_broken_off_where_a_rank_has_ended(tmp_pa
 
 
 def test_a_process_that_waits_in_such_a_call_all_the_same_is_ended(tmp_path):
-    (script := tmp_path / "script.py").write_text(CALLS + STUCK)
+    (script := tmp_path / "script.py").write_text(CALLS.replace("grace_s=60", "grace_s=0.5") + STUCK)
     told = run_script(script, timeout_s=60, expect_success=False)
     assert told.returncode == 1
     assert "CRITICAL Rank 2 is ended, because rank 1 (pid " in told.stdout
+
+
+JOINS_LATE = """
+import time
+from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
+
+def until(condition):
+    end = time.monotonic() + 30
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+hub, other, third = (RankWatch(rank, 3, lambda: None, grace_s=60) for rank in range(3))
+address = hub.listen("localhost", local_only=True)
+other.connect(address)
+"""
+FAILED = """
+for watch in (hub, other):
+    watch.begin()
+other.failed(ValueError("a bug"))
+until(lambda: hub._peers[1].error)
+third.connect(address)
+third.begin()
+print("told", third.failed(RuntimeError("Connection closed by peer"), wait_s=30))
+"""
+HAS_ENDED = """
+other.end(ValueError("a bug"))
+until(lambda: hub._calls._ends)
+third.connect(address)
+until(lambda: third._calls._ends)
+try:
+    with third.call():
+        pass
+except RankDiedError as error:
+    print("told", error)
+"""
+
+
+FAILED_BEFORE = FAILED.replace("third.begin()", "until(lambda: third._failures_ahead); third.begin()")
+
+
+@pytest.mark.parametrize("leaves", [FAILED, FAILED_BEFORE, HAS_ENDED])
+def test_who_joins_late_is_told_what_others_were_told_before(tmp_path, leaves):
+    (script := tmp_path / "script.py").write_text(JOINS_LATE + leaves)
+    assert re.search(
+        r"told rank 1 \(pid .*(failed|has ended) with ValueError: a bug", run_script(script, timeout_s=90).stdout
+    )
