@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.backward_hooks import call_with
@@ -205,8 +206,8 @@ def _layers_below(path: str, module: nn.Module) -> list[Named]:
 
 
 def _children_with_parameters(path: str, module: nn.Module) -> list[Named]:
-    children = [(_join(path, key), child) for key, child in module.named_children() if _count(child)]
-    if len(children) == 1 and any(True for _ in children[0][1].children()):
+    children = [(_join(path, key), child) for key, child in _parts(module) if _count(child)]
+    if len(children) == 1 and _parts(children[0][1]):
         return _children_with_parameters(*children[0])
     return children
 
@@ -217,7 +218,7 @@ def _divide_heavy(layers: list[Named], at_least: int) -> list[Named]:
         mean = sum(_count(module) for _, module in layers) / len(layers)
         heaviest = sorted(layers, key=lambda item: _count(item[1]), reverse=True)
         for path, module in heaviest:
-            parts = _layers_below(path, module) if any(True for _ in module.children()) else []
+            parts = _layers_below(path, module) if _parts(module) else []
             is_heavy = _count(module) > _HEAVY * mean and 2 * sum(_count(part) for _, part in parts) > _count(module)
             has_lists = any(_lists_in(path, module)) or _is_list(module)
             if _is_list(module):
@@ -286,9 +287,15 @@ def _items(path: str, module: nn.Module) -> list[Named]:
     return found
 
 
+def _parts(module: nn.Module) -> list[Named]:
+    """What a module itself holds, but not what makes its parameters."""
+    made = is_parametrized(module)
+    return [(key, child) for key, child in module.named_children() if not made or key != "parametrizations"]
+
+
 def _lists_in(path: str, module: nn.Module) -> Iterator[Named]:
     """The outermost lists of layers below a module."""
-    for key, child in module.named_children():
+    for key, child in _parts(module):
         name = _join(path, key)
         if _is_list(child):
             if any(True for _ in child.children()):

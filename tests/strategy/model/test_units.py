@@ -90,6 +90,18 @@ def test_without_lists_the_parts_of_a_module_are_layers():
     assert "net.act" in names(units.all)
 
 
+def test_a_layer_with_parametrizations_is_one_layer():
+    layers = {name: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for name in ("one", "two", "three")}
+    assert layers_of(Holder(**layers)) == ["one", "two", "three"]
+    assert layers_of(Holder(**layers), at_least=9) == ["one", "two", "three"]
+    assert names(find_units(Holder(**layers, model=chain(2, 8))).all) == ["one", "two", "three", "model.0", "model.1"]
+    block = nn.TransformerEncoderLayer(8, 2)
+    nn.utils.parametrizations.spectral_norm(block.linear1)
+    names_of = layers_of(Holder(model=block), at_least=9)
+    assert "model.linear1" in names_of
+    assert not any("parametrizations" in name for name in names_of)
+
+
 def test_a_layer_that_is_held_twice_is_one_unit():
     root = Holder(model=chain(3))
     root.model[2] = root.model[0]

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
+from torch.distributed import all_gather, get_rank
+from torch.distributed.nn import all_reduce as sum_with_gradients
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -25,7 +27,7 @@ class Gathers(torch.autograd.Function):
     def forward(ctx, x):
         rows = [torch.zeros_like(x) for _ in range(dist.get_world_size())] if dist.is_initialized() else [x.clone()]
         if dist.is_initialized():
-            dist.all_gather(rows, x)
+            all_gather(rows, x)
         return tuple(rows)
 
     @staticmethod
@@ -34,7 +36,7 @@ class Gathers(torch.autograd.Function):
         if not dist.is_initialized():
             return stacked[0]
         dist.all_reduce(stacked)
-        return stacked[dist.get_rank()]
+        return stacked[get_rank()]
 
 
 class Module(L.LightningModule):
@@ -54,7 +56,7 @@ class Module(L.LightningModule):
         if self.gathers == "refused":
             dist.reduce_scatter_tensor(torch.zeros(1), value)
         if self.gathers == "with gradients":
-            summed = torch.distributed.nn.all_reduce(value.clone())
+            summed = sum_with_gradients(value.clone())
             return (summed + sum(torch.distributed.nn.functional.all_gather(value))) / (2 * number)
         if self.gathers:
             values = [torch.zeros_like(value) for _ in range(number)]
@@ -117,7 +119,8 @@ class Contrasts(L.LightningModule):
         self.said = []
 
     def training_step(self, batch, batch_idx):
-        number = dist.get_rank() if dist.is_initialized() else 0
+        number = get_rank() if dist.is_initialized() else 0
+        assert not dist.is_initialized() or 0 <= number < dist.get_world_size()
         first = self.net[1](self.net[0](batch[0]))
         loss = nn.functional.cross_entropy(first, (batch[0][:, 0] > 0).long() + number)
         output = nn.functional.normalize(self.net[3](self.net[2](first)))

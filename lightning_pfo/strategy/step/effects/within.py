@@ -40,7 +40,7 @@ def step_ends_here() -> bool:
 class Elsewhere(int):
     """A rank's number where a step that is under way is not run to its end.
 
-    It counts as what it is there (`labels + n * rank`), and is none that somebody asks for: what is done
+    It counts as what it is there (`labels + n * rank`), and is none that somebody asks for, nor the first: what is done
     `if rank == 0` is done where the step ends, once.
     """
 
@@ -50,15 +50,11 @@ class Elsewhere(int):
     def __ne__(self, other: object) -> bool:
         return True
 
-    def __lt__(self, other: object) -> bool:
-        return False
+    def __gt__(self, other: int) -> bool:
+        return other == 0 or super().__gt__(other)
 
-    __le__ = __lt__
-
-    def __gt__(self, other: object) -> bool:
-        return True
-
-    __ge__ = __gt__
+    def __ge__(self, other: int) -> bool:
+        return other == 1 or super().__ge__(other)
 
     def __bool__(self) -> bool:
         return True

@@ -12,13 +12,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.variables import is_library, users_line
+from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import in_backward
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -27,6 +28,13 @@ _GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")
 _OTHERS = ("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
 _WITH_GRADIENTS = ("torch.distributed.nn", "torch.distributed.nn.functional")
 _TO_OR_FROM_ONE = ("reduce", "broadcast", "broadcast_object_list")
+_SEEN_TO = frozenset(
+    (
+        *("torch", "torchmetrics", "accelerate", "lightning_pfo"),
+        *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+    )
+)
+"""Packages whose own calls mean the processes that they name, or are seen to where they make them."""
 
 
 def collectives_in_steps(
@@ -49,6 +57,8 @@ def collectives_in_steps(
     def runs() -> bool:
         return replicas is not None and (ends_here() or in_backward())
 
+    instead_of: dict[int, Callable[..., Any]] = {}
+
     def patched(name: str, instead: Callable[..., Any], owner: Any = dist) -> None:
         ordinary = getattr(owner, name)
 
@@ -59,12 +69,13 @@ def collectives_in_steps(
             group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
             # a variable with the frame of this function would keep what it was given
             asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-            if group not in (None, dist.group.WORLD) or is_library(asking.f_globals.get("__name__", "")):
+            if group not in (None, dist.group.WORLD) or _is_seen_to(asking.f_globals.get("__name__", "")):
                 return ordinary(*args, **kwargs)
             args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
 
         patches.set(owner, name, call)
+        instead_of[id(ordinary)] = call
 
     def in_place(name: str, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if runs():
@@ -116,6 +127,19 @@ def collectives_in_steps(
             patched(name, partial(differentiable, name), owner)
     patched("get_rank", rank)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
+    for module in _others_modules():  # which may have a name for one, of `from torch.distributed import ...`
+        for name, value in list(vars(module).items()):
+            if id(value) in instead_of:
+                patches.set(module, name, instead_of[id(value)])
+
+
+def _is_seen_to(module: str) -> bool:
+    return module.partition(".")[0] in _SEEN_TO
+
+
+def _others_modules() -> list[ModuleType]:
+    modules = [module for module in sys.modules.values() if isinstance(module, ModuleType)]
+    return [module for module in modules if not _is_seen_to(module.__name__)]
 
 
 class _Done:
