@@ -5,8 +5,12 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import pytest
+
 from tests.example_scripts import ROOT
 from tests.launch import run_script
+
+pytestmark = pytest.mark.slow
 
 # Everything of an emulated GPU that is random or has a moment of its own.
 UNSTEADY = (

@@ -8,7 +8,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "policies.py"
 
 
 def test_measured_is_predicted_for_every_policy(tmp_path):
-    checked = run_script(SCRIPT, tmp_path, timeout_s=120).stdout.splitlines()
+    checked = run_script(SCRIPT, tmp_path).stdout.splitlines()
     # EnvPipe's type, reconfiguration and order, each with each; with all clocks at the top there is one
     both = [f"envpipe_{kind}_{how}" for kind in ("uniform", "envelope") for how in ("default", "greedy", "balanced")]
     envpipe = {f"{one} 1f1b" for one in both} | {f"{one}_early_forwards envpipe" for one in both}

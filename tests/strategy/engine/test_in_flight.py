@@ -13,6 +13,8 @@ from lightning_pfo.core.schedules.registry import make_schedule
 from tests.core.schedules.original_envpipe import unclamped
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 RANKS = range(4)
 
 

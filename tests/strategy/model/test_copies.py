@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "copies.py"
 CASES = ("AtFitStart", "EachEpoch", "EachBatch", "Average", "Twice", "WholeModule", "Called")
 
@@ -14,7 +16,7 @@ CASES = ("AtFitStart", "EachEpoch", "EachBatch", "Average", "Twice", "WholeModul
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
-    run_script(SCRIPT, folder, timeout_s=100)
+    run_script(SCRIPT, folder)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

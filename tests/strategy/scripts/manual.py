@@ -89,6 +89,14 @@ class Accumulates(Module):
         return {"loss": loss, "twice": 2 * loss}
 
 
+class Couples(Module):
+    """Its loss is none of microbatches."""
+
+    def loss(self, batch):
+        output = self.net(batch[0])
+        return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
 class TwoOptimizers(Module):
     """Each has a part of the parameters, one backward serves both; one of them waits."""
 
@@ -689,7 +697,8 @@ EQUAL = {
     **{f"{kind.__name__}, gpipe": (kind, ONCE) for kind in (Norms, SpectralNorm, ParametrizedSpectralNorm)},
 }
 REFUSED = {
-    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale, Lbfgs, Sam)},
+    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale)},
+    **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "metrics.py"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metrics")
-    run_script(SCRIPT, folder, timeout_s=60)  # ranks that remember other values would wait for one another
+    run_script(SCRIPT, folder)  # ranks that remember other values would wait for one another
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

@@ -19,7 +19,7 @@ LOGGED = ("LoggedFromDict", "LoggedFromVariable", "LoggedForEpochs")
 def ran(tmp_path_factory):
     """What each rank has seen, and what was printed."""
     folder = tmp_path_factory.mktemp("metrics")
-    output = run_script(SCRIPT, folder, timeout_s=120).stdout
+    output = run_script(SCRIPT, folder).stdout
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}, output
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "written_batches.py"
 WAYS = ("by default", "batches of the first rank", "the loss of the whole batch", "two stages of a rank")
 
@@ -14,7 +16,7 @@ WAYS = ("by default", "batches of the first rank", "the loss of the whole batch"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written_batches")
-    run_script(SCRIPT, folder, timeout_s=100)
+    run_script(SCRIPT, folder)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

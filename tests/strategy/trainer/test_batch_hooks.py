@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "batch_hooks.py"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batch_hooks")
-    run_script(SCRIPT, folder, timeout_s=100)
+    run_script(SCRIPT, folder)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

@@ -193,7 +193,7 @@ def test_an_unknown_start_method_is_refused():
 def test_a_process_that_ends_before_it_connects_ends_the_others(tmp_path, signum, status, reason):
     script = tmp_path / "script.py"
     script.write_text(EARLY_END)
-    result = run_script(script, signum, expect_success=False, timeout_s=60)
+    result = run_script(script, signum, expect_success=False)
     assert result.returncode == status
     assert f"This process is ended, because {reason}" in result.stdout.replace("the process of local ", "")
 

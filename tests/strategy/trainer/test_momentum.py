@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
     *("in a hook", "copied", "all of mine", "constrains", "constrains, several stages"),

@@ -13,6 +13,8 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.planner import read_profile
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "options.py"
 HALF = 2e-3  # what rounding to 8 or 11 bits leaves equal
 TOLERANCE = {

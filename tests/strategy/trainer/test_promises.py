@@ -11,12 +11,13 @@ from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
 RANKS = ("one_0", "two_0", "two_1")
+pytestmark = pytest.mark.timeout(600)  # 60 s on an idle machine
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("promises")
-    run_script(SCRIPT, folder)
+    run_script(SCRIPT, folder, timeout_s=500)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
 
 

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "several_loaders.py"
 
 
 def test_batches_of_several_sizes_side_by_side_and_lists_of_pictures_train_as_on_one_device(tmp_path):
-    output = run_script(SCRIPT, tmp_path, timeout_s=60).stdout
+    output = run_script(SCRIPT, tmp_path).stdout
     alone, *ranks = (json.loads((tmp_path / f"{run}.json").read_text()) for run in ("1_0", "2_0", "2_1"))
     assert (len(alone["both"]), len(alone["pictures"])) == (10, 14)  # with validation, and a sanity check
     for found in ranks:

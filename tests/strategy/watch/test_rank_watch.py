@@ -29,7 +29,7 @@ assert "rank 1" in hub.death(wait_s=60)
 @pytest.mark.parametrize(("error", "level"), [("ValueError('a bug')", "ERROR"), ("ConfigurationError('typo')", "INFO")])
 def test_mistakes_that_all_ranks_find_are_not_told_by_each_of_the_others(tmp_path, error, level):
     (script := tmp_path / "script.py").write_text(SCRIPT.replace("ERROR", error) + DIES)
-    told = run_script(script, timeout_s=60).stdout
+    told = run_script(script).stdout
     assert told.startswith(f"{level} Rank 0: rank 1 "), told
     assert "failed with" in told
 
@@ -62,7 +62,7 @@ def test_a_mistake_that_all_ranks_find_is_raised_by_each_also_where_another_has_
         + DIES
         + RAISES.replace("RAISED", raised)
     )
-    assert f"raised {expected}\n" in run_script(script, timeout_s=60).stdout
+    assert f"raised {expected}\n" in run_script(script).stdout
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_rank_that_has_failed_is_named_though_its_process_has_not_ended_yet(tm
     (script := tmp_path / "script.py").write_text(
         SCRIPT.replace("ERROR", error) + RAISES.replace("RAISED", raised).replace("__name__)", "__name__, error)")
     )
-    output = run_script(script, timeout_s=60).stdout
+    output = run_script(script).stdout
     assert f"raised {expected} " in output
     assert ("failed with ValueError: a bug" in output) == (expected == "RankDiedError")
 
@@ -134,21 +134,21 @@ with third.call():
 
 def test_what_is_called_together_between_runs_misses_only_ranks_that_had_not_come_to_its_end(tmp_path):
     (script := tmp_path / "script.py").write_text(CALLS + LATE)
-    told = run_script(script, timeout_s=60).stdout
+    told = run_script(script).stdout
     assert "ended well []" in told
     assert "raised rank 0 has ended (if by an error, its own output has that)." in told
 
 
 def test_calls_that_wait_for_others_are_broken_off_where_a_rank_has_ended(tmp_path):
     (script := tmp_path / "script.py").write_text(CALLS + BROKEN_OFF)
-    told = run_script(script, timeout_s=60).stdout
+    told = run_script(script).stdout
     assert "raised rank 1 (pid " in told
     assert "has ended with ValueError: a bug." in told
 
 
 def test_a_process_that_waits_in_such_a_call_all_the_same_is_ended(tmp_path):
     (script := tmp_path / "script.py").write_text(CALLS.replace("grace_s=60", "grace_s=0.5") + STUCK)
-    told = run_script(script, timeout_s=60, expect_success=False)
+    told = run_script(script, expect_success=False)
     assert told.returncode == 1
     assert "CRITICAL Rank 2 is ended, because rank 1 (pid " in told.stdout
 
@@ -194,6 +194,4 @@ FAILED_BEFORE = FAILED.replace("third.begin()", "until(lambda: third._failures_a
 @pytest.mark.parametrize("leaves", [FAILED, FAILED_BEFORE, HAS_ENDED])
 def test_who_joins_late_is_told_what_others_were_told_before(tmp_path, leaves):
     (script := tmp_path / "script.py").write_text(JOINS_LATE + leaves)
-    assert re.search(
-        r"told rank 1 \(pid .*(failed|has ended) with ValueError: a bug", run_script(script, timeout_s=90).stdout
-    )
+    assert re.search(r"told rank 1 \(pid .*(failed|has ended) with ValueError: a bug", run_script(script).stdout)

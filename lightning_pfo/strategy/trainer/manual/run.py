@@ -236,7 +236,8 @@ class ManualRun:
                 f"On a pipeline self.manual_backward takes a loss, and retain_graph; got {[*args, *kwargs]} at "
                 f"{users_line()} Multiply the loss by what its gradient is to be."
             )
-        if step_ends_here() and (not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad):
+        is_loss = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        if step_ends_here() and not (is_loss and (loss.requires_grad or not torch.is_grad_enabled())):
             raise ConfigurationError(
                 f"On a pipeline self.manual_backward takes a one-element tensor that depends on the model's output; at "
                 f"{users_line()} it got {_described(loss)}. Give it the loss itself."

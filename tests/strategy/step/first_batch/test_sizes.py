@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 LINES = {
     "AtTheEnd": "] = output.detach()",
     "RightBehindTheLayers": "] = batch[0]",
