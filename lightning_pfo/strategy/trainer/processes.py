@@ -40,7 +40,8 @@ from lightning_pfo.strategy.trainer.compat import (
 from lightning_pfo.strategy.trainer.first_rank import rank_in_step
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.trainer.together import together
-from lightning_pfo.strategy.watch.rank_watch import RankWatch, check_ranks, watch_ranks
+from lightning_pfo.strategy.watch.present import check_ranks, watch_ranks
+from lightning_pfo.strategy.watch.rank_watch import RankWatch
 
 _GRACE_S = 30.0
 

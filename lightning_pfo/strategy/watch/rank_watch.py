@@ -14,21 +14,16 @@ its process goes on, so that the others would wait for it in vain. What ranks do
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
-
-import torch.distributed as dist
+from typing import Any
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.watch.calls import Calls
@@ -90,7 +85,6 @@ class RankWatch:
             grace_s,
         )
         self._expected_to_end = 0
-        _watches.add(self)
 
     # ---- connecting ----
 
@@ -357,61 +351,3 @@ class RankWatch:
         _log.critical("Rank %d is ended, because %s", self._rank, text)
         logging.shutdown()
         os._exit(1)
-
-
-def watch_ranks(host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float) -> RankWatch | None:
-    """Watch the processes of the present world, once for all runs in it; a collective call.
-
-    Args:
-        host: Name or address of the first rank's node.
-        break_off: See `RankWatch`.
-        one_node: Whether all processes are on one node.
-        grace_s: See `RankWatch`.
-
-    Returns:
-        The watch, or None if this is the only process.
-    """
-    global _present
-    world = dist.group.WORLD
-    if dist.get_world_size() == 1:
-        return None
-    if _present is None or _present[0] is not world:
-        watch = RankWatch(dist.get_rank(), dist.get_world_size(), break_off, grace_s)
-        message = [watch.listen(host, local_only=one_node) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(message)
-        if dist.get_rank() != 0:
-            watch.connect(cast(Address, message[0]))
-        _present = (world, watch)
-    return _present[1]
-
-
-def check_ranks() -> None:
-    """Refuse to go on in a world in which a rank has died.
-
-    Raises:
-        RankDiedError: If one has.
-    """
-    death = None if _present is None else _present[1].death()
-    if death is not None:
-        raise RankDiedError(death)
-
-
-_present: tuple[Any, RankWatch] | None = None
-_watches: weakref.WeakSet[RankWatch] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for watch in list(_watches):
-        watch.close_in_child()
-    _watches.clear()  # what this process does not know, it does not tell at its end
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _say_end() -> None:
-    for watch in list(_watches):
-        watch.end(getattr(sys, "last_value", None))
-
-
-atexit.register(_say_end)
