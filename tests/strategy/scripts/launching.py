@@ -153,7 +153,7 @@ def deaths():
 
 def watched(rank, read_end, script):
     """A rank whose transfers cannot be broken off; `script` is what it does in its run."""
-    watch = RankWatch(rank, 3, lambda: None, grace_s=0.5)
+    watch = RankWatch(rank, 3, lambda: None, grace_s=20 if script is begin_again else 0.5)
     if rank == 0:
         address = watch.listen("127.0.0.1", local_only=True)
         for _ in range(2):
@@ -182,16 +182,19 @@ def fail_and_stay(watch):
 
 def begin_again(watch):
     watch.done()
-    time.sleep(1)
     try:
         watch.begin()
     except RankDiedError as error:
         print(f"begin: {error}", flush=True)
+    else:
+        print(f"begin: {watch.death(wait_s=25)}", flush=True)
 
 
 def finish_and_leave(watch):
+    """The first rank leaves when others are done, as they are in a run of theirs."""
     watch.done()
-    time.sleep(0.2)
+    while not all(peer.completed for peer in watch._peers.values()):
+        time.sleep(0.01)
 
 
 def watching():
