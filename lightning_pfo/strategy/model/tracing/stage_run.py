@@ -65,6 +65,8 @@ from lightning_pfo.strategy.parallel.compat import (
 from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
+_BY_ORDER = (torch.Tensor.contiguous, torch.Tensor.to)
+"""Return what they are given, or a copy: so they do by how it lies in memory, which a kernel may decide."""
 
 
 class _NoHandle:
@@ -145,7 +147,7 @@ class StageRun:
         self._events = program.events
         self._start = program.start
         self._received = {
-            label: tracked(tensor.clone() if label in program.changed else tensor.view_as(tensor))
+            label: tracked(self._as_computed(label, tensor))
             for label, tensor in zip(program.received, received, strict=True)
         }
         self._memory: dict[int, torch.Tensor] = {} if memory is None else memory
@@ -163,6 +165,12 @@ class StageRun:
         self._left = LeftByCalls()
         self._recomputes = 0
         self.uncompiled = Uncompiled()
+
+    def _as_computed(self, label: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that was received, which lies in memory as the one that was sent."""
+        if (strides := self._program.strides.get(label)) is not None:
+            return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor.clone() if label in self._program.changed else tensor.view_as(tensor)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -393,14 +401,20 @@ class StageRun:
         numbers: list[Any] = []
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):
-                if value_of(leaves[expected.argument]) is not leaf:
+                if value_of(leaves[expected.argument]) is leaf:
+                    found[index] = leaves[expected.argument]
+                elif event.what in _BY_ORDER:
+                    found[index] = tracked(leaf)
+                else:
                     raise deviates()
-                found[index] = leaves[expected.argument]
             elif isinstance(expected, New):
                 if leaf is None and event.what is torch.autograd.grad:
                     raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
                     raise deviates()
+                if event.what in _BY_ORDER and any(leaf is given for given in args):
+                    with following(None), ordinary(ours):
+                        leaf = leaf.clone()
                 found[index] = value = tracked(leaf)
                 self._check_form(expected.label, value)
                 self._keep(expected.label, value)

@@ -16,6 +16,7 @@ from lightning_pfo.strategy.model.tracing.dividing.flow import StageOf, last_sta
 from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
 from lightning_pfo.strategy.model.tracing.dividing.undifferentiated import undifferentiated
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
+from lightning_pfo.strategy.model.tracing.forms.values import strides_of
 from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.variables import told_of_error
@@ -98,6 +99,12 @@ class StageProgram:
     def _differentiable(self) -> frozenset[int]:
         labels = {*self.received, *self.sent}  # forms take long to tell theirs
         return frozenset(label for label in labels if self.forms[label].requires_grad)
+
+    @cached_property
+    def strides(self) -> dict[int, tuple[int, ...]]:
+        """How what it receives lies in memory where it is computed, if not as new tensors do."""
+        found = {label: strides_of(self.forms[label]) for label in self.received if label not in self.varying}
+        return {label: strides for label, strides in found.items() if strides is not None}
 
     @property
     def computed(self) -> list[Event]:

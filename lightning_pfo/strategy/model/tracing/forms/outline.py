@@ -18,7 +18,14 @@ from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hidi
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
-from lightning_pfo.strategy.model.tracing.forms.values import LooksBounded, fill_rising, remembered_buffer, rising
+from lightning_pfo.strategy.model.tracing.forms.values import (
+    LooksBounded,
+    fill_rising,
+    remembered_buffer,
+    rising,
+    strides_of,
+    zeros,
+)
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     all_varying,
     differing,
@@ -198,7 +205,7 @@ def _call(
     mode: AbstractContextManager[Any],
     convert: Callable[[torch.Tensor], torch.Tensor],
     convert_held: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
-    make: Callable[..., torch.Tensor] = torch.zeros,
+    make: Callable[..., torch.Tensor] = zeros,
 ) -> Outline:
     leaves, structure = tree_flatten(arguments)
     inputs = [convert(_on(leaf, device)) if _is_tensor(leaf) else _copied(leaf) for leaf in leaves]
@@ -243,7 +250,7 @@ def _call(
 def _held_tensors(
     bare: Holder,
     device: torch.device,
-    make: Callable[..., torch.Tensor] = torch.zeros,
+    make: Callable[..., torch.Tensor] = zeros,
     convert: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
 ) -> dict[str, torch.Tensor]:
     """What stands for parameters and buffers: of these the small ones have their values, if the others have any."""
@@ -253,10 +260,12 @@ def _held_tensors(
         for name, tensor in (item for named in tensors_of(part) for item in named.items()):
             if tensor is None:
                 continue
-            value = remembered_buffer(part, name, device) if make is torch.zeros else None
+            value = remembered_buffer(part, name, device) if make is zeros else None
             if value is None:
-                form = make(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-                value = convert(form)
+                needs_grad, strides = tensor.requires_grad, strides_of(tensor)
+                value = convert(
+                    make(tensor.shape, strides, dtype=tensor.dtype, device=device, requires_grad=needs_grad)
+                )
             found[f"{path}.{name}"] = value
     return found
 

@@ -6,7 +6,8 @@ are known on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,9 +60,37 @@ def zeros_of(form: torch.Tensor) -> torch.Tensor:
     with torch.autocast(form.device.type, enabled=False):
         with DisableTorchFunctionSubclass():  # Python's question, not the user's
             shape, needs_grad = form.shape, form.requires_grad and torch.is_grad_enabled()
-        if needs_grad:
-            return torch.zeros((), dtype=form.dtype, device=form.device, requires_grad=True).expand(shape).clone()
-        return torch.zeros(shape, dtype=form.dtype, device=form.device)
+        make, strides = partial(zeros, dtype=form.dtype, device=form.device), strides_of(form)
+        if not needs_grad:
+            return make(shape, strides)
+        one = make((), requires_grad=True)
+        return one.expand(shape).clone() if strides is None else make(shape, strides) + one
+
+
+def zeros(
+    shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """As `torch.zeros`; with strides it lies in memory accordingly."""
+    if strides is None:
+        return torch.zeros(shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_().requires_grad_(requires_grad)
+
+
+def strides_of(form: torch.Tensor) -> tuple[int, ...] | None:
+    """How a tensor lies in memory, by which `contiguous` and `view` decide; None: as a new one does.
+
+    One whose elements share memory, or have gaps between them, is taken for what a copy of it would be.
+    """
+    with DisableTorchFunctionSubclass():
+        if form.layout != torch.strided or form.is_contiguous():
+            return None
+        copy = torch.empty_like(torch.empty_strided(form.shape, form.stride(), device="meta"))
+        return None if copy.is_contiguous() else copy.stride()
 
 
 def fill_rising(tensor: torch.Tensor) -> torch.Tensor:
