@@ -18,7 +18,7 @@ from lightning_pfo.strategy.parallel.mesh import ProcessMesh
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.state.whole_module import gather_module
-from lightning_pfo.strategy.state.whole_parameters import whole_parameters
+from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 
 
 class ModelState(ModuleWithPlaceholders):

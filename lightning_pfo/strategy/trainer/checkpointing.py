@@ -26,7 +26,7 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
-from lightning_pfo.strategy.state.whole_parameters import whole_parameters
+from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 from lightning_pfo.strategy.step.values import share_error
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers

@@ -30,8 +30,10 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.aux = None
 
-    def forward(self, x, state=None):
+    def forward(self, x, state=None, other=None):
         y = torch.tanh(self.linear(x)) + x
+        if other is not None:
+            y = y + other(y)
         if state is not None:
             self.aux = y.square().mean()
             state.seen.append(y.mean())
@@ -57,12 +59,13 @@ class Module(L.LightningModule):
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.lent = nn.Linear(WIDTH, WIDTH) if case == "lends" else None
         self.case, self.mean, self.found, self.number = case, MeanMetric(), [], 0
 
     def forward(self, x, state=None):
         x = self.first(x)
         for layer in self.layers:
-            x = layer(x, state)
+            x = layer(x, state, self.lent)
         return self.head(x)
 
     def training_step(self, batch, batch_idx):
@@ -125,6 +128,7 @@ CASES = {
     "decides": {},
     "later": {},  # the first batch has nothing that stages could not run
     "changes arguments": {},
+    "lends": {},  # a module, to all layers
     "noisy": {},
     "in hooks": {},
     "fails": {},

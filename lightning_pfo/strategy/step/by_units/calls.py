@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -15,12 +16,14 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import is_forked, refuse_forked
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.forms.left import Kept
-from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import not_here
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.groups import meet
 from lightning_pfo.strategy.step.by_units.changes import Given, Told
+from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 from lightning_pfo.strategy.step.effects.within import runs_by_units, within_step
 from lightning_pfo.strategy.step.values import ValueExchange
 
@@ -39,6 +42,7 @@ class UnitCalls:
         self._engine = engine
         self._owner = owner
         self._outside_steps = outside_steps
+        self._is_alone = False
         self._holders: dict[Unit, int | None] = {}
         self._exchanges: dict[Unit, ValueExchange] = {}
         for unit in split.units.all:
@@ -55,6 +59,8 @@ class UnitCalls:
         engine = self._engine
         if is_forked():
             return _alone(unit, args, kwargs)
+        if self._is_alone:  # within another unit, which was given this one
+            return unit.compute(*args, **kwargs)
         # of a step the last stage follows nothing more once it has begun, and recomputed layers are called in backward
         if engine.num_ranks == 1 or engine.is_running or (within_step() and not runs_by_units()):
             return unit.compute(*args, **kwargs)
@@ -68,11 +74,16 @@ class UnitCalls:
                 return unit.compute(*args, **kwargs)
         given = Given((args, kwargs), self._modules)
         result, sent, error = None, None, None
-        if engine.rank == holder:
-            try:
-                result, *sent = self._run(unit, args, kwargs, given)
-            except Exception as exception:
-                error = exception
+        lent = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._modules]
+        with self._lent(lent) if lent else nullcontext():
+            if engine.rank == holder:
+                try:
+                    self._is_alone = True
+                    result, *sent = self._run(unit, args, kwargs, given)
+                except Exception as exception:
+                    error = exception
+                finally:
+                    self._is_alone = False
         if (exchange := self._exchanges.get(unit)) is None:
             exchange = ValueExchange(engine.device, engine.group, engine.host_group(), holder)
             self._exchanges[unit] = exchange
@@ -82,6 +93,14 @@ class UnitCalls:
         if drawn:
             random_state.set_state(pickle.loads(drawn), engine.device)
         return given.after(told, unit, engine.device)
+
+    @contextmanager
+    def _lent(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Let the rank that runs a unit have what is given to it, which may call that."""
+        with ExitStack() as stack:
+            with placeholders_on(torch.device("meta")):  # they say elsewhere that they are here
+                stack.enter_context(whole_parameters(modules, self._engine.device, self._engine.group))
+            yield
 
     def _run(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> tuple[Any, Told, bytes]:
         """What a unit returns here, what others are told, and the random numbers that are left if it has drawn some."""

@@ -9,7 +9,16 @@ from tests.launch import of_ranks, run_script
 
 pytestmark = pytest.mark.slow
 
-CASES = ("decodes", "decides", "later", "changes arguments", "in hooks", "both ends on one rank", "evaluated first")
+CASES = (
+    "decodes",
+    "decides",
+    "later",
+    "changes arguments",
+    "in hooks",
+    "both ends on one rank",
+    "evaluated first",
+    "lends",
+)
 
 
 @pytest.fixture(scope="module")
