@@ -3,6 +3,7 @@
 The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it found afterwards.
 """
 
+import collections
 import csv
 import gc
 import io
@@ -634,6 +635,32 @@ class SetsData(Base):
         return plain([self.seen, self.center, self.scale, self.held.top, self.rows])
 
 
+class MakesClass(Base):
+    """A class and a function, once, as where libraries name their outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        output = self.layers(batch[0])
+        if not hasattr(self, "of_output"):
+            self.of_output = collections.namedtuple("of_output", ["prediction"])
+
+            class Output(self.of_output):
+                pass
+
+            self.kind, self.scaled = Output, lambda value: 2 * value
+        made = self.kind(prediction=self.scaled(output))
+        return made.prediction.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(plain(outputs["loss"]))
+
+    def found(self):
+        return self.seen
+
+
 class Extremes(Base):
     """Numbers that are no means over microbatches, but something else."""
 
@@ -844,6 +871,7 @@ CASES = {
     "extremes": Extremes,
     "queues": Queues,
     "sets_data": SetsData,
+    "makes_class": MakesClass,
     "unfit": Unfit,
     "large": Large,
     "tidy": Tidy,

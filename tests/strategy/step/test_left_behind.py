@@ -29,6 +29,7 @@ CASES = (
     "extremes",
     "queues",
     "sets_data",
+    "makes_class",
     "unfit",
     "large",
     "tidy",

@@ -21,8 +21,10 @@ every rank:
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_, is_not
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -247,7 +249,7 @@ class Attributes:
         return _replaced(value, lambda part: self._holders.get(part.path) if isinstance(part, At) else part)
 
     def dear(self, changes: Changes) -> Changes:
-        """Those that are too large to be sent, with a warning for each attribute."""
+        """Those that are too large to be sent, with a warning for each attribute, and classes that a step makes."""
         is_set = {path: change for path, change in changes.items() if change[0] != "written"}
         found = {path: change for path, change in is_set.items() if _bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
@@ -256,7 +258,7 @@ class Attributes:
                 f" stage has: more than {_DEAR_BYTES / 2**20:.0f} MiB a batch are not sent to the others. Keep less "
                 f"(such as a metric object), or return it from the step."
             )
-        return found
+        return found | {path: change for path, change in is_set.items() if _is_made_by_code(change[1])}
 
     def apply(self, changes: Mapping[Path, Any]) -> None:
         """Make changes to the module as it was at the begin of the batch."""
@@ -367,6 +369,17 @@ def _take_back(container: Any, before: Any, keys: Sequence[Any]) -> None:
 def _refill(container: Any, items: Any) -> None:
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def _is_made_by_code(value: Any) -> bool:
+    """Whether it is a class or function that a function has made; where it is missed, the same code makes it."""
+    if not isinstance(value, (type, FunctionType)):
+        return False
+    try:
+        pickle.dumps(value)  # by its name in a module
+    except Exception:
+        return True
+    return False
 
 
 def _with_values(changes: Changes) -> Changes:
