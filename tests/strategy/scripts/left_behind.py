@@ -615,24 +615,30 @@ class SetsData(Base):
     def __init__(self):
         super().__init__()
         self.register_buffer("center", torch.zeros(4))
+        self.register_buffer("written", torch.zeros(4))
         self.scale, self.held, self.rows = torch.ones(4), types.SimpleNamespace(top=torch.zeros(4)), torch.zeros(0, 4)
-        self.seen = []
+        self.other, self.seen = torch.zeros(4), []
 
     def training_step(self, batch, batch_idx):
         output = self.layers(batch[0])
-        loss = (output - self.center - self.scale - self.held.top).square().mean()
+        loss = (output - self.center - self.scale - self.held.top - self.written + self.other).square().mean()
         of_batch = output.detach().mean(0)
         self.center.data = 0.9 * self.center + 0.1 * of_batch
         self.scale.data = 0.9 * self.scale + 0.1 * batch[0].abs().mean(0)
         self.held.top.data = 0.5 * self.held.top + 0.1 * of_batch
         self.rows.data = output.detach()
+        self.written.data.lerp_(of_batch, 0.1)
+        self.other.data[:2] = of_batch[:2]
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append(plain((outputs["loss"], self.center, self.scale, self.held.top, self.rows)))
+        self.seen.append(plain((outputs["loss"], *self.kept())))
+
+    def kept(self):
+        return [self.center, self.scale, self.held.top, self.rows, self.written, self.other]
 
     def found(self):
-        return plain([self.seen, self.center, self.scale, self.held.top, self.rows])
+        return plain([self.seen, *self.kept()])
 
 
 class MakesClass(Base):

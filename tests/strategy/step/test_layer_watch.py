@@ -29,11 +29,15 @@ def set_data(layer):
     layer.center.data = layer.center + 1
 
 
+def write_into_data(layer):
+    layer.center.data.add_(1)
+
+
 def put_another(layer):
     layer.center = layer.center + 1
 
 
-@pytest.mark.parametrize("change", [change_in_place, set_data, put_another])
+@pytest.mark.parametrize("change", [change_in_place, set_data, write_into_data, put_another])
 @pytest.mark.parametrize("in_microbatches", [0, 1, 2])
 def test_buffers_that_change_with_each_microbatch_are_named(change, in_microbatches, said):
     root = Root()

@@ -49,7 +49,7 @@ from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
-from lightning_pfo.strategy.step.effects.tensors import LargeTensors, TensorBefore, values_of
+from lightning_pfo.strategy.step.effects.tensors import LargeTensors, values_of
 
 _ABSENT = object()
 _DEAR_BYTES = 4 * 2**20
@@ -78,10 +78,8 @@ class Attributes:
         places = Places(owner, modules)
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
         self._large = large
-        is_copied = LargeTensors(copies_all=True).is_copied if large is None else large.is_copied
-        self._tensors = {
-            path: TensorBefore(array, copies=is_copied(path, array)) for path, array in places.tensors.items()
-        }
+        before = (large or LargeTensors(copies_all=True, compares_all=True)).before
+        self._tensors = {path: before(path, array) for path, array in places.tensors.items()}
         self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
@@ -154,7 +152,7 @@ class Attributes:
             if tensor.is_unchanged():
                 continue
             if self._large is not None:
-                self._large.note(path, tensor.array, is_told=size is not None)
+                self._large.note(path, tensor, is_told=size is not None)
             if tensor.before is not None:
                 changes[path] = ("written", values_of(tensor.array))
                 tensor.take_back()

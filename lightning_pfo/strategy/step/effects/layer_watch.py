@@ -17,11 +17,14 @@ from torch import nn
 
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
+_LARGEST = 2**22
+"""Elements of a buffer whose values are looked at."""
 
 Place = tuple[str, str]
 """A layer and its attribute, by name."""
@@ -150,10 +153,10 @@ class LayerWatch:
             )
             return
 
-    def _buffer_states(self) -> dict[Place, tuple[int, tuple[int, int]]]:
-        """Others after a change; of batch norms something else is said."""
+    def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
+        """Others after a change, of their `data` too; of batch norms something else is said."""
         return {
-            (name, key): (id(buffer), change_mark(buffer))
+            (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
             for name, module in self._root.named_modules()
             if name and not isinstance(module, BatchNorm)
             for key, buffer in tensors_of(module).buffers.items()
@@ -173,6 +176,13 @@ def _of_class(module: nn.Module, key: str) -> int | float:
     """What a number of a module goes on from that it does not have itself yet (`self.calls += 1`): its class's."""
     value = getattr(type(module), key, 0)
     return value if type(value) in (int, float) else 0
+
+
+def _sum_of(buffer: torch.Tensor) -> str:
+    if is_placeholder(buffer) or buffer.numel() > _LARGEST or buffer.layout != torch.strided:
+        return ""
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return str(float(values.detach().double().sum()))
 
 
 def _print_of(value: Any) -> Any:

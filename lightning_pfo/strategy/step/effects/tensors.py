@@ -35,6 +35,7 @@ class TensorBefore:
     Args:
         array: The tensor or array.
         copies: Whether its values are copied, so that changes can be taken back.
+        compares: Whether values that are copied are compared: what writes into its `data` leaves no mark.
 
     Attributes:
         array: The tensor or array.
@@ -42,8 +43,9 @@ class TensorBefore:
         mark: Another one after a change.
     """
 
-    def __init__(self, array: Any, *, copies: bool) -> None:
+    def __init__(self, array: Any, *, copies: bool, compares: bool) -> None:
         self.array = array
+        self._compares = compares
         self.before: Any = values_of(array) if copies else None
         self.mark = self.mark_now()
         self._data = array.detach() if isinstance(array, torch.Tensor) else array  # in its memory, if `data` is set
@@ -56,7 +58,9 @@ class TensorBefore:
         """Whether it has its memory and values, as far as that is known."""
         if isinstance(self.array, np.ndarray):
             return self.before is None or np.array_equal(self.array, self.before)
-        return self.mark_now() == self.mark
+        if self.mark_now() != self.mark:
+            return False
+        return not (self._compares and self.before is not None) or _are_alike(self.array.detach(), self.before)
 
     def take_back(self) -> None:
         """Give it the memory and the values that it had."""
@@ -76,16 +80,27 @@ class TensorBefore:
             self.array[...] = value
 
 
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # no numbers are alike
+
+
 class LargeTensors:
-    """Which large tensors and arrays a step writes into, as has been seen.
+    """Which large tensors and arrays a step writes into, and into the `data` of which others, as has been seen.
 
     Attributes:
         copies_all: Whether all are copied at the begin of the next batch, as of the first one of each kind of step.
+        compares_all: Whether the values of all that are copied are compared, as of the first batches.
     """
 
-    def __init__(self, *, copies_all: bool = False) -> None:
-        self.copies_all = copies_all
+    def __init__(self, *, copies_all: bool = False, compares_all: bool = False) -> None:
+        self.copies_all, self.compares_all = copies_all, compares_all
         self._written: set[Path] = set()
+        self._unmarked: set[Path] = set()
+
+    def before(self, path: Path, array: Any) -> TensorBefore:
+        """A tensor at the begin of a batch."""
+        compares = self.compares_all or path in self._unmarked
+        return TensorBefore(array, copies=self.is_copied(path, array), compares=compares)
 
     def is_copied(self, path: Path, array: Any) -> bool:
         """Whether a tensor is copied at the begin of a batch, so that what a run writes into it can be taken back."""
@@ -94,15 +109,17 @@ class LargeTensors:
         may_be = (self.copies_all and path[0] != "_buffers") or path in self._written
         return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and may_be)
 
-    def note(self, path: Path, array: Any, *, is_told: bool) -> None:
+    def note(self, path: Path, tensor: TensorBefore, *, is_told: bool) -> None:
         """A run of the step has written into a tensor.
 
         Args:
             path: Where it is.
-            array: The tensor.
+            tensor: The tensor.
             is_told: Whether a warning says what that costs, as where the step is run to its end.
         """
-        size = array.nbytes
+        size = tensor.array.nbytes
+        if tensor.mark_now() == tensor.mark:
+            self._unmarked.add(path)
         if size <= _SMALL_BYTES or path in self._written:
             return
         self._written.add(path)
@@ -138,3 +155,4 @@ class Earlier:
         self.large.copies_all = kind not in self._batches
         self._batches[kind] = min(self._batches[kind] + 1, _LOOKED_AT + 1)
         self.number = self._batches[kind] if self._batches[kind] <= _LOOKED_AT else 0
+        self.large.compares_all = self.number > 0
