@@ -265,6 +265,8 @@ def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:
     """The names of layers that are not called, but of which a part is."""
     called = {unit for unit, _ in trace.marks}.union(*(event.units for event in trace.events))
     used = {name for event in trace.events for name in event.held}
+    if not trace.marks:  # parts that take tensors of the batch alone are no events
+        used.update(trace.everywhere)
     return frozenset(
         unit.name
         for unit in units.layers

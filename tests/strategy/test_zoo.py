@@ -9,7 +9,7 @@ import pytest
 from tests.launch import run_script
 from tests.strategy.zoo import CASES, matching, runner
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 EQUAL = [
     "sequential",
@@ -33,6 +33,8 @@ EQUAL = [
     "experts_by_index",
     "experts_left_out",
     "parts_of_layers_called",
+    "flow_run_backward",
+    "recurrent_and_contiguous",
     "tokens_packed_by_a_mask",
     "deep_supervision",
     "encode_and_call_twice",
@@ -57,7 +59,7 @@ EQUAL = [
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     path = tmp_path_factory.mktemp("zoo") / "outcomes.json"
-    run_script(Path(__file__).parent / "scripts" / "zoo.py", path, ",".join(EQUAL), timeout_s=280)
+    run_script(Path(__file__).parent / "scripts" / "zoo.py", path, ",".join(EQUAL), timeout_s=500)
     return json.loads(path.read_text())
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.strategy.zoo.case import Module, case, vectors
-from tests.strategy.zoo.own import WIDTH, InALoop, block
+from tests.strategy.zoo.case import NUM_CLASSES, Classifier, Module, case, tokens, vectors
+from tests.strategy.zoo.own import VOCABULARY, WIDTH, InALoop, block
 
 
 class Layered(Module):
@@ -217,3 +217,54 @@ class SparseBuffers(Module):
 @case("steps")
 def sparse_buffers() -> Any:
     return SparseBuffers(), vectors()
+
+
+class Coupling(nn.Module):
+    """A part of a flow, which is only run backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH // 2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = z.chunk(2, 1)
+        shift, log_scale = self.net(a).chunk(2, 1)
+        return torch.cat([(b - shift) * torch.exp(-log_scale.tanh()), a], 1), -log_scale.tanh().sum(1)
+
+
+class Flow(Module):
+    """As in normflows: no layer is called itself, and the batch goes right into the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flows = nn.ModuleList(Coupling() for _ in range(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z, log_det = batch[0], torch.zeros(len(batch[0]))
+        for flow in reversed(self.flows):
+            z, change = flow.inverse(z)
+            log_det = log_det + change
+        return (0.5 * z.square().sum(1) - log_det).mean()
+
+
+@case("own")
+def flow_run_backward() -> Any:
+    return Flow(), vectors()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.hidden, self.head = nn.Linear(10 * WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, _ = self.first(self.embedding(ids))
+        x, _ = self.second(x.contiguous())
+        return self.head(self.hidden(x.contiguous().view(len(ids), -1)).relu())
+
+
+@case("own")
+def recurrent_and_contiguous() -> Any:
+    return Classifier(Recurrent()), tokens()
