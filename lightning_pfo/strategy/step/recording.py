@@ -27,12 +27,14 @@ class Logged(NamedTuple):
     Attributes:
         name: What is logged.
         metric: Where the module holds the metric object that was logged; None: a number was.
+        has_value: Whether that has a value for the batch; one that was only updated has none.
         arguments: The other arguments of `self.log`.
         value: Its value for the batch.
     """
 
     name: str
     metric: MetricPlace | None
+    has_value: bool
     arguments: dict[str, Any]
     value: torch.Tensor
 
@@ -52,6 +54,7 @@ class LogRecorder:
         arguments: The other arguments of `self.log`.
         batch_sizes: What is said by `batch_size` that each microbatch stands for.
         metrics: For names under which a metric object was logged, where `owner` holds it.
+        without_value: Those of them that have no value for the batch.
         of_epochs: Whether a step logs on_epoch if it does not say otherwise, as all but that of training do.
     """
 
@@ -63,6 +66,7 @@ class LogRecorder:
     arguments: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
     batch_sizes: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
     metrics: dict[str, MetricPlace] = field(default_factory=dict)
+    without_value: set[str] = field(default_factory=set)
     of_epochs: bool = False
 
     @property
@@ -79,6 +83,8 @@ class LogRecorder:
                 raise self._refused(name, value, *args, **kwargs | {"metric_attribute": None})
             self.metrics[name] = place
             of_batch = batch_value(value)
+            if of_batch is None:
+                self.without_value.add(name)
             value = math.nan if of_batch is None else of_batch
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().clone()  # the step may write into it afterwards
@@ -113,7 +119,13 @@ class LogRecorder:
         """The calls for the batch, with values over its microbatches."""
         known = rules or Rules()
         return [
-            Logged(key[0], self.metrics.get(key[0]), self._arguments_of(key, known), self._reduce(key, values, known))
+            Logged(
+                key[0],
+                self.metrics.get(key[0]),
+                key[0] not in self.without_value,
+                self._arguments_of(key, known),
+                self._reduce(key, values, known),
+            )
             for key, values in self.values.items()
         ]
 

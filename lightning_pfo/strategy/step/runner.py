@@ -393,11 +393,11 @@ class StepRunner:
         for (root, *path), args, _ in outcome["calls"]:
             if root == OF_BATCH:
                 put(batch, path, args[0])
-        for name, place, arguments, number in outcome["logged"]:
+        for name, place, has_value, arguments, number in outcome["logged"]:
             value: Any = number.to(torch.get_default_dtype())
             if place is not None:
                 metric = metric_at(self.owner, place)
-                set_batch_value(metric, value)
+                set_batch_value(metric, value if has_value else None)
                 value = metric
             # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a batch
             # that is evaluated are a replica's, unless the user says otherwise, as others may have none

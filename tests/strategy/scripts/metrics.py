@@ -95,6 +95,8 @@ class Aggregates(Computes):
         self.latest(value=loss.detach())
         self.logged[0](loss.detach())
         self.log("logged", self.logged[0], on_step=True, on_epoch=True)
+        self.log("has no value for a batch", self.of_loss["RunningMean"])
+        self.log("only updated", self.of_loss["MaxMetric"], on_step=True)
         self.so_far.update(loss.detach())
         self.log("so far", self.so_far.compute())
         return loss
@@ -107,6 +109,9 @@ class Aggregates(Computes):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += [self.of_loss["SumMetric"].compute().item(), self.of_loss["RunningMean"].compute().item()]
         self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_step", "so far")]
+        self.seen += [
+            name in self.trainer.callback_metrics for name in ("has no value for a batch", "was only updated")
+        ]
         self.seen.append(float(self.of_two_batches.compute()))
 
     def on_train_epoch_end(self):

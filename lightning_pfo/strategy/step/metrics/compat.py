@@ -154,11 +154,12 @@ def batch_value(metric: Metric) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def set_batch_value(metric: Metric, value: torch.Tensor) -> None:
-    """Let `metric` know its value on the last batch, and that it was updated, on ranks where it was not."""
+def set_batch_value(metric: Metric, value: torch.Tensor | None) -> None:
+    """Let `metric` know its value on the last batch, if any, and that it was updated, on ranks where it was not."""
     metric._forward_cache = value  # type: ignore[assignment]
     metric._computed = None
-    metric._update_count = max(metric._update_count, 1)
+    if not isinstance(metric, sys.modules["torchmetrics"].wrappers.Running):  # its windows count, on all ranks
+        metric._update_count = max(metric._update_count, 1)
 
 
 _PROGRESS = ("_update_count", "_computed", "_num_vals_seen")
