@@ -18,7 +18,7 @@ from torch import nn
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.parallel.compat import change_mark, tensors_of
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3
@@ -155,13 +155,14 @@ class LayerWatch:
 
     def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
         """Others after a change, of their `data` too; of batch norms something else is said."""
-        return {
-            (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
-            for name, module in self._root.named_modules()
-            if name and not isinstance(module, BatchNorm)
-            for key, buffer in tensors_of(module).buffers.items()
-            if buffer is not None
-        }
+        with DisableTorchFunctionSubclass():  # our question, not the step's
+            return {
+                (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
+                for name, module in self._root.named_modules()
+                if name and not isinstance(module, BatchNorm)
+                for key, buffer in tensors_of(module).buffers.items()
+                if buffer is not None
+            }
 
     def _attributes(self) -> dict[Place, Any]:
         return {
@@ -179,7 +180,12 @@ def _of_class(module: nn.Module, key: str) -> int | float:
 
 
 def _sum_of(buffer: torch.Tensor) -> str:
-    if is_placeholder(buffer) or buffer.numel() > _LARGEST or buffer.layout != torch.strided:
+    if (
+        type(buffer) is not torch.Tensor
+        or is_placeholder(buffer)
+        or buffer.numel() > _LARGEST
+        or buffer.layout != torch.strided
+    ):
         return ""
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return str(float(values.detach().double().sum()))
