@@ -180,12 +180,8 @@ def _of_class(module: nn.Module, key: str) -> int | float:
 
 
 def _sum_of(buffer: torch.Tensor) -> str:
-    if (
-        type(buffer) is not torch.Tensor
-        or is_placeholder(buffer)
-        or buffer.numel() > _LARGEST
-        or buffer.layout != torch.strided
-    ):
+    is_plain = type(buffer) is torch.Tensor and buffer.layout == torch.strided and not is_placeholder(buffer)
+    if not is_plain or buffer.numel() > _LARGEST:
         return ""
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return str(float(values.detach().double().sum()))

@@ -63,8 +63,8 @@ def zeros_of(form: torch.Tensor) -> torch.Tensor:
         make, strides = partial(zeros, dtype=form.dtype, device=form.device), strides_of(form)
         if not needs_grad:
             return make(shape, strides)
-        one = make((), requires_grad=True)
-        return one.expand(shape).clone() if strides is None else make(shape, strides) + one
+        zero = make((), requires_grad=True)
+        return zero.expand(shape).clone() if strides is None else make(shape, strides) + zero
 
 
 def zeros(
