@@ -370,13 +370,15 @@ def remember_split(root: nn.Module, split: Split, stages: Sequence[int]) -> None
     Raises:
         ConfigurationError: If it was split before in another way, so that tensors this rank needs are gone.
     """
-    attributes = _noted_in(root, split.units)
-    if _SPLIT not in attributes:
+    noted = _noted_in(root, split.units)
+    if noted is None:
         # without what units run, so that the module can be pickled
         bare = {unit: Unit(unit.name, unit.module, unit.is_layer) for unit in split.units.all}
         units = Units(split.units.name, list(bare.values()), tuple(bare[unit] for unit in split.units.layers))
-        attributes[_SPLIT] = (_with_units(split, units, bare), tuple(stages))
-    before, stages_before = attributes[_SPLIT]
+        # in the first layer, which other modules may hold later, if there is any
+        of_whole = split.units.layers[0].module if split.units.layers else root
+        of_whole.__dict__[_SPLIT] = noted = (_with_units(split, units, bare), tuple(stages))
+    before, stages_before = noted
     if before.boundaries != split.boundaries or stages_before != tuple(stages):
         raise ConfigurationError(
             f"This model was split before with boundaries {list(before.boundaries)} and holds only the layers of "
@@ -387,10 +389,10 @@ def remember_split(root: nn.Module, split: Split, stages: Sequence[int]) -> None
 
 def earlier_split(root: nn.Module, units: Units) -> Split | None:
     """How a module was split before; None if it was not."""
-    before = _noted_in(root, units).get(_SPLIT)
-    if before is None:
+    noted = _noted_in(root, units)
+    if noted is None:
         return None
-    split: Split = before[0]
+    split, _ = noted
     # the same modules, in units of now; modules that the first batch called as a whole stay whole, and others divided
     of_module = {unit.module: unit for unit in units.all}
     names = {module: name for name, module in root.named_modules()}
@@ -404,9 +406,19 @@ def earlier_split(root: nn.Module, units: Units) -> Split | None:
     return _with_units(split, Units(units.name, [*renewed.values(), *others], units.layers), renewed)
 
 
-def _noted_in(root: nn.Module, units: Units) -> dict[str, Any]:
-    """The attributes in which it is noted: those of the first layer, which other modules may hold later, if any."""
-    return (units.layers[0].module if units.layers else root).__dict__
+def _noted_in(root: nn.Module, units: Units) -> tuple[Split, tuple[int, ...]] | None:
+    """How a module was split before, and which stages are here; None if it was not.
+
+    Args:
+        root: The user's module, which holds all layers of that time.
+        units: Its units as they are found now; those of that time may be parts of them.
+    """
+    there = set(root.modules())
+    for module in (*(layer.module for layer in units.layers[:1]), *root.modules()):
+        noted: tuple[Split, tuple[int, ...]] | None = module.__dict__.get(_SPLIT)
+        if noted is not None and all(layer.module in there for layer in noted[0].calls.layers):
+            return noted
+    return None
 
 
 def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:

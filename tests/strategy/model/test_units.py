@@ -5,7 +5,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.ownership import release_others
-from lightning_pfo.strategy.model.split import remember_split, split_units
+from lightning_pfo.strategy.model.split import earlier_split, remember_split, split_units
 from lightning_pfo.strategy.model.units import find_units
 from tests.strategy.model.stages import Holder
 
@@ -165,6 +165,21 @@ def test_what_a_stage_does_not_use_becomes_placeholders():
     assert root.model[1].weight is placeholder
     with pytest.raises(ConfigurationError, match=r"split before with boundaries \[0, 1, 2, 3\].*now \[0, 2, 3\]"):
         remember_split(root, split_at(root, (0, 2, 3)), [0])
+
+
+def test_how_a_module_was_split_is_found_where_its_layers_are_found_as_others():
+    root = Holder(model=nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))))
+    parts = find_units(root, opened=frozenset({"model.0", "model.1", "model.2"}))
+    assert parts.layers[0].name == "model.0.0"
+    split = split_units(root, parts, layer_calls(parts, None), (0, 1, 3))
+    remember_split(root, split, [0])
+    found = earlier_split(root, find_units(root))
+    assert found is not None
+    assert found.boundaries == (0, 1, 3)
+    assert [unit.name for unit in found.calls.layers] == [unit.name for unit in parts.layers]
+    assert earlier_split(root.model[1], find_units(root.model[1])) is None
+    taken = Holder(model=nn.Sequential(*root.model[:2], nn.Linear(2, 2)))  # not all that was divided
+    assert earlier_split(taken, find_units(taken)) is None
 
 
 def test_what_is_tied_within_another_stage_stays_tied():

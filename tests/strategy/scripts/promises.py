@@ -868,6 +868,45 @@ def saved_before(where):
     return [sorted(state), [value.sum().item() for value in state["state_dict"].values()]]
 
 
+class Inverted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        a, b = x.chunk(2, 1)
+        return torch.cat([b - self.net(a), a], 1)
+
+    def inverse(self, x):
+        a, b = x.chunk(2, 1)
+        return torch.cat([b, a + self.net(b)], 1)
+
+
+class Flow(Skips):
+    """Its layers run backward in training, where parts of them are divided, and forward in a prediction after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Inverted() for _ in range(6)), nn.Identity()
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in reversed(self.layers):
+            x = layer.inverse(x)
+        return x.square().mean()
+
+    def predict_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def predicts_forward(where):
+    module = fit(where, Flow)
+    return plain(torch.cat(module.trainer.predict(module, DataLoader(TensorDataset(DATA), batch_size=6))))
+
+
 class Unfreezes(BaseFinetuning):
     def freeze_before_training(self, module):
         self.freeze(module.layers[0])
@@ -978,6 +1017,7 @@ def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, saves_nowhere, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
+    parts = (*parts, predicts_forward)
     parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:

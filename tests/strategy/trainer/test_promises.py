@@ -75,7 +75,17 @@ def test_every_batch_of_an_evaluation_has_noise_of_its_own(seen):
 
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(
-    "part", ["of_class", "after_fit", "unfreezes", "splits", "without_samples", "saved_before", "evaluates_on_gpus"]
+    "part",
+    [
+        "of_class",
+        "after_fit",
+        "predicts_forward",
+        "unfreezes",
+        "splits",
+        "without_samples",
+        "saved_before",
+        "evaluates_on_gpus",
+    ],
 )
 def test_what_is_left_after_a_step_or_a_fit_is_that_of_one_device(seen, part, rank):
     """Containers of the user's class, streams; copies of the Trainer, threads; parameters that an optimizer has."""
