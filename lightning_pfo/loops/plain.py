@@ -24,7 +24,7 @@ from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
-from lightning_pfo.loops.together import Together
+from lightning_pfo.loops.together import Together, refuse_compiled
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
@@ -181,6 +181,7 @@ class PipelinedModel(ModelState):
 
         refuse_saving(module)
         self._together = Together(self._pipeline.engine)
+        self._refuse_compiled = torch.compiler.disable(refuse_compiled)  # runs, with what a graph has noted
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()
         self._norms = Norms(
@@ -247,6 +248,7 @@ class PipelinedModel(ModelState):
                 does not suit microbatches.
             RanksApartError: If other ranks do something else.
         """
+        self._refuse_compiled(torch.compiler.is_compiling())
         batch = (args, kwargs)
         if torch.is_grad_enabled():
             inputs = InputsWithGraph(batch)

@@ -40,11 +40,6 @@ class Together:
         except PfoError:
             raise
         except RuntimeError as error:
-            if type(error).__module__.startswith("torch._dynamo"):  # of `torch.compile(model)`
-                raise ConfigurationError(
-                    "A model on a pipeline is not compiled from outside. Compile it, or layers of it, before it is "
-                    "prepared."
-                ) from error
             raise RanksApartError(
                 f"The ranks of a pipeline do everything together, but others have ended while this one comes to: "
                 f"{what}. Call on every rank what all take part in."
@@ -72,3 +67,15 @@ class Together:
     def end(self) -> None:
         """Let no more batches run."""
         self._is_over = True
+
+
+def refuse_compiled(is_compiling: bool) -> None:
+    """Say what to compile, where a model on a pipeline is compiled as a whole.
+
+    Raises:
+        ConfigurationError: If it is.
+    """
+    if is_compiling:
+        raise ConfigurationError(
+            "A model on a pipeline is not compiled from outside. Compile it, or layers of it, before it is prepared."
+        )
