@@ -181,7 +181,7 @@ class PipelinedModel(ModelState):
 
         refuse_saving(module)
         self._together = Together(self._pipeline.engine)
-        self._refuse_compiled = torch.compiler.disable(refuse_compiled)  # runs, with what a graph has noted
+        self._refuse_compiled = torch.compiler.disable(refuse_compiled)  # type: ignore[no-untyped-call]
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()
         self._norms = Norms(

@@ -35,6 +35,18 @@ class Language(Module):
         return loss
 
 
+class CallsSome(Language):
+    """Has large weights that no step calls, and some that the step uses by itself."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.later, self.bias = nn.Linear(512, 512), nn.Parameter(torch.zeros(256))
+
+    def training_step(self, batch, batch_idx):
+        output = self.model(input_ids=batch[0])
+        return nn.functional.cross_entropy((output.logits + self.bias).flatten(0, 1), batch[0].flatten())
+
+
 class Returns(Language):
     """Returns what is large beside the loss, some of it with its graph, and numbers."""
 
@@ -161,6 +173,7 @@ CASES = {
         {"precision": "bf16-true", "accumulate_grad_batches": 2},
     ),
     "returned, Adam, clipped": (Returns, lambda: llama(vocab_size=4096), optim.Adam, {}, {"gradient_clip_val": 0.1}),
+    "weights that no step calls": (CallsSome, llama, optim.AdamW, {}, {}),
     "returned by four stages, SGD": (
         Returns,
         lambda: llama(vocab_size=2048, num_hidden_layers=4),

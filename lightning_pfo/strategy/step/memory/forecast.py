@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -143,12 +144,13 @@ class MemoryForecast:
         device, schedule = self.engine.device, self.engine.schedule
         assert schedule is not None
         found, is_exact = self._costs(tried)
-        of_optimizers = try_optimizers(optimizers, device)
+        idle = self._idle(found.trained)
+        of_optimizers = try_optimizers(optimizers, device, idle)
         timeline = Timeline(schedule, self.engine.rank, found.of_stages, self._bucket_bytes)
         peak = timeline.peak()
         layers = self._layer_bytes()
         gathered = sum(layers) if self._zero_stage < 3 else max(layers, default=0)
-        left = sum(self._gradient_bytes(parameter) for parameter in self._trained())
+        left = sum(self._gradient_bytes(parameter) for parameter in self._trained() if parameter not in idle)
         earlier = left if keeps_gradients else 0
         ends = self.engine.all_gather(found.left)[self.engine.last_rank]
         if not self.engine.is_last:
@@ -231,6 +233,17 @@ class MemoryForecast:
         first = again | {kind: Cost(left, gone + left) for kind, cost in again.items() if cost.kept_bytes == gone}
         back = sum(form.nbytes for label, form in inputs.items() if program.has_gradient(label, sent=False))
         return StageCosts(received, back, behind, first, again, left)
+
+    def _idle(self, trained: Collection[nn.Parameter] | None) -> set[nn.Parameter]:
+        """The parameters of this rank that have no gradient on any: the step uses neither them nor their units.
+
+        A collective call of the pipeline's ranks.
+        """
+        held = {name: parameter for name, parameter in self.owner.named_parameters() if not is_placeholder(parameter)}
+        called = {p for unit in self.split.units.all if self.split.owners.get(unit) for p in unit.module.parameters()}
+        used = [name for name, p in held.items() if trained is None or p in trained or p in called]
+        anywhere = set(chain.from_iterable(self.engine.all_gather(used)))
+        return {parameter for name, parameter in held.items() if name not in anywhere}
 
     def _trained(self, *stages: int) -> Iterator[nn.Parameter]:
         """The parameters of stages, or of all of this rank, that have gradients."""

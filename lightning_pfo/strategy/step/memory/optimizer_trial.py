@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,21 @@ class OptimizerCosts:
     step_bytes: int
 
 
-def try_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerCosts:
-    """Let copies of optimizers take two steps with tensors without values; they themselves remain as they are."""
+def try_optimizers(
+    optimizers: Sequence[Optimizer], device: torch.device, idle: Collection[nn.Parameter] = ()
+) -> OptimizerCosts:
+    """Let copies of optimizers take two steps with tensors without values; they themselves remain as they are.
+
+    Args:
+        optimizers: The optimizers.
+        device: Where their parameters are.
+        idle: Parameters that have no gradients.
+    """
     state = step = 0
     for optimizer in optimizers:
         living = LivingBytes(device)
         try:
-            twin = _twin(optimizer, device, living)
+            twin = _twin(optimizer, device, living, idle)
             with living, torch.no_grad(), without_reports():
                 type(optimizer).step(twin)
                 living.peak = made = living.now
@@ -51,7 +59,7 @@ def try_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> Opt
     return OptimizerCosts(state, step)
 
 
-def _twin(optimizer: Optimizer, device: torch.device, living: LivingBytes) -> Any:
+def _twin(optimizer: Optimizer, device: torch.device, living: LivingBytes, idle: Collection[nn.Parameter]) -> Any:
     """An optimizer of the same kind that has no state, for parameters without values that have gradients."""
     twin = object.__new__(type(optimizer))
     hooks: dict[str, Any] = {
@@ -65,7 +73,7 @@ def _twin(optimizer: Optimizer, device: torch.device, living: LivingBytes) -> An
     for group in optimizer.param_groups:
         stand_ins = []
         for parameter in group["params"]:
-            if parameter.requires_grad and not parameter.is_meta:
+            if parameter.requires_grad and not parameter.is_meta and parameter not in idle:
                 stand_in = nn.Parameter(valueless.like(local(parameter.detach())))
                 stand_in.grad = valueless.like(local(parameter.detach()))
                 living.leave_out((stand_in, stand_in.grad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,11 +75,13 @@ class Found:
         of_stages: What instructions of each stage of this rank take.
         beside_bytes: What there is beside them during an iteration.
         left: What is there when the step has ended, where this rank ends it.
+        trained: The parameters that have gradients then; None: nobody knows.
     """
 
     of_stages: Mapping[int, StageCosts]
     beside_bytes: int
     left: Left
+    trained: Collection[nn.Parameter] | None = None
 
 
 def try_stages(
@@ -126,15 +128,20 @@ def try_stages(
             buffers = StepBuffers(owner, tried.changes, len(engine.stages))
         beside = living.now
         costs = {}
+        trained: set[nn.Parameter] = set()
         for stage in engine.stages:
             whole = [stand_ins[parameter] for parameter in parameters[stage]]
             sums = StepGradients({stage: whole}, None, precise=precise)
             with living:
                 of_stage = _StageTrial(stage, engine, tried, substitutes, living, sums, exchanges, leavings, buffers)
                 costs[stage] = of_stage.run()
-            left = sum(bytes_on(engine.device, local(g).nbytes) for g in sums.finish([]).values())
-            costs[stage] = costs[stage].leaving(left)
-        return Found(costs, beside, leavings.put_together(living, engine.device) if engine.is_last else Left())
+            gradients = sums.finish([])
+            costs[stage] = costs[stage].leaving(
+                sum(bytes_on(engine.device, local(g).nbytes) for g in gradients.values())
+            )
+            trained.update(parameter for parameter in parameters[stage] if stand_ins[parameter] in gradients)
+        left = leavings.put_together(living, engine.device) if engine.is_last else Left()
+        return Found(costs, beside, left, trained)
 
 
 class _StageTrial:
