@@ -7,6 +7,7 @@ import re
 from lightning_pfo.core.errors import PfoError
 
 _OF_TRANSFERS = re.compile(r"gloo|nccl|connection|process ?group", re.IGNORECASE)
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}\b")
 
 
 class RankDiedError(PfoError, RuntimeError):
@@ -14,8 +15,9 @@ class RankDiedError(PfoError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """What others are told of an error."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")[:2000]  # Ctrl-C has no text
+    """What others are told of an error: the same by ranks that have raised the same."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")  # Ctrl-C has no text
+    return _ADDRESS.sub("0x...", text)[:2000]
 
 
 def tells_of_others(error: BaseException) -> bool:

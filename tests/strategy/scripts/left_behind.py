@@ -245,13 +245,19 @@ class Modules(Base):
         return plain((part.calls, part.lengths, part.last, part.seen, criterion.history, criterion.samples))
 
 
+class Read(TensorDataset):
+    """A dataset that counts."""
+
+    read = 0
+
+
 class Data(L.LightningDataModule):
     def __init__(self):
         super().__init__()
         self.used = []
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(DATA), batch_size=6)
+        return DataLoader(Read(DATA), batch_size=6)
 
     def val_dataloader(self):  # those of modules do not count beside it
         return self.train_dataloader()
@@ -282,6 +288,40 @@ def make_closed(history):
             return plain(kept)
 
     return Closed()
+
+
+class OfTrainer(Base):
+    """Sets what its Trainer has: learning rates, schedulers, when to stop."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.1), momentum=0.5)
+        schedule = torch.optim.lr_scheduler
+        in_turn = [schedule.ExponentialLR(optimizer, 0.9), schedule.ConstantLR(optimizer, 0.5, 2)]
+        return [optimizer], [
+            {"scheduler": schedule.SequentialLR(optimizer, in_turn, milestones=[2]), "interval": "epoch"}
+        ]
+
+    def note(self, x, output, batch_idx):
+        group = self.optimizers().param_groups[0]
+        group["momentum"] *= 0.9
+        self.lr_schedulers().step()
+        group["lr"].mul_(0.9)
+        self.rates.append([float(group["lr"]), group["momentum"], *map(float, self.lr_schedulers().get_last_lr())])
+        self.trainer.limit_val_batches += 1
+        self.trainer.fit_loop.max_epochs += batch_idx == 1
+        self.trainer.noted = getattr(self.trainer, "noted", 0) + 1
+        self.trainer.train_dataloader.dataset.read += 1
+        self.trainer.should_stop = self.current_epoch == 1 and batch_idx == 2
+
+    def found(self):
+        trainer = self.trainer
+        states = [trainer.optimizers[0].param_groups[0]["lr"], trainer.lr_scheduler_configs[0].scheduler.last_epoch]
+        limits = [trainer.limit_val_batches, trainer.fit_loop.max_epochs, trainer.noted, trainer.should_stop]
+        return plain([self.rates, *states, *limits, trainer.train_dataloader.dataset.read, self.global_step])
 
 
 def make_counter():
@@ -863,6 +903,7 @@ CASES = {
     "objects": Objects,
     "modules": Modules,
     "layers": Layers,
+    "of_trainer": OfTrainer,
     "closed": lambda: make_closed([]),
     "calls": Calls,
     "elsewhere": Elsewhere,

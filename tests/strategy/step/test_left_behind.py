@@ -16,6 +16,7 @@ CASES = (
     "objects",
     "modules",
     "layers",
+    "of_trainer",
     "closed",
     "calls",
     "elsewhere",

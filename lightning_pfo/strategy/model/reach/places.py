@@ -1,7 +1,7 @@
 """Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
 
-They are reached from the user's module: from it, its class, and modules around its layers; from the data module and the
-callbacks of its Trainer, if a step names these; and from the variables that a step knows besides its arguments. Into
+They are reached from the user's module: from it, its class, and modules around its layers; from its Trainer, as far as
+a step names what that has; and from the variables that a step knows besides its arguments. Into
 objects of the user's own classes it is looked as into containers; those of libraries are theirs.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
     Known,
@@ -62,6 +63,7 @@ class Places:
     Attributes:
         containers: Dicts (of attributes too), lists, deques and sets.
         tensors: Tensors and arrays that may be written into.
+        settings: Which of the containers are attributes of the Trainer, or set its optimizers and schedulers.
         objects: Which of the containers are the attributes of an object, and no module.
         generators: Random generators.
         streams: Iterators, files, and writers of libraries; each at all of its places.
@@ -93,12 +95,15 @@ class Places:
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
         known = [known_to(cls) for cls in dict.fromkeys(map(type, (owner, *modules.values())))]
-        trainer = trainer_of(owner)
-        if any("datamodule" in each.names for each in known):
-            self._object(("trainer.datamodule",), getattr(trainer, "datamodule", None))
-        if any("callbacks" in each.names for each in known):
-            for index, callback in enumerate(getattr(trainer, "callbacks", ())):
-                self._object((f"trainer.callbacks[{index}]",), callback)
+        names = {name for each in known for name in each.names}
+        for name, other in others_of(owner, names):
+            self._object((name,), other)
+        self.settings = {(name,): holder for name, holder in settings_of(owner, names)}
+        for path, holder in self.settings.items():
+            self.containers[path] = holder
+            for name, value in holder.items():
+                if isinstance(value, torch.Tensor):
+                    self._note((*path, name), value)
         for cls in dict.fromkeys((*map(type, (owner, *modules.values())), *classes)):
             self._known_to(cls)
         for cls in self._classes:  # which may become more
@@ -220,14 +225,6 @@ def named(path: Path) -> str:
     root, *keys = [key for key in path if key not in _UNNAMED]
     text = str(root) if isinstance(root, str) and not root.isidentifier() else f"self.{root}"
     return text + "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in keys)
-
-
-def trainer_of(owner: Any) -> Any:
-    """The Trainer of a module; None without one."""
-    try:
-        return getattr(owner, "trainer", None)
-    except RuntimeError:  # Lightning's modules have none outside of a run
-        return None
 
 
 # ---- iterators and files ----

@@ -116,6 +116,9 @@ class _Remembered:
         """Note what is not in modules."""
         for path in places.objects:
             self.attributes(places.containers[path])
+        for settings in places.settings.values():
+            self.undo.append(partial(_refill, settings, dict(settings)))
+            self._items(value for value in settings.values() if isinstance(value, torch.Tensor))
         self._items(holder for holder in places.holders.values() if isinstance(holder, (dict, list, set, deque)))
         self._items(places.modules.values())
 

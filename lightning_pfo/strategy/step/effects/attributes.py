@@ -13,7 +13,7 @@ every rank:
 - Tensors are merged like outputs; those that keep their shape, like numbers. What only some have written is theirs.
 - Lists, tuples, tensors and arrays that are made anew with the earlier items first (`self.outs = self.outs + [loss]`,
   `torch.cat([self.outs, y])`) grow by what comes after these, merged in the same way.
-- Of other values that differ, the last one stays.
+- Of other values that differ, the last one stays, and of what is set of the Trainer, its optimizers and schedulers.
 - Floating-point numbers grow by the sum where the module, or an object, counts samples and does not count batches.
 - The numbers of an object that counts samples, such as an average meter, are not taken back on the last stage: they go
   on from microbatch to microbatch as from batch to batch. See `meters`.
@@ -83,6 +83,7 @@ class Attributes:
         self._not_taken_back: dict[Path, torch.Tensor] = {}
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
+        self._settings = places.settings
         self._meters = Meters(places.objects)
         self.generators = Generators(places.generators)
         self.streams = Streams(places.streams, places.containers)
@@ -199,8 +200,14 @@ class Attributes:
             kinds, values = {kind for kind, _ in found}, [value for _, value in found]
             if kinds == {"appended"}:
                 merged[path] = ("appended", merge.appended(values, named(path)))
-            elif len(kinds) > 1 or kinds == {"gone"}:
+            elif len(kinds) > 1 or kinds == {"gone"} or path[:-1] in self._settings:
                 merged[path] = found[-1]
+                if path[:-1] in self._settings and (len(found) < len(changes) or not _is_same(values)):
+                    warn_once(
+                        f"A step sets {named(path)} by what it has, which the microbatches of a batch do not agree on. "
+                        f"The last of them that sets it counts. Decide in on_train_batch_end(outputs, ...): it is "
+                        f"given what the whole batch has."
+                    )
             else:
                 if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]
@@ -300,6 +307,14 @@ def _replaced(value: Any, by: Callable[[Any], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_replaced(item, by) for item in value)
     return {key: _replaced(item, by) for key, item in value.items()} if type(value) is dict else value
+
+
+def _is_same(values: Sequence[Any]) -> bool:
+    """Whether microbatches have set the same, as far as it can be compared."""
+    try:
+        return all(bool(value == values[0]) for value in values)
+    except (RuntimeError, ValueError):  # tensors and arrays of several numbers
+        return True
 
 
 def _copied(container: Any) -> Any:

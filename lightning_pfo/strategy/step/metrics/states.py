@@ -18,7 +18,8 @@ from torch import nn
 from typing_extensions import TypeIs
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.model.reach.places import Path, Places, trainer_of
+from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
+from lightning_pfo.strategy.model.reach.places import Path, Places
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches

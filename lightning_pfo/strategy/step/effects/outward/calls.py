@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.places import named, trainer_of
+from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
+from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs

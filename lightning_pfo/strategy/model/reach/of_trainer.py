@@ -1,0 +1,72 @@
+"""What a step may set of its Trainer: `self.trainer.should_stop = True`, learning rates, schedulers, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+_OF_OPTIMIZERS = {"optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"}
+_LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
+
+
+def trainer_of(owner: Any) -> Any:
+    """The Trainer of a module; None without one."""
+    try:
+        return getattr(owner, "trainer", None)
+    except RuntimeError:  # Lightning's modules have none outside of a run
+        return None
+
+
+def settings_of(owner: Any, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The attributes and groups of parameters that a step may set, and how they are told.
+
+    A step that optimizes by itself is left out: what it sets for its optimizers is noted elsewhere.
+
+    Args:
+        owner: The user's module.
+        names: All names in what the step runs.
+    """
+    trainer = trainer_of(owner)
+    if trainer is None:
+        return
+    if "trainer" in names and hasattr(trainer, "__dict__"):
+        yield "trainer", vars(trainer)
+    if "fit_loop" in names and hasattr(trainer, "fit_loop"):
+        yield "trainer.fit_loop", vars(trainer.fit_loop)
+    if _OF_OPTIMIZERS.isdisjoint(names) or not getattr(owner, "automatic_optimization", True):
+        return
+    for index, optimizer in enumerate(getattr(trainer, "optimizers", ())):
+        for number, group in enumerate(optimizer.param_groups):
+            yield f"trainer.optimizers[{index}].param_groups[{number}]", group
+    for index, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
+        for path, scheduler in _and_inner(f"trainer.lr_scheduler_configs[{index}].scheduler", config.scheduler):
+            yield path, vars(scheduler)
+
+
+def _and_inner(path: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
+    """A scheduler, and those that it runs."""
+    yield path, scheduler
+    for name, value in vars(scheduler).items():
+        for index, inner in enumerate(value if isinstance(value, (list, tuple)) else ()):
+            if isinstance(inner, LRScheduler):
+                yield from _and_inner(f"{path}.{name}[{index}]", inner)
+
+
+def others_of(owner: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Objects of the Trainer that a step names, which may be of the user's own classes, and how they are told.
+
+    Args:
+        owner: The user's module.
+        names: All names in what the step runs.
+    """
+    trainer = trainer_of(owner)
+    if "datamodule" in names:
+        yield "trainer.datamodule", getattr(trainer, "datamodule", None)
+    if "callbacks" in names:
+        for index, callback in enumerate(getattr(trainer, "callbacks", ())):
+            yield f"trainer.callbacks[{index}]", callback
+    for name in _LOADERS if "dataset" in names else ():
+        if name in names:
+            yield f"trainer.{name}.dataset", getattr(getattr(trainer, name, None), "dataset", None)
