@@ -173,8 +173,12 @@ def tracked(tensor: torch.Tensor) -> Tracked:
 def untracked(tensor: torch.Tensor) -> None:
     """Follow a tensor no longer that was an ordinary one before."""
     if isinstance(tensor, Tracked):
-        tensor.__dict__.clear()
+        for name in _OWN.intersection(tensor.__dict__):
+            del tensor.__dict__[name]
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
+
+
+_OWN = frozenset(("held", "is_absent", "label", "varies"))
 
 
 def no_longer_tracked(tensor: Tracked) -> torch.Tensor:

@@ -6,8 +6,8 @@ from torch import nn
 
 from lightning_pfo.strategy.model.tracing.dividing.program import programs_of
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
-from tests.strategy.model.stages import Followed, assert_equal, run_cut, run_plainly
-from tests.strategy.model.tracing.cases import CASES
+from tests.strategy.model.stages import Followed, assert_equal, run_cut, run_plainly, run_programs
+from tests.strategy.model.tracing.cases import CASES, Block, Case, chain
 
 
 def outputs(name, place):
@@ -24,6 +24,30 @@ def outputs(name, place):
 def test_a_step_returns_ordinary_tensors():
     (output, _), _ = outputs("dicts", lambda trace: len(trace.events) - 2)
     assert type(output["logits"]) is torch.Tensor
+
+
+class Keeps(Block):
+    """A layer that keeps what it returns, as many do to look at it, with something noted in it."""
+
+    def forward(self, x):
+        self.out = super().forward(x)
+        self.out.noted = 3
+        return self.out
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_layers_keep_are_ordinary_tensors(trains):
+    owner, step = Case(chain, None, {"layer": Keeps}).make()
+    followed = Followed(owner, step, 2)
+    try:
+        trace = followed.trace()
+        with torch.set_grad_enabled(trains):
+            run_programs(programs_of(trace, [2]), [followed.step, followed.step], train=trains)
+    finally:
+        followed.close()
+    kept = [layer.out for layer in owner.layers]
+    assert len(kept) > 2
+    assert all(type(tensor) is torch.Tensor and tensor.__dict__ == {"noted": 3} for tensor in kept)
 
 
 def test_a_last_stage_may_have_nothing_to_compute():
