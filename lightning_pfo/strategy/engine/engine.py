@@ -169,6 +169,7 @@ class PipelineEngine:
         train: bool,
         after_backward: AfterBackward | None = None,
         memory: Sequence[dict[int, torch.Tensor]] = (),
+        differentiates: bool = False,
     ) -> list[set[int]]:
         """Run all microbatches forward, and in training backward; gradients are left in `.grad`.
 
@@ -181,6 +182,7 @@ class PipelineEngine:
             train: Whether to run backward.
             after_backward: Called after each backward, and each weight gradient.
             memory: Of each microbatch the values that phases of the step compute for later ones.
+            differentiates: Whether forwards without backwards keep what the step itself differentiates by.
 
         Returns:
             For each stage of this rank the microbatches of which the step has called nothing, but returned None.
@@ -203,7 +205,7 @@ class PipelineEngine:
                 stage.skipped = set()
             if train and self._sharded is not None:
                 self._sharded.begin()
-            with torch.set_grad_enabled(train):
+            with torch.set_grad_enabled(train or differentiates):
                 executor.run(after_backward)
             if train and self._sharded is not None:
                 self._sharded.end()

@@ -179,7 +179,7 @@ class Stage:
         program = self.programs[microbatch]
         with DisableTorchFunctionSubclass():
             for tensor, label in zip(received, program.received, strict=True):
-                tensor.requires_grad_(program.is_differentiable(label, sent=False) and self._train)
+                tensor.requires_grad_(program.is_differentiable(label, sent=False) and torch.is_grad_enabled())
         outputs = None
         offload = self._offload if self._train and microbatch not in self.at_once else None
         with _NotingFailures(self), nullcontext() if offload is None else offload.of_forward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
+from lightning_pfo.strategy.model.tracing.dividing.cutting import first_differentiated, undivided
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.tracing.events import Trace
@@ -123,6 +123,10 @@ def _calls_of_phases(units: Units, trace: Trace) -> LayerCalls:
                 before[mine] |= found - {mine}
                 found.add(mine)
             reached[position] = found
+    for each in trace.differentiations:
+        within = {unit for unit in layer_of[first_differentiated(trace, each) : each.position] if unit is not None}
+        for unit in within:
+            before[unit] |= within - {unit}
     groups = _in_order_of_need(before)
     layers = [unit for group in groups for unit in group]
     starts = {group[0] for group in groups}

@@ -59,6 +59,7 @@ class StepOnStages:
         layers: What layers keep in attributes.
         earlier: What earlier batches have left.
         skipped: The microbatches that each stage has skipped in the last run.
+        differentiates: Whether a training step calls torch.autograd.grad, so that one that is compared needs gradients.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StepOnStages:
         self.layers = LayerWatch(owner, split.modules_inside(owner, stages))
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
+        self.differentiates = False
         self._shared = shared
         self._deferred = deferred
         self._ends = Ends(engine, owner, self.programs)
@@ -125,6 +127,7 @@ class StepOnStages:
         """
         engine = self.engine
         train, last = kind == "train", engine.num_stages - 1
+        differentiates = kind == "compare" and self.differentiates
         ends = phase is None or phase.ends
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +163,8 @@ class StepOnStages:
             seed = (engine.seed, *step_seed)
             found = None if phase is None else phase.programs
             if found is None:
-                found = self.programs.of(kind, microbatches, step, seed, train=train, whole=whole, flags=kept.flags)
+                flows = train or differentiates
+                found = self.programs.of(kind, microbatches, step, seed, train=flows, whole=whole, flags=kept.flags)
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
@@ -177,7 +181,14 @@ class StepOnStages:
                 with of_batch, earlier_runs.undone_if_it_fails():
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
-                        programs, step_seed, run_step, take, train=train, after_backward=after_backward, memory=memory
+                        programs,
+                        step_seed,
+                        run_step,
+                        take,
+                        train=train,
+                        after_backward=after_backward,
+                        memory=memory,
+                        differentiates=differentiates,
                     )
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()

@@ -66,6 +66,12 @@ def of_other_samples(output, target):
     return (nn.functional.mse_loss(output, torch.zeros_like(output)) - (output[0] - output[-1]).square().mean()).sin()
 
 
+def penalised(output, target):
+    """Differentiates by itself, and sums what it finds over samples."""
+    (gradient,) = torch.autograd.grad(sum_(output, target), output, create_graph=True)
+    return mean(output, target) + gradient.square().sum()
+
+
 mean = nn.functional.cross_entropy
 sum_ = nn.CrossEntropyLoss(reduction="sum")
 weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 1.5, 1.1, 0.7]))
@@ -143,6 +149,7 @@ CASES = {
     "whole batch": (layers, sum_, {"num_microbatches": 1, "schedule": "gpipe"}),
     "contrastive, one sample each": (layers, contrastive, {"num_microbatches": 8}),
     "contrastive": (layers, contrastive, {}),
+    "sum of gradients": (layers, penalised, {}),
     "class weights": (layers, weighted, {}),
     "labels with gaps": (layers, ragged, {}),
     "experts": (with_experts, balanced, {}),

@@ -374,6 +374,28 @@ class Critics(Gan):
         return [opt_g, opt_d], [lr_scheduler.ExponentialLR(opt_d, 0.9)]
 
 
+class Penalised(Gan):
+    """As in WGAN-GP: the critic is differentiated by samples between real and made ones."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        real, share = batch[0][:, :4], batch[0][:, 4:5].sigmoid()
+        fake = self.net(batch[0]).detach()
+        between = (share * real + (1 - share) * fake).requires_grad_(True)
+        judged = self.judge(between)
+        (gradient,) = torch.autograd.grad(judged, between, torch.ones_like(judged), create_graph=True)
+        penalty = (gradient.norm(2, dim=1) - 1).square().mean()
+        loss = self.judge(fake).mean() - self.judge(real).mean() + 10 * penalty
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        self.log("loss", loss)
+        if batch_idx % 2 == 0:
+            opt_g.zero_grad()
+            self.manual_backward(-self.judge(self.net(batch[0])).mean())
+            opt_g.step()
+
+
 class BothLosses(Gan):
     """All is computed first, and differentiated by parts."""
 
@@ -674,7 +696,7 @@ class Hides(Module):
 SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b"}}
 PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst) for name in SCHEDULES),
-    *((kind, "1f1b") for kind in (Adversarial, Critics, BothLosses, LooksAgain, ThreeOptimizers)),
+    *((kind, "1f1b") for kind in (Adversarial, Critics, Penalised, BothLosses, LooksAgain, ThreeOptimizers)),
     *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
 ]
 ONCE = {"num_microbatches": 1, "schedule": "gpipe"}

@@ -58,6 +58,7 @@ def test_batch_norms_are_told_of_once_by_the_first_rank(ranks):
         ("sum in one replica", "4 times as large, so the loss is a sum"),
         ("contrastive, one sample each", "It is 0 on every microbatch"),
         ("contrastive", "compares the samples"),
+        ("sum of gradients", "compares the samples"),
         ("not two-dimensional", "compares the samples"),
     ],
 )

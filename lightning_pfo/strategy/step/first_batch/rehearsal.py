@@ -218,6 +218,9 @@ class Rehearsal:
             self._dtypes.update(*(found for _, found in everyone))  # layers of other ranks may be in a narrower type
             problems = [found for found, _ in everyone if found]
         deviates = any(found.startswith(DeviationError.__name__) for found in problems)
+        if is_training and not self._runner.differentiates and any("torch.autograd.grad" in each for each in problems):
+            self._runner.differentiates = True
+            return self._try(first, parts, draw, whole, evaluates=evaluates)
         if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
             return self._try(first, parts, draw, whole, evaluates=evaluates)
         run = StepRun(effects, recorder, results, is_training, batching.batch_dim)

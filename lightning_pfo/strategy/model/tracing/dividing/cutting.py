@@ -195,6 +195,12 @@ def _parts(trace: Trace, differentiation: Differentiation, cut: int) -> bool:
     return False
 
 
+def first_differentiated(trace: Trace, differentiation: Differentiation) -> int:
+    """The first event of those that are of one stage with a call of `torch.autograd.grad`."""
+    born = [trace.values[label].born for label in differentiation.labels]
+    return min([*born, *([] if differentiation.first is None else [differentiation.first])])
+
+
 def differentiates(line: str, error: object = "a boundary lies between them") -> str:
     """What is said where a step differentiates by itself, over a stage boundary."""
     return (

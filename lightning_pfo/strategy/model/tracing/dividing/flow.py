@@ -15,6 +15,7 @@ from lightning_pfo.strategy.model.tracing.dividing.cutting import (
     LeadsBackError,
     Obstacles,
     differentiates,
+    first_differentiated,
     leads_back,
 )
 from lightning_pfo.strategy.model.tracing.events import FOREVER, Trace, Value
@@ -96,6 +97,7 @@ def stages_by_owner(
         if trace.events[position].reads:  # Python goes on by it
             floor = have[0]
     _rather_later(flow, computed, bound, stage_of)
+    _with_differentiation(trace, flow, bound, stage_of)
     _check(trace, stage_of)
     return stage_of
 
@@ -112,6 +114,17 @@ def _rather_later(flow: Flow, computed: Sequence[int], bound: Sequence[Bound], s
             stage_of[position] = min(takers[position])
         for before in flow.before[position]:
             takers.setdefault(before, []).append(stage_of[position])
+
+
+def _with_differentiation(trace: Trace, flow: Flow, bound: Sequence[Bound], stage_of: dict[int, int]) -> None:
+    """What makes the tensors by which `torch.autograd.grad` differentiates is computed on its stage, if it can be."""
+    for each in trace.differentiations:
+        stage = stage_of.get(each.position, -1)
+        for position in range(each.position - 1, first_differentiated(trace, each) - 1, -1):
+            takers = (other for other, before in enumerate(flow.before) if position in before and other in stage_of)
+            is_free = not bound[position] and not trace.events[position].reads
+            if stage_of.get(position, stage) < stage and is_free and all(stage_of[other] >= stage for other in takers):
+                stage_of[position] = stage
 
 
 def _previous(bound: Sequence[Bound], stage_of: StageOf, position: int, stage: int) -> str:
@@ -132,7 +145,7 @@ def _check(trace: Trace, stage_of: StageOf) -> None:
         if len(within) > 1:
             raise ConfigurationError(why)
     for each in trace.differentiations:
-        first = min([trace.values[label].born for label in each.labels] + ([] if each.first is None else [each.first]))
+        first = first_differentiated(trace, each)
         within = {stage for position, stage in stage_of.items() if first <= position <= each.position}
         if len(within) > 1:
             raise ConfigurationError(differentiates(each.line))
