@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -92,7 +93,7 @@ class ModelCall:
         if self.num_microbatches is not None:
             return self.num_microbatches
         size = self.batching.size_of(batch, self.num_ranks)
-        number = default_num_microbatches(size, self.num_ranks, self.make_schedule)
+        number = default_num_microbatches(size, self.num_ranks, self.make_schedule, least_samples(self.module))
         if said := too_few_samples(size, number, self.num_ranks):
             warn_once(said)
         return number

@@ -174,15 +174,29 @@ def what_they_normalise(root: nn.Module, how_many: Sequence[int], *, are_deferre
 
 def in_our_words(error: Exception) -> Exception:
     """What ended a microbatch; where a batch norm had a single value per channel, with the way out."""
-    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+    said = told_of_single(str(error)) if isinstance(error, ValueError) else ""
+    if not said:
         return error
-    explained = ConfigurationError(
-        f"A batch norm in training mode needs two samples or more in each microbatch, and one has a single one "
-        f"({error}). Use fewer microbatches (num_microbatches=...), larger batches, or drop_last=True in the loader "
-        f"if it is the last batch that is too small."
-    )
+    explained = ConfigurationError(said)
     explained.__cause__ = error
     return explained
+
+
+def told_of_single(problem: str) -> str:
+    """What is said where a batch norm had a single value per channel, with the way out; nothing of other problems."""
+    if "more than 1 value per channel" not in problem:
+        return ""
+    problem = problem.removesuffix(".")
+    return (
+        f"A batch norm in training mode needs two samples or more in each microbatch, and one has a single one "
+        f"({problem}). Use fewer microbatches (num_microbatches=...), larger batches, or drop_last=True in the loader "
+        f"if it is the last batch that is too small."
+    )
+
+
+def least_samples(root: nn.Module) -> int:
+    """How many samples a microbatch should have, for the batch norms of a module that are in training mode."""
+    return 2 if any(isinstance(module, BatchNorm) and module.training for module in root.modules()) else 1
 
 
 def check_batch_norm(how: str) -> None:

@@ -100,12 +100,16 @@ def users_line(error: BaseException | None = None) -> str:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_USERS_FILES) and "contextlib" not in file:
             return f"{file}:{line}: {linecache.getline(file, line, frame.f_globals).strip()}"
-    return "an unknown line"
+    return _UNKNOWN
 
 
 def told_of_error(error: BaseException) -> str:
-    """An error of the user's code, for messages, with its line."""
-    return f"{type(error).__name__}: {error}, at {users_line(error)}"
+    """An error of the user's code, for messages, with its line if it has one."""
+    line, text = users_line(error), f"{type(error).__name__}: {error}"
+    return f"{text.removesuffix('.')}." if line == _UNKNOWN else f"{text}, at {line}"
+
+
+_UNKNOWN = "an unknown line"
 
 
 def _stack() -> Iterator[tuple[types.FrameType, int]]:

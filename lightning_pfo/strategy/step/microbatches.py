@@ -17,7 +17,9 @@ from lightning_pfo.strategy.parallel.compat import tree_leaves
 _PER_RANK = 4
 
 
-def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Callable[[int], PipelineSchedule]) -> int:
+def default_num_microbatches(
+    batch_size: int, num_ranks: int, make_schedule: Callable[[int], PipelineSchedule], least_samples: int = 1
+) -> int:
     """Choose how many microbatches a training batch is split into.
 
     More microbatches mean fewer bubbles (for 1F1B their share is (ranks - 1) / (microbatches + ranks - 1)), but less
@@ -27,17 +29,23 @@ def default_num_microbatches(batch_size: int, num_ranks: int, make_schedule: Cal
     those nearest to four per rank first. Where a batch has not that many samples it is the least number that the
     schedule can run: each batch is a short one, of which `too_few_samples` tells.
 
+    Args:
+        batch_size: Number of samples.
+        num_ranks: Number of ranks of the pipeline.
+        make_schedule: Makes the schedule for a number of microbatches.
+        least_samples: So many samples a microbatch should have, if batches have as many; see `batch_norm`.
+
     Raises:
         BatchError: If the schedule can run none up to four per rank.
     """
     wanted = _PER_RANK * num_ranks if num_ranks > 1 else 1
-    numbers = range(1, batch_size + 1)
+    numbers = range(1, max(1, batch_size // least_samples) + 1)
     near = [n for n in reversed(numbers) if wanted // 2 <= n <= wanted]
     above = [n for n in numbers if wanted < n <= 2 * wanted]
     divisors = [n for n in [*near, *above] if batch_size % n == 0]
     nearest = sorted(numbers, key=lambda n: abs(n - wanted))
     reason: ConfigurationError | None = None
-    tried: list[int] = [*divisors, *near, *nearest, *range(batch_size + 1, wanted + 1)]
+    tried: list[int] = [*divisors, *near, *nearest, *range(numbers.stop, wanted + 1)]
     for number in dict.fromkeys(tried):
         try:
             make_schedule(number)

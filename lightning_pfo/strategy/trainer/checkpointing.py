@@ -31,7 +31,7 @@ from lightning_pfo.strategy.step.values import share_error
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
 from lightning_pfo.strategy.trainer.compat import WEIGHTS_ONLY, move_optimizers
 from lightning_pfo.strategy.trainer.processes import MeshStrategy
-from lightning_pfo.strategy.trainer.together import together
+from lightning_pfo.strategy.trainer.together import between_steps, together
 
 _log = logging.getLogger(__name__)
 _OWN_STATE = "pfo_pipeline"
@@ -93,11 +93,13 @@ class CheckpointStrategy(MeshStrategy):
     def make_checkpoint_io(self) -> CheckpointIO:
         return SafeCheckpointIO()
 
+    @between_steps
     @together
     def gather_module_state(self, module: nn.Module | None = None) -> dict[str, Any]:
         """The whole state dict of a split module (the user's) on the first process, empty on others; collective."""
         return whole.gather_module_state(module or self._module(), self._last_rank, self.mesh.pipeline_group)
 
+    @between_steps
     @together
     def gather_module(self) -> pl.LightningModule | None:
         """The whole module on the first process, None on others; a collective call of all processes.
@@ -131,6 +133,7 @@ class CheckpointStrategy(MeshStrategy):
             self._whole_parameters(opened, modules)
             yield
 
+    @between_steps
     @together
     def _whole_parameters(self, opened: ExitStack, modules: Sequence[nn.Module]) -> None:
         if self._is_split and dist.is_initialized():
@@ -139,6 +142,7 @@ class CheckpointStrategy(MeshStrategy):
             opened.enter_context(whole_parameters(given, self.root_device, self.mesh.pipeline_group))
 
     @override
+    @between_steps
     @together
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._is_split:  # before any run, or where its begin has failed, the module is whole
@@ -149,6 +153,7 @@ class CheckpointStrategy(MeshStrategy):
         return sharded_checkpoint.module_shard(self._module(), self._last_rank, self.mesh.pipeline_group)
 
     @override
+    @between_steps
     @together
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not optimizer.state_dict():  # Lightning's, where `configure_optimizers` returns None

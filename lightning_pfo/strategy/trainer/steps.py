@@ -20,6 +20,7 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
@@ -138,9 +139,13 @@ class StepStrategy(CheckpointStrategy):
             else:
                 self._choose_num_microbatches(size)
 
+    def _default_num_microbatches(self, batch_size: int) -> int:
+        least = least_samples(self._module())
+        return default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule, least)
+
     def _choose_num_microbatches(self, batch_size: int) -> None:
         before = self._num_microbatches
-        self._num_microbatches = default_num_microbatches(batch_size, self.mesh.num_ranks, self._make_schedule)
+        self._num_microbatches = self._default_num_microbatches(batch_size)
         if self._num_microbatches == before:
             return
         self._get_pipeline().engine.set_num_microbatches(self._num_microbatches)
@@ -225,7 +230,7 @@ class StepStrategy(CheckpointStrategy):
             arrived = before_transfer(module, self.precision_plugin.convert_input(anew(batch, copies=True)))
             arrived = self.batch_to_device(arrived, device)
             self._first_size = size = self._batching.size_of(arrived, ranks)
-            number = self._num_microbatches or default_num_microbatches(size, ranks, self._make_schedule)
+            number = self._num_microbatches or self._default_num_microbatches(size)
             yield self._batching.split(arrived, number)[0]
 
     def _trains_side_by_side(self) -> bool:

@@ -150,6 +150,7 @@ CASES = {
     "contrastive, one sample each": (layers, contrastive, {"num_microbatches": 8}),
     "contrastive": (layers, contrastive, {}),
     "sum of gradients": (layers, penalised, {}),
+    "one for each sample": (layers, nn.CrossEntropyLoss(reduction="none"), {"num_microbatches": 8}),
     "class weights": (layers, weighted, {}),
     "labels with gaps": (layers, ragged, {}),
     "experts": (with_experts, balanced, {}),

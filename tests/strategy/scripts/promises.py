@@ -868,6 +868,52 @@ def saved_before(where):
     return [sorted(state), [value.sum().item() for value in state["state_dict"].values()]]
 
 
+class Saves(Skips):
+    """Saves a checkpoint in its steps, and asks there for what needs all ranks."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(FOLDER / f"{self.where}_in_step.ckpt")
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        if batch_idx == 0:
+            self.trainer.save_checkpoint(FOLDER / f"{self.where}_in_validation.ckpt", weights_only=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        loss = self.loss(batch[0])
+        self.trainer.strategy.lightning_module_state_dict()
+        return loss
+
+    def on_validation_epoch_end(self):
+        """Nothing was kept."""
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def saves_in_steps(where):
+    L.seed_everything(3, verbose=False)
+    module = Saves()
+    module.where = where
+    trainer, _ = trainer_of(where, max_epochs=1)
+    loader = DataLoader(TensorDataset(DATA), batch_size=6)
+    trainer.fit(module, loader, loader)
+    found = []
+    for name in ("step", "validation"):
+        saved = torch.load(FOLDER / f"{where}_in_{name}.ckpt", weights_only=True)
+        weights = [value.double().sum().item() for value in saved["state_dict"].values()]
+        found.append([saved["epoch"], saved["global_step"], sorted(saved.keys() - {"pfo_pipeline"}), weights])
+    try:
+        trainer.test(module, loader, verbose=False)
+        found.append("has come to an end")
+    except Exception as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 class Inverted(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1017,7 +1063,7 @@ def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, saves_nowhere, hooks, errors)
     parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
-    parts = (*parts, predicts_forward)
+    parts = (*parts, predicts_forward, saves_in_steps)
     parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))
     results = {}
     for part in parts:

@@ -59,6 +59,7 @@ def test_batch_norms_are_told_of_once_by_the_first_rank(ranks):
         ("contrastive, one sample each", "It is 0 on every microbatch"),
         ("contrastive", "compares the samples"),
         ("sum of gradients", "compares the samples"),
+        ("one for each sample", r"is one number; here it has the shape \(\d,\).*loss\.mean\(\)"),
         ("not two-dimensional", "compares the samples"),
     ],
 )

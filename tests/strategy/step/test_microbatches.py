@@ -3,10 +3,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.step.microbatches import (
     declared_batch_size,
     declared_sizes,
@@ -50,8 +52,17 @@ def test_the_default_number_is_one_that_the_schedule_can_run():
     assert default_num_microbatches(4, 3, in_threes) == 3
 
 
+@pytest.mark.parametrize(("batch_size", "expected"), [(8, 4), (16, 8), (12, 6), (10, 5), (6, 3), (3, 2), (1, 2)])
+def test_batch_norms_have_two_samples_in_a_microbatch_where_batches_have_so_many(batch_size, expected):
+    make_schedule = partial(one_f_one_b_of, 2)
+    found = default_num_microbatches(batch_size, 2, make_schedule, least_samples(nn.Sequential(nn.BatchNorm1d(2))))
+    assert found == expected
+    assert least_samples(nn.Sequential(nn.BatchNorm1d(2).eval())) == least_samples(nn.Linear(2, 2)) == 1
+
+
 def test_a_batch_smaller_than_the_pipeline_is_a_short_one():
     assert default_num_microbatches(3, 4, partial(one_f_one_b_of, 4)) == 4
+    assert default_num_microbatches(3, 4, partial(one_f_one_b_of, 4), 2) == 4
     assert default_num_microbatches(1, 2, partial(one_f_one_b_of, 2)) == 2
     assert re.match(r"A batch of 1 sample is too small.*Use batches of 8 samples", too_few_samples(1, 2, 2))
     assert not too_few_samples(2, 2, 2)

@@ -95,6 +95,15 @@ def test_what_is_left_after_a_step_or_a_fit_is_that_of_one_device(seen, part, ra
     check(seen[rank][part], expected, part)
 
 
+@pytest.mark.parametrize("rank", ["two_0", "two_1"])
+def test_checkpoints_are_saved_in_steps_too_and_other_calls_of_all_ranks_are_refused_there(seen, rank):
+    *expected, end = seen["plain_0"]["saves_in_steps"]
+    *found, refused = seen[rank]["saves_in_steps"]
+    check(found, expected, "saves_in_steps")
+    assert end == "has come to an end"
+    assert re.search(r"lightning_module_state_dict needs all ranks.*Call it in a hook", refused)
+
+
 def test_one_rank_has_the_whole_module_for_pruning_and_batch_norms_averages(seen):
     check(seen["one_0"]["whole"], seen["plain_0"]["whole"], "whole")
 

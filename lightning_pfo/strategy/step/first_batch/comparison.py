@@ -38,6 +38,12 @@ _SECOND = 2
 """That in which a step finds what it has left, as the state of a recurrent network."""
 
 
+_NO_NUMBER = (
+    "The loss of a batch is one number; here it has the shape {shape}, and is a number only of microbatches of a "
+    "single sample. Return its mean over samples: loss.mean()."
+)
+
+
 class _Said(NamedTuple):
     """What is to be said of a batch."""
 
@@ -94,6 +100,8 @@ class Comparison:
         if len(first.parts) > 1:
             with self._rehearsal.aside():
                 said = self._compare(first)
+            if self._rehearsal.loss_shape:
+                said.append(_Said(True, True, _NO_NUMBER.format(shape=self._rehearsal.loss_shape)))
         numbers = self._numbers.get(source)
         state = (False, False) if numbers is None else (bool(numbers.open), bool(numbers.untold))
         layers = self._runner.layers

@@ -58,6 +58,7 @@ class Rehearsal:
         everywhere: Whether all replicas run together, as they do in training, and where layers are divided over them.
         evaluates: Whether layers of other classes than torch's can run a training step in evaluation mode.
         grown: How numbers of layers have grown by the last run.
+        loss_shape: Of a loss in one piece that is no number, on the last rank; none of a loss as it should be.
     """
 
     def __init__(self, runner: StepOnStages, *, compiled: bool) -> None:
@@ -69,6 +70,7 @@ class Rehearsal:
         self.everywhere = True
         self.evaluates = True
         self.grown: Numbers = {}
+        self.loss_shape: tuple[int, ...] = ()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -228,6 +230,8 @@ class Rehearsal:
             try:
                 for loss in map(loss_in, results):
                     self._dtypes.add(loss.dtype)
+                    if loss.numel() > 1 and len(parts) == 1:
+                        self.loss_shape = tuple(loss.shape)
                     float(loss)
             except Exception as error:  # training itself will say what is wrong; other ranks must not wait
                 problems = [f"{type(error).__name__}: {error}"]

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.engine.endings import StepEndedError
+from lightning_pfo.strategy.model.batch_norm import told_of_single
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.variables import told_of_error
 from lightning_pfo.strategy.step.outcome import StepOnBatch
@@ -57,6 +58,8 @@ def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Program
         failure = _failure_in(part)
         if not failure or not (isinstance(error, ConfigurationError) or failure.startswith(f"{type(error).__name__}:")):
             continue
+        if told := told_of_single(failure):
+            return told
         sizes = f"a microbatch of {of.parts.sizes[index]} of {counted(of.parts.size, 'sample')}"
         why = (
             f"This one counts on the size of the batch: on {sizes} it fails with {failure} Let it take sizes from what "

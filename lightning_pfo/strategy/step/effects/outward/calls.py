@@ -1,5 +1,7 @@
 """What a step says to others: `self.log`, `self.print`, its loggers, and metrics that are told once for a batch.
 
+`self.trainer.save_checkpoint(...)` is such a call too, since all ranks save together.
+
 On the last stage it is noted, said again on every rank when the batch is done (loggers write on the first), and each
 once for a batch: what microbatches say alike, with values merged like outputs. Elsewhere, and in runs that only look
 what a step does, nothing is said.
@@ -54,10 +56,11 @@ class Outlets:
         # a predict step may log nothing, and Lightning says so at the user's line
         self.may_log = self.trainer is None or not self.trainer.predicting
         self.may_print = hasattr(type(owner), "print")
+        self.may_save = hasattr(type(self.trainer), "save_checkpoint")
 
 
 class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
-    """Let `self.log` call something else, and have calls of `self.print` and loggers noted instead of made.
+    """Let `self.log` call something else, and have calls of `self.print`, loggers and saving noted instead of made.
 
     Args:
         outlets: Those of the user's module.
@@ -71,12 +74,15 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._replaced: dict[str, Any] = {"log": log} if outlets.may_log else {}
         if outlets.may_print:
             self._replaced["print"] = Noted((("attribute", "print"),), note)
+        self._saves = Noted((("attribute", "trainer"), ("attribute", "save_checkpoint")), note)
 
     def __enter__(self) -> None:
         attributes, loggers = self._outlets.attributes, self._outlets.loggers
         self._before = {name: attributes[name] for name in self._replaced if name in attributes}
         attributes.update(self._replaced)
         _notes.append(self._note)
+        if self._outlets.may_save:
+            self._outlets.trainer.save_checkpoint = self._saves
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
@@ -84,6 +90,8 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     def __exit__(self, *_: object) -> None:
         attributes, loggers = self._outlets.attributes, self._outlets.loggers
         _notes.pop()
+        if self._outlets.may_save:
+            del self._outlets.trainer.save_checkpoint
         if loggers:
             self._outlets.trainer.loggers = loggers
         for name in self._replaced:
