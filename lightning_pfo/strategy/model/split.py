@@ -279,7 +279,8 @@ class Split:
 
     def _bound_to(self, event: Event) -> Bound:
         units = [(unit.name, stages) for unit in event.units for stages in self._stages_with(unit)]
-        return [*units, *((name, self.held[name]) for name in event.held if name in self.held)]
+        metric = [("a metric", self.last)] if event.of_metric else []
+        return [*units, *metric, *((name, self.held[name]) for name in event.held if name in self.held)]
 
     def _stages_with(self, unit: Unit) -> set[frozenset[int]]:
         """The stages on which a unit can be called; several sets if it can be on the stages of all of them only."""

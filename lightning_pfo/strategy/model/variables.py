@@ -127,6 +127,19 @@ def users_module() -> nn.Module | None:
     return None
 
 
+def within_metric() -> bool:
+    """Whether a method of a torchmetrics object is running."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return False
+    for frame, _ in _stack():
+        code = frame.f_code
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if torchmetrics.Metric in type(first).__mro__:  # `isinstance` would ask each of the hundred kinds of metrics
+            return True
+    return False
+
+
 class Variables(MutableMapping[str, Any]):
     """Some variables or attributes as a dict, which changes them."""
 

@@ -308,6 +308,32 @@ class CountsInAttribute(Counts):
         return self.samples
 
 
+class OfEarlyLayer(Measured):
+    """Told of what the first stage alone has computed; the validation calls no other."""
+
+    def prepare(self):
+        self.accuracy, self.error = accuracy(), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        early = self.net[0](batch[0])
+        self.accuracy.update(early[:, :3], batch[1])
+        self.log("error", self.error(early[:, 3], batch[0][:, 0]))
+        return nn.functional.cross_entropy(self.net[1:](early), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        early = self.net[0](batch[0])
+        self.accuracy(early[:, :3], batch[1])
+        self.error.update(early[:, 3], batch[0][:, 0])
+
+    def note(self):
+        self.seen.append(self.error.compute().item())
+        self.error.reset()
+        super().note()
+
+    def on_train_epoch_end(self):
+        """The validation comes before, and notes all."""
+
+
 class OfCallback(Measured):
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -340,7 +366,7 @@ class Counting(L.Callback):
 
 CASES = [
     *(Cloned, ClonedLate, ClonedCollection, Tracked, MadeInHook),
-    *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfCallback),
+    *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfEarlyLayer, OfCallback),
     *(LoggedFromDict, LoggedFromVariable, FailsToCompute, LoggedForEpochs),
 ]
 

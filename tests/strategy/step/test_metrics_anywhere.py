@@ -11,7 +11,17 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "metrics_anywhere.py"
 COPIED = ("Cloned", "ClonedLate", "ClonedCollection", "Tracked", "MadeInHook")
-HELD = ("InDict", "InList", "InObject", "InVariable", "Variable", "OfLayers", "Counts", "CountsInAttribute")
+HELD = (
+    "InDict",
+    "InList",
+    "InObject",
+    "InVariable",
+    "Variable",
+    "OfLayers",
+    "Counts",
+    "CountsInAttribute",
+    "OfEarlyLayer",
+)
 LOGGED = ("LoggedFromDict", "LoggedFromVariable", "LoggedForEpochs")
 
 

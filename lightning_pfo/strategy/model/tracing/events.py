@@ -132,6 +132,7 @@ class Event:
         saved_bytes: Of units, what autograd keeps for the backward.
         left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
         numbers: Of units, the value in which all numbers that they make are sent; None: they make none.
+        of_metric: Whether a torchmetrics object calls it, which counts on the last stage.
     """
 
     what: Any
@@ -149,6 +150,7 @@ class Event:
     saved_bytes: int = 0
     left: tuple[Place, ...] = ()
     numbers: int | None = None
+    of_metric: bool = False
 
     @property
     def made(self) -> list[int]:

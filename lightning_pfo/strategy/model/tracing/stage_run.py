@@ -163,7 +163,7 @@ class StageRun:
         self._around = around
         self._entered = False
         self._adopted: list[torch.Tensor] = []
-        self._of_units: list[ReferenceType[torch.Tensor]] = []
+        self._of_others: list[ReferenceType[torch.Tensor]] = []
         self._left = LeftByCalls()
         self._recomputes = 0
         self.uncompiled = Uncompiled()
@@ -320,7 +320,7 @@ class StageRun:
 
     def close(self) -> None:
         """Let go of everything."""
-        for tensor in (*self._adopted, *(kept for refer in self._of_units if (kept := refer()) is not None)):
+        for tensor in (*self._adopted, *(kept for refer in self._of_others if (kept := refer()) is not None)):
             untracked(tensor)
         self._left.put_back()
         self._kept.clear()
@@ -420,8 +420,8 @@ class StageRun:
                 found[index] = value = tracked(leaf)
                 self._check_form(expected.label, value)
                 self._keep(expected.label, value)
-                if event.units and value.held is None:  # the layer may keep it: `self.out = ...`
-                    self._of_units.append(ReferenceType(value))
+                if (event.units or event.of_metric) and value.held is None:  # these may keep it: `self.out = ...`
+                    self._of_others.append(ReferenceType(value))
             elif event.units and not self._program.is_last:  # later stages take it as it is in the trace
                 check_same(event, leaf, expected, leaves)
                 numbers += [leaf] if isinstance(expected, Number) else []

@@ -73,7 +73,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     untracked,
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from lightning_pfo.strategy.model.variables import users_line, users_module
+from lightning_pfo.strategy.model.variables import users_line, users_module, within_metric
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     CHECKS,
@@ -162,7 +162,8 @@ class _TraceRun:
             return torch.ones((), dtype=torch.bool)
         given = args, kwargs
         leaves, structure = tree_flatten(given)
-        event = Event(function, held=self._held.names(whose_values_count(function, args, leaves)))
+        held = self._held.names(whose_values_count(function, args, leaves))
+        event = Event(function, held=held, of_metric=within_metric())
         self._names = list(map(self._held.name, leaves))
         if any(map(is_placeholder, leaves)):
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
