@@ -32,7 +32,7 @@ def deviates() -> DeviationError:
     return DeviationError(
         "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
         f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
-        "Let only the batch decide, or compute all of it on one stage (partition='custom:...')."
+        "Let only the batch decide, or compute all of it on the last stage (partition='custom:...')."
     )
 
 

@@ -134,27 +134,30 @@ class Comparison:
             _log.warning(found[0])
 
     def _compare_later(self, of: StepOnBatch) -> str:
-        losses, is_equal = self._later_losses(of)
         is_second = self._number_trained == _SECOND
-        if is_second and not is_equal and of.rows.divide():
-            self._runner.programs.forget()
-            _, is_equal = self._later_losses(of)
-            if is_equal:
-                return ""
-            of.rows.give_up()
-            self._runner.programs.forget()
+        with self._rehearsal.silent(is_second):
+            losses, is_equal, has_run = self._later_losses(of)
+            if is_second and not is_equal and of.rows.divide():
+                self._runner.programs.forget()
+                _, is_equal, _ = self._later_losses(of)
+                if is_equal:
+                    return ""
+                of.rows.give_up()
+                self._runner.programs.forget()
+        if is_second and not has_run:
+            self._later_losses(of)  # says why
         tolerance = self._rehearsal.tolerance()
         if not losses or not differ(losses, tolerance):
             return ""
         said = describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
         return f"{said} {_STATE}" if is_second else said
 
-    def _later_losses(self, of: StepOnBatch) -> tuple[list[Losses], bool]:
-        """The losses of a later batch, on the last rank, and whether it has run everywhere, and they are equal."""
+    def _later_losses(self, of: StepOnBatch) -> tuple[list[Losses], bool, bool]:
+        """The losses of a later batch, on the last rank; whether they are equal, and it has run everywhere."""
         by_parts = self._rehearsal.run(of, of.parts, 0)
         run = self._rehearsal.in_one_piece(of, by_parts, self._rehearsal.most() if by_parts else 0)
         if run is None:
-            return [], False
+            return [], False, False
         parts, pairs, _ = run
 
         def are_other() -> bool:
@@ -165,7 +168,7 @@ class Comparison:
         if is_other:
             self._rehearsal.draw_again(of, parts, pairs, None)
             is_other = are_other()
-        return list(map(_losses_of, pairs)), not is_other
+        return list(map(_losses_of, pairs)), not is_other, True
 
     def _compare(self, first: StepOnBatch) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
@@ -241,7 +244,7 @@ class Comparison:
         exchange = ValueExchange(
             self._engine.device, self._engine.group, self._engine.host_group(), self._engine.last_rank
         )
-        with untouched(self._owner):
+        with untouched(self._owner), self._rehearsal.silent(True):  # rows of other samples may be left
             Effects(self._owner, self._runner.programs.modules).change(exchange.share(changes))
             parts = first.parts[:number]
             found = self._rehearsal.pair(first, parts, 0)

@@ -71,6 +71,7 @@ class Rehearsal:
         self.evaluates = True
         self.grown: Numbers = {}
         self.loss_shape: tuple[int, ...] = ()
+        self._is_silent = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -82,6 +83,15 @@ class Rehearsal:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training
             yield
+
+    @contextmanager
+    def silent(self, is_silent: bool) -> Iterator[None]:
+        """Where nobody is told why a batch did not run."""
+        self._is_silent = is_silent
+        try:
+            yield
+        finally:
+            self._is_silent = False
 
     def most(self) -> int:
         """How many microbatches may be run as one."""
@@ -169,7 +179,7 @@ class Rehearsal:
         run, problem = self._try(first, parts, draw, whole, evaluates=evaluates)
         if problem:
             what = "as one batch" if len(parts) == 1 else "by microbatches"
-            if first.kind == "train" and self._engine.is_speaker:
+            if first.kind == "train" and self._engine.is_speaker and not self._is_silent:
                 warn_once(
                     f"A batch did not run forward {what} before training, so its loss is not compared with the mean of "
                     f"its microbatches' losses, which a pipeline trains on. {problem}"

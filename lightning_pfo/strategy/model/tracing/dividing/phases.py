@@ -186,7 +186,9 @@ def _check(trace: Trace) -> None:
         raise ConfigurationError(
             f"A step that optimizes several times on a pipeline runs again for each time, with other weights, so it "
             f"uses weights in calls of layers, or together with what layers have computed; here it uses by themselves "
-            f"{_some(used)}. Do so in a hook such as on_train_batch_end."
+            f"{_some(used)}. Use a weight together with what a layer has computed (with x of a layer and weight w, "
+            f"(w + 0 * x).exp() for w.exp()), or in a module of its own that is called with x; what is no part of a "
+            f"loss belongs in a hook such as on_train_batch_end."
         )
     if trace.has_sizes or trace.decided_by_sizes:
         raise ConfigurationError(
