@@ -147,7 +147,8 @@ class PipelineFrequencyOptimizerCallback(RunCallback[OptimizedRun]):
         super().on_train_end(trainer, pl_module)
         if run is not None and trainer.is_global_zero and not is_trial:
             try:
-                _report(f"{run.net_saving_j:.4g} J saved so far, all in all; read {write_page(run.output_dir)}")
+                saved_j = round(run.net_saving_j, 3) + 0.0  # sums of floats come to -4e-12
+                _report(f"{saved_j:.4g} J saved so far, all in all; read {write_page(run.output_dir)}")
             except (PfoError, OSError) as error:  # the training is over, and its result is worth more
                 log.warning("The page of the run cannot be written: %s", error)
 
