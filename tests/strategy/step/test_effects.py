@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.step.effects.attributes import Attributes
+from lightning_pfo.strategy.step.effects.outward.calls import Outlets, redirected
 from lightning_pfo.strategy.step.effects.parcel import pack, unpack
 
 
@@ -99,3 +100,24 @@ def test_what_cannot_be_sent_is_named(caplog):
     parcel = pack([1.0, lambda: None], torch.device("cpu"))
     assert unpack(parcel.outline, torch.ones(1), [], torch.device("cpu")) == [1.0, None]
     assert "a function behind that other ranks do not get" in caplog.text
+
+
+class Trainer:
+    loggers, predicting = (), False
+
+    def save_checkpoint(self, path):
+        """As Lightning's."""
+
+
+def test_calls_are_the_users_own_again_after_a_step():
+    """Also where the user has put something else in their place, as a mock."""
+    module, notes, mine = nn.Module(), [], object()
+    module.trainer = trainer = Trainer()
+    for own in ({}, {"save_checkpoint": mine}):
+        vars(trainer).update(own)
+        with redirected(Outlets(module), print, notes.append):
+            trainer.save_checkpoint("a.ckpt")
+            assert module.log is print
+        assert vars(trainer) == own
+        assert "log" not in vars(module)
+    assert notes == [((("attribute", "trainer"), ("attribute", "save_checkpoint")), ("a.ckpt",), {})] * 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,6 +59,17 @@ class Outlets:
         self.may_save = hasattr(type(self.trainer), "save_checkpoint")
 
 
+class _Replaced(NamedTuple):
+    """An attribute of the module or the Trainer that is another one while a step runs."""
+
+    attributes: dict[str, Any]
+    name: str
+    by: Any
+
+
+_NOTHING = object()
+
+
 class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     """Let `self.log` call something else, and have calls of `self.print`, loggers and saving noted instead of made.
 
@@ -71,32 +82,35 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     def __init__(self, outlets: Outlets, log: Callable[..., Any], note: Note) -> None:
         self._outlets = outlets
         self._note = note
-        self._replaced: dict[str, Any] = {"log": log} if outlets.may_log else {}
+        self._replaced: list[_Replaced] = []
+        if outlets.may_log:
+            self._replaced.append(_Replaced(outlets.attributes, "log", log))
         if outlets.may_print:
-            self._replaced["print"] = Noted((("attribute", "print"),), note)
-        self._saves = Noted((("attribute", "trainer"), ("attribute", "save_checkpoint")), note)
+            self._replaced.append(_Replaced(outlets.attributes, "print", Noted((("attribute", "print"),), note)))
+        if outlets.may_save:
+            saves = Noted((("attribute", "trainer"), ("attribute", "save_checkpoint")), note)
+            self._replaced.append(_Replaced(vars(outlets.trainer), "save_checkpoint", saves))
 
     def __enter__(self) -> None:
-        attributes, loggers = self._outlets.attributes, self._outlets.loggers
-        self._before = {name: attributes[name] for name in self._replaced if name in attributes}
-        attributes.update(self._replaced)
+        loggers = self._outlets.loggers
+        self._before = [replaced.attributes.get(replaced.name, _NOTHING) for replaced in self._replaced]
+        for replaced in self._replaced:
+            replaced.attributes[replaced.name] = replaced.by
         _notes.append(self._note)
-        if self._outlets.may_save:
-            self._outlets.trainer.save_checkpoint = self._saves
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
 
     def __exit__(self, *_: object) -> None:
-        attributes, loggers = self._outlets.attributes, self._outlets.loggers
+        loggers = self._outlets.loggers
         _notes.pop()
-        if self._outlets.may_save:
-            del self._outlets.trainer.save_checkpoint
         if loggers:
             self._outlets.trainer.loggers = loggers
-        for name in self._replaced:
-            attributes.pop(name, None)
-        attributes.update(self._before)
+        for replaced, before in zip(self._replaced, self._before, strict=True):
+            if before is _NOTHING:
+                replaced.attributes.pop(replaced.name, None)
+            else:
+                replaced.attributes[replaced.name] = before
 
 
 def with_values(call: Call) -> Call:
