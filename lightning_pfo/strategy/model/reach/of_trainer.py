@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-_OF_OPTIMIZERS = {"optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"}
+_OF_OPTIMIZERS = ("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups")
 _LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
 
 
@@ -19,23 +19,23 @@ def trainer_of(owner: Any) -> Any:
         return None
 
 
-def settings_of(owner: Any, names: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The attributes and groups of parameters that a step may set, and how they are told.
 
     A step that optimizes by itself is left out: what it sets for its optimizers is noted elsewhere.
 
     Args:
         owner: The user's module.
-        names: All names in what the step runs.
+        is_named: Whether a name is in what the step runs.
     """
     trainer = trainer_of(owner)
     if trainer is None:
         return
-    if "trainer" in names and hasattr(trainer, "__dict__"):
+    if is_named("trainer") and hasattr(trainer, "__dict__"):
         yield "trainer", vars(trainer)
-    if "fit_loop" in names and hasattr(trainer, "fit_loop"):
+    if is_named("fit_loop") and hasattr(trainer, "fit_loop"):
         yield "trainer.fit_loop", vars(trainer.fit_loop)
-    if _OF_OPTIMIZERS.isdisjoint(names) or not getattr(owner, "automatic_optimization", True):
+    if not any(map(is_named, _OF_OPTIMIZERS)) or not getattr(owner, "automatic_optimization", True):
         return
     for index, optimizer in enumerate(getattr(trainer, "optimizers", ())):
         for number, group in enumerate(optimizer.param_groups):
@@ -54,19 +54,19 @@ def _and_inner(path: str, scheduler: Any) -> Iterator[tuple[str, Any]]:
                 yield from _and_inner(f"{path}.{name}[{index}]", inner)
 
 
-def others_of(owner: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+def others_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     """Objects of the Trainer that a step names, which may be of the user's own classes, and how they are told.
 
     Args:
         owner: The user's module.
-        names: All names in what the step runs.
+        is_named: Whether a name is in what the step runs.
     """
     trainer = trainer_of(owner)
-    if "datamodule" in names:
+    if is_named("datamodule"):
         yield "trainer.datamodule", getattr(trainer, "datamodule", None)
-    if "callbacks" in names:
+    if is_named("callbacks"):
         for index, callback in enumerate(getattr(trainer, "callbacks", ())):
             yield f"trainer.callbacks[{index}]", callback
-    for name in _LOADERS if "dataset" in names else ():
-        if name in names:
+    for name in _LOADERS if is_named("dataset") else ():
+        if is_named(name):
             yield f"trainer.{name}.dataset", getattr(getattr(trainer, name, None), "dataset", None)

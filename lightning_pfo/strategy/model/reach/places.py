@@ -95,10 +95,13 @@ class Places:
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
         known = [known_to(cls) for cls in dict.fromkeys(map(type, (owner, *modules.values())))]
-        names = {name for each in known for name in each.names}
-        for name, other in others_of(owner, names):
+
+        def is_named(name: str) -> bool:  # there are hundreds, and places are found for each batch
+            return any(name in each.names for each in known)
+
+        for name, other in others_of(owner, is_named):
             self._object((name,), other)
-        self.settings = {(name,): holder for name, holder in settings_of(owner, names)}
+        self.settings = {(name,): holder for name, holder in settings_of(owner, is_named)}
         for path, holder in self.settings.items():
             self.containers[path] = holder
             for name, value in holder.items():

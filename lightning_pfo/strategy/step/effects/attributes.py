@@ -200,14 +200,16 @@ class Attributes:
             kinds, values = {kind for kind, _ in found}, [value for _, value in found]
             if kinds == {"appended"}:
                 merged[path] = ("appended", merge.appended(values, named(path)))
-            elif len(kinds) > 1 or kinds == {"gone"} or path[:-1] in self._settings:
+            elif path[:-1] in self._settings:
                 merged[path] = found[-1]
-                if path[:-1] in self._settings and (len(found) < len(changes) or not _is_same(values)):
+                if len(found) < len(changes) or not _is_same(values):
                     warn_once(
                         f"A step sets {named(path)} by what it has, which the microbatches of a batch do not agree on. "
                         f"The last of them that sets it counts. Decide in on_train_batch_end(outputs, ...): it is "
                         f"given what the whole batch has."
                     )
+            elif len(kinds) > 1 or kinds == {"gone"}:
+                merged[path] = found[-1]
             else:
                 if len(there) < len(changes) and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else self._value_at(path) for each in changes]

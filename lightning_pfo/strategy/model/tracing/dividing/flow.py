@@ -7,6 +7,7 @@ discriminator says of real samples, say, before a generator has made others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import (
@@ -50,6 +51,15 @@ class Flow:
                 self.before[position].update(ordered[:index])
         for position, before in enumerate(self.before):
             before.discard(position)
+
+    @cached_property
+    def takers(self) -> list[list[int]]:
+        """The events that need each."""
+        found: list[list[int]] = [[] for _ in self.before]
+        for position, before in enumerate(self.before):
+            for each in before:
+                found[each].append(position)
+        return found
 
     def closure(self, events: set[int]) -> set[int]:
         """Events with all that they need, and what that needs."""
@@ -108,12 +118,10 @@ def _rather_later(flow: Flow, computed: Sequence[int], bound: Sequence[Bound], s
     for position in computed:
         if not bound[position] and all(each in free or each not in stage_of for each in flow.before[position]):
             free.add(position)
-    takers: dict[int, list[int]] = {}
-    for position in reversed(computed):
-        if position in free and position in takers:
-            stage_of[position] = min(takers[position])
-        for before in flow.before[position]:
-            takers.setdefault(before, []).append(stage_of[position])
+    for position in reversed(computed):  # those that take what it makes come after it
+        takers = [stage_of[other] for other in flow.takers[position] if other in stage_of]
+        if position in free and takers:
+            stage_of[position] = min(takers)
 
 
 def _with_differentiation(trace: Trace, flow: Flow, bound: Sequence[Bound], stage_of: dict[int, int]) -> None:
@@ -121,9 +129,9 @@ def _with_differentiation(trace: Trace, flow: Flow, bound: Sequence[Bound], stag
     for each in trace.differentiations:
         stage = stage_of.get(each.position, -1)
         for position in range(each.position - 1, first_differentiated(trace, each) - 1, -1):
-            takers = (other for other, before in enumerate(flow.before) if position in before and other in stage_of)
+            takers = [stage_of[other] for other in flow.takers[position] if other in stage_of]
             is_free = not bound[position] and not trace.events[position].reads
-            if stage_of.get(position, stage) < stage and is_free and all(stage_of[other] >= stage for other in takers):
+            if stage_of.get(position, stage) < stage and is_free and all(taker >= stage for taker in takers):
                 stage_of[position] = stage
 
 
