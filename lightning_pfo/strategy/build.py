@@ -172,7 +172,16 @@ def build_pipeline(
     make_weights_within(model, patches)
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
-        model, pipeline_module, partition, sample.num_stages, first_step, device, agree, hold_uncalled, trains=trains
+        model,
+        pipeline_module,
+        partition,
+        sample.num_stages,
+        first_step,
+        device,
+        agree,
+        hold_uncalled,
+        trains=trains,
+        follows_weights=sharding is None and tensor_group is None and not batching.joins_microbatches,
     )
     remember_split(model, split, stages)
     materialise(model, split.held, stages, device, seed)

@@ -18,6 +18,7 @@ from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
+from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
 from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
@@ -42,6 +43,7 @@ def divide(
     uncalled: str = "everywhere",
     *,
     trains: bool = True,
+    follows_weights: bool = True,
 ) -> tuple[Split, list[float]]:
     """Divide a model into stages.
 
@@ -55,6 +57,7 @@ def divide(
         agree: Raises on all ranks what goes wrong with the trace on any; see `agree_on_trace`.
         uncalled: Who holds what the step does not use; see `split_units`.
         trains: Whether stages have to run the step; an evaluation that they cannot runs unit by unit.
+        follows_weights: Whether what uses weights of layers by themselves may run where the layers are.
 
     Returns:
         The divided model, and the times (s) of its layers, where they were measured for it.
@@ -71,15 +74,26 @@ def divide(
     is_wanted = before is None and (num_stages > 1 or partition == "profile")
     step = first_step() if first_step is not None and is_wanted else None
     if before is not None:
-        split = _split(model, before.units, partition, num_stages, [], uncalled, before.calls, None)
+        split = _split(
+            model,
+            before.units,
+            partition,
+            num_stages,
+            [],
+            uncalled,
+            before.calls,
+            None,
+            follows_weights=follows_weights,
+            look=before.look,
+        )
         held = split.held | {n: s for n, s in before.held.items() if n in split.held}  # it had a trace
-        return replace(split, held=held, holds_once=before.holds_once, look=before.look), []
+        return replace(split, held=held, weights=before.weights, holds_once=before.holds_once), []
     trace: Trace | None = None
     look = ""
     if step is not None:
         on_cpu = partial(step, torch.device("cpu"))
         find = partial(find_units, model, pipeline_module, num_stages)
-        make = partial(_trace, model, units, on_cpu, find, at_least=num_stages)
+        make = partial(_trace, model, units, on_cpu, find, at_least=num_stages, follows_weights=follows_weights)
         try:
             units, found = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
             look = "" if found.failure is None else told_of_look(found.failure)
@@ -93,7 +107,9 @@ def divide(
         check_measurable(trace)
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
-    divide_by = partial(_split, model, units, partition, num_stages, times_s, uncalled, look=look)
+    divide_by = partial(
+        _split, model, units, partition, num_stages, times_s, uncalled, follows_weights=follows_weights, look=look
+    )
     if trains or trace is None:
         return divide_by(layer_calls(units, trace), trace), times_s
     called = [unit for unit, _ in trace.marks]
@@ -117,13 +133,18 @@ def _split(
     calls: LayerCalls,
     trace: Trace | None,
     *,
+    follows_weights: bool,
     look: str = "",
 ) -> Split:
-    """Divide the calls of layers into stages; `look` is kept with them."""
+    """Divide the calls of layers into stages; what is known beside is kept with them."""
     boundaries = partition_layers(
         partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
     )
-    return replace(split_units(model, units, calls, boundaries, trace, uncalled=uncalled), look=look)
+    return replace(
+        split_units(model, units, calls, boundaries, trace, uncalled=uncalled),
+        follows_weights=follows_weights,
+        look=look,
+    )
 
 
 def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace]:
@@ -159,6 +180,7 @@ def _trace(
     find: Callable[..., Units],
     *,
     at_least: int,
+    follows_weights: bool,
     may_look_elsewhere: bool,
     opened: frozenset[str] = frozenset(),
     whole: tuple[str, ...] = (),
@@ -177,6 +199,7 @@ def _trace(
         step: The step.
         find: Finds other units; see `find_units`.
         at_least: How many layers there should be.
+        follows_weights: See `divide`.
         may_look_elsewhere: Whether layers may be others than those of a module that was named.
         opened: Layers that have been found not to be called.
         whole: Modules that have been found to look at values.
@@ -187,17 +210,19 @@ def _trace(
         step=step,
         find=find,
         at_least=at_least,
+        follows_weights=follows_weights,
         may_look_elsewhere=may_look_elsewhere,
         opened=opened,
         whole=whole,
     )
     split = Split(units, layer_calls(units, None), (), {}, {})
+    trace_once = partial(trace_untouched, model, step, torch.device("cpu"), Caches(), follows_weights=follows_weights)
     with Patches() as patches:
         follow_units(units.all, patches)
         take_backward_hooks(model, units.all, patches)
-        trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+        trace = trace_once()
         while split.follow_into(trace.listened, patches):
-            trace = trace_untouched(model, step, torch.device("cpu"), Caches())
+            trace = trace_once()
     if (trace.failure is not None and not trace.marks) or trace.skips:
         return units, trace
     owners = _owners_of_applied(model, units, trace) - set(whole)
@@ -211,6 +236,11 @@ def _trace(
         fewer = find(opened=opened, whole=(*whole, deciding))
         if len(fewer.layers) >= at_least:
             return again(fewer, whole=(*whole, deciding))
+    differentiating = _differentiating(model, units, trace, at_least)
+    if differentiating is not None:
+        fewer = find(opened=opened, whole=(*whole, differentiating))
+        if len(fewer.layers) >= at_least:
+            return again(fewer, whole=(*whole, differentiating))
     if not trace.marks:
         called = {unit.name for event in trace.events for unit in event.units}
         if may_look_elsewhere and called:
@@ -259,6 +289,17 @@ def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
         if within and len(within) < len(units.layers):
             return name
     return None
+
+
+def _differentiating(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:
+    """The name of a module with layers whose own code differentiates, where that leaves too few places to divide."""
+    if not trace.differentiations or len(trace.marks) - len(undivided(trace)) >= at_least:
+        return None
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    found = [names.get(each.module, "") for each in trace.differentiations]
+    return next(
+        (name for name in found if name and any(unit.name.startswith(f"{name}.") for unit in units.layers)), None
+    )
 
 
 def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:

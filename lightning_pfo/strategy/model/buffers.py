@@ -62,37 +62,42 @@ class StepBuffers:
     @contextmanager
     def of(self, stage: int) -> Iterator[None]:
         """Let a stage change its own while the context is open."""
-        self.put_back()
-        if self._several:  # other objects, as autograd may have saved those of another microbatch
-            for name, value in self._before.items():
-                own = self._of_stage.get(stage, {})
-                self._set(name, own[name] if name in own else value.clone())
-        objects = dict(self._changed())
-        looked_at = self._looked_at(stage)
+        with following(None):
+            self.put_back()
+            if self._several:  # other objects, as autograd may have saved those of another microbatch
+                for name, value in self._before.items():
+                    own = self._of_stage.get(stage, {})
+                    self._set(name, own[name] if name in own else value.clone())
+            objects = dict(self._changed())
+            looked_at = self._looked_at(stage)
         try:
             yield
         finally:
-            for name, before in objects.items():
-                now = self._get(name)
-                if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
-                    self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
-            self._of_stage[stage] = dict(self._changed())
-            now_there = self._looked_at(stage)
-            self.gone_on |= {name for name, before in looked_at.items() if not _is_same(before, now_there[name])}
-            self._compare(stage)
-            if self._several:  # stages that end the step before it changes a parameter may run later
-                self._left[stage] = {name: tensor.detach().clone() for name, (tensor, *_) in self._parameters.items()}
+            with following(None):
+                self._note(stage, objects, looked_at)
+
+    def _note(self, stage: int, objects: dict[str, torch.Tensor], looked_at: dict[str, torch.Tensor]) -> None:
+        """Note what a run of a stage has changed, given its tensors before."""
+        for name, before in objects.items():
+            now = self._get(name)
+            if isinstance(now, Tracked) and now is not before:  # assigned, if the stage has a value for it
+                self._set(name, before if now.is_absent else no_longer_tracked(now).detach())
+        self._of_stage[stage] = dict(self._changed())
+        now_there = self._looked_at(stage)
+        self.gone_on |= {name for name, before in looked_at.items() if not _is_same(before, now_there[name])}
+        self._compare(stage)
+        if self._several:  # stages that end the step before it changes a parameter may run later
+            self._left[stage] = {name: tensor.detach().clone() for name, (tensor, *_) in self._parameters.items()}
 
     def _looked_at(self, stage: int) -> dict[str, torch.Tensor]:
         """Copies of the buffers that a stage has changed in an earlier microbatch, where it has the values for them."""
         if not self._looks or stage not in self._of_stage:
             return {}
-        with following(None):
-            return {
-                name: tensor.detach().clone()
-                for name, tensor in self._changed()
-                if self._changes[name] in (None, stage) and not isinstance(tensor, nn.Parameter)
-            }
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in self._changed()
+            if self._changes[name] in (None, stage) and not isinstance(tensor, nn.Parameter)
+        }
 
     def put_back(self) -> None:
         """Give parameters the values that they had before.
@@ -114,7 +119,7 @@ class StepBuffers:
         for name, (tensor, *_) in self._parameters.items() if self._looks else ():
             if self._changes[name] not in (None, stage) or name in self.differing:
                 continue
-            with following(None), torch.no_grad():
+            with torch.no_grad():
                 now = _print_of(tensor)
                 before = self._written.setdefault((stage, name), now)
                 if not _is_same(before, now):
@@ -175,5 +180,4 @@ def _print_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    with following(None):
-        return before.shape == now.shape and torch.equal(before, now)
+    return before.shape == now.shape and torch.equal(before, now)

@@ -111,6 +111,13 @@ def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
             f"which is called on stages {stages}, so that each holds it. Replicas in place of stages divide such a "
             f"model: data_parallel_size={len(set(placement))} with fully_shard=True, or use fewer stages."
         )
+    followed = {id(module) for module, _ in split.weights}
+    if any(id(unit.module.get_submodule(module[len(unit.name) + 1 :])) in followed for unit in calls):
+        return (
+            f"which the step uses by itself on stages {stages}, together with other weights or as a whole, as an "
+            f"average of weights does. What it makes of one weight, as its norm, is computed where that is; or use it "
+            f"in the forward of a module that the step calls."
+        )
     if calls:
         way_out = "Untie it, or use fewer stages."
         if users == [0, split.num_stages - 1] and placement[0] != placement[-1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
@@ -14,6 +15,7 @@ from lightning_pfo.strategy.model.ownership import Part, find_users, tied_names
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
 from lightning_pfo.strategy.model.tracing.dividing.cutting import Bound, LeadsBackError, cuts_before, cuts_by_owner
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow, stages_by_owner
+from lightning_pfo.strategy.model.tracing.dividing.homes import OfLayer, homes_of
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.tracing.dividing.program import (
     StageProgram,
@@ -25,13 +27,15 @@ from lightning_pfo.strategy.model.tracing.dividing.program import (
 )
 from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
+from lightning_pfo.strategy.model.tracing.noticing import Place
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.model.variables import is_of_library, packages_of
+from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _SPLIT = "_pfo_split"
-_ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
+_ALIKE = "Use it in the same way in training_step from the first batch on, if only times 0 in the loss."
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,11 @@ class Split:
         held: The stages that use a parameter or buffer, by name: whose ranks hold it.
         tied: The name by which `held` knows a parameter or buffer, by each other name that it has.
         everywhere: Names of parameters that the step uses by itself, without a value of a stage.
+        weights: Parameters and buffers that the step uses by themselves, and that are followed.
         several_states: Units that change their buffers (running statistics) on several stages.
         saved_bytes: What autograd keeps of a microbatch on each stage; empty if it is not known.
         holds_once: Whether the last stage alone holds what the first batch is not known to use.
+        follows_weights: Whether what uses weights of layers by themselves may run where the layers are.
         look: What is said of the look at a first batch, if the step has failed there; see `told_of_look`.
     """
 
@@ -59,9 +65,11 @@ class Split:
     held: dict[str, frozenset[int]]
     tied: dict[str, str] = field(default_factory=dict)
     everywhere: frozenset[str] = frozenset()
+    weights: tuple[Place, ...] = ()
     several_states: tuple[Unit, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     holds_once: bool = False
+    follows_weights: bool = True
     look: str = ""
 
     @property
@@ -144,9 +152,13 @@ class Split:
             return [self.programs(trace)]
         self._check_everywhere(trace)
         bound, flow = self._bound(trace), Flow(trace)
+        homes = self._homes(trace, flow)
         return [
             programs_by_stage(
-                trace, stages_by_owner(trace, flow, phase.computed, bound, self.num_stages), self.num_stages, phase
+                trace,
+                stages_by_owner(trace, flow, phase.computed, bound, self.num_stages, homes),
+                self.num_stages,
+                phase,
             )
             for phase in phases_of(trace, flow)
         ]
@@ -233,6 +245,10 @@ class Split:
         Raises:
             ConfigurationError: If it cannot be divided so.
         """
+        if trace.weights:  # which the step may use long after the layers
+            self._check_everywhere(trace)
+            with suppress(ConfigurationError):
+                return self._stages_by_owner(trace)
         try:
             cuts = self.cuts(trace)
         except LeadsBackError:  # by the order of calls; what events need may lead nowhere back
@@ -241,8 +257,10 @@ class Split:
         return stages_between(trace, cuts)
 
     def _stages_by_owner(self, trace: Trace) -> dict[int, int]:
+        flow = Flow(trace)
+        homes = self._homes(trace, flow)
         try:
-            return stages_by_owner(trace, Flow(trace), range(len(trace.events)), self._bound(trace), self.num_stages)
+            return stages_by_owner(trace, flow, range(len(trace.events)), self._bound(trace), self.num_stages, homes)
         except ConfigurationError as error:
             names = {name for event in trace.events for name in event.held if f"{name!r}, which" in str(error)}
             hint = _ALIKE if names else self._hint_of_uncalled(trace)
@@ -282,6 +300,18 @@ class Split:
         metric = [("a metric", self.last)] if event.of_metric else []
         return [*units, *metric, *((name, self.held[name]) for name in event.held if name in self.held)]
 
+    def _homes(self, trace: Trace, flow: Flow) -> dict[int, int]:
+        """Where events are computed rather than elsewhere that use weights of layers by themselves."""
+        if not trace.weights:
+            return {}
+        layers = {
+            f"{unit.name}.{name}": OfLayer(min(stages), tensor.nbytes)
+            for unit, stages in self.owners.items()
+            if stages
+            for name, tensor in named_tensors(unit.module).items()
+        }
+        return homes_of(trace, flow, layers)
+
     def _stages_with(self, unit: Unit) -> set[frozenset[int]]:
         """The stages on which a unit can be called; several sets if it can be on the stages of all of them only."""
         owners = self.owners.get(unit.copied_from or unit)
@@ -294,6 +324,10 @@ class Split:
         """The parameters and buffers of a unit: their names in it, and those by which `held` knows them."""
         names = chain(zip(self.held, self.held, strict=True), self.tied.items())
         return [(name, first) for name, first in names if f"{name}.".startswith(f"{unit.name}.")]
+
+    def apart(self, trace: Trace) -> list[str]:
+        """The names of parameters and buffers that a step uses by themselves, and that not all stages hold."""
+        return [name for name in trace.everywhere if self.held.get(name, self.all) != self.all]
 
     def _check_everywhere(self, trace: Trace) -> None:
         last = {self.num_stages - 1}
@@ -354,6 +388,7 @@ def split_units(
         split,
         held=find_users(root, split.parts(), beside, num_stages, of_uncalled),
         everywhere=frozenset(trace.everywhere),
+        weights=tuple(trace.weights),
         several_states=tuple(unit for unit, stages in changing.items() if len(stages) > 1),
         saved_bytes=tuple(saved_bytes),
         holds_once=of_uncalled is not None,
@@ -429,7 +464,15 @@ def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
     return Split(
-        units, calls, split.boundaries, owners, split.held, split.tied, holds_once=split.holds_once, look=split.look
+        units,
+        calls,
+        split.boundaries,
+        owners,
+        split.held,
+        split.tied,
+        weights=split.weights,
+        holds_once=split.holds_once,
+        look=split.look,
     )
 
 

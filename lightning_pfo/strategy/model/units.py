@@ -122,6 +122,8 @@ def find_units(
     layers = [part for item in layers for part in (_children_with_parameters(*item) if item[0] in opened else [item])]
     for path in whole:
         layers = _as_one(root, path, layers)
+    if whole and len(layers) < at_least:
+        layers = _in_order(root, [*layers, *_beside(root, layers)])
     if not layers and at_least > 1:
         raise ConfigurationError(
             f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "
@@ -139,6 +141,18 @@ def _as_one(root: nn.Module, path: str, layers: list[Named]) -> list[Named]:
     others = [item for index, item in enumerate(layers) if index not in within[1:]]
     others[within[0]] = (path, root.get_submodule(path))
     return others
+
+
+def _beside(root: nn.Module, layers: list[Named]) -> list[Named]:
+    """Layers that are not within others, however small they are."""
+
+    def is_apart(path: str) -> bool:
+        return not any(_is_within(path, name) or _is_within(name, path) for name, _ in layers)
+
+    lists = [(path, module) for path, module in _lists_in("", root) if _count(module) and is_apart(path)]
+    if lists:
+        return [item for path, module in lists for item in _items(path, module)]
+    return [item for item in _children_with_parameters("", root) if is_apart(item[0])]
 
 
 def units_of(unit: Unit) -> list[Unit]:
@@ -258,12 +272,15 @@ def _units_in(module: nn.Module, path: str, layers: dict[int, str]) -> Iterator[
 
 
 def _is_listened(module: nn.Module) -> bool:
-    """Whether somebody hooks into a part of a module, to see what that returns; torch itself does not count."""
+    """Whether somebody hooks into a part of a module, but torch itself, or a part is a metric.
+
+    Hooks see what the part returns; metrics count on the last stage.
+    """
     return any(
-        not str(getattr(hook, "__module__", "")).startswith("torch.")
+        _is_metric(part)
+        or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in forward_hooks_of(part))
         for part in module.modules()
         if part is not module
-        for hook in forward_hooks_of(part)
     )
 
 

@@ -50,7 +50,7 @@ def gather_module(
     memo: dict[int, Any] = {id(holder): None for holder in holders_of(module)}
     for name, tensor in tensors.items():
         value = gathered[name]
-        if not tensor.is_meta and local(tensor).data_ptr() == value.data_ptr():
+        if not tensor.is_meta and (value.layout != torch.strided or local(tensor).data_ptr() == value.data_ptr()):
             value = value.clone()
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value

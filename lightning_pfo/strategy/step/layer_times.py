@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -131,6 +131,10 @@ class _TimedRun:
 
     def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
         """What the step does to optimize is left out."""
+
+    def looks_again(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Weights have not changed here."""
+        return False
 
 
 def measure_training_step(owner: nn.Module, units: Units, step: Callable[[], Any], device: torch.device) -> list[float]:

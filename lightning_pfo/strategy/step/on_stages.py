@@ -90,6 +90,11 @@ class StepOnStages:
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
 
+    @property
+    def aggregates(self) -> bool:
+        """Whether there are metrics that are told once for a batch, when it is done."""
+        return bool(self._aggregators)
+
     def run(
         self,
         kind: str,

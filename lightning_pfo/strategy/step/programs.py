@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,15 @@ from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
+from lightning_pfo.strategy.model.tracing.dividing.phases import to_be_followed
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected
+from lightning_pfo.strategy.model.tracing.noticing import Place
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import form_of
@@ -33,6 +37,7 @@ from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.effects.outward.calls import Call, Outlets, redirected
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.outward.streams import others_stand_in
+from lightning_pfo.strategy.step.effects.tensors import SMALL_BYTES
 from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.signatures import signature_of
 
@@ -61,8 +66,8 @@ class Whole:
     sizes: tuple[int, ...]
 
 
-Agree = Callable[[BaseException | None, BaseException | None], None]
-"""Agrees with other ranks on what was raised, and on what a traced step has raised."""
+Agree = Callable[..., None]
+"""Agrees with other ranks on what was raised, on what a traced step has raised, and on how it is divided."""
 
 
 class Programs:
@@ -100,6 +105,7 @@ class Programs:
         self._known: OrderedDict[Any, Phases] = OrderedDict()
         self.follows_each_batch = False
         self._followed: set[str] = set()
+        self._weights: Sequence[Place] = split.weights
         self.modules = split.modules_at_end(owner)
 
     def of(self, *args: Any, **kwargs: Any) -> list[StepPrograms]:
@@ -157,7 +163,7 @@ class Programs:
             error = failed
         try:
             if self._has_traced:
-                self._agree(error, self._failure)
+                self._agree(error, self._failure, 0 if error is not None else _print_of(found))
             if error is not None:
                 raise error
         except Exception as raised:
@@ -203,7 +209,7 @@ class Programs:
     def trace(self, step: Callable[[], Any], seed: tuple[int, ...], left: Left | None = None, *, train: bool) -> Trace:
         """Trace a step on this rank alone; `left` takes what it leaves."""
         with torch.set_grad_enabled(train):
-            return trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules, left)
+            return self._trace_once(step, seed, left)
 
     def before_end(self, part: Trace, whole: Trace) -> StepPrograms:
         """What stages do where the end of the step runs on the whole batch; see `Split.programs_before_end`."""
@@ -222,7 +228,7 @@ class Programs:
         if found is None or found[0][0][0].draws or found[0][0][0].selects:
             trace = self._trace(step, seed, train)
             if whole is None:
-                found = [(programs, []) for programs in self._split.programs_of_phases(trace)]
+                found = [(programs, []) for programs in self._programs(trace, step, seed, train)]
             else:
                 found = [self._split.programs_before_end(trace, self._trace(whole.step, seed, train))]
             if trace.compiled:
@@ -241,11 +247,75 @@ class Programs:
         self._has_traced = True
         take_backward_hooks(self._owner, self._split.units.all, self._patches)
         with torch.set_grad_enabled(train):
-            trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
+            trace = self._trace_once(step, seed)
             while self._split.follow_into(trace.listened, self._patches):
-                trace = trace_untouched(self._owner, step, self._device, self._caches, seed, self.modules)
+                trace = self._trace_once(step, seed)
+            if self._split.apart(trace):
+                trace = self._with_weights_followed(trace, step, seed)
+            self._weights = trace.weights
             self._failure = self._failure or trace.failure
             return trace
+
+    def _programs(
+        self, trace: Trace, step: Callable[[], Any], seed: tuple[int, ...], train: bool
+    ) -> list[list[StageProgram]]:
+        try:
+            return self._split.programs_of_phases(trace)
+        except ConfigurationError:
+            with torch.set_grad_enabled(train):
+                followed = self._with_weights_followed(trace, step, seed)
+            if followed is trace:
+                raise
+            programs = self._split.programs_of_phases(followed)
+            self._weights = followed.weights
+            return programs
+
+    def _with_weights_followed(self, trace: Trace, step: Callable[[], Any], seed: tuple[int, ...]) -> Trace:
+        """The trace of a step that uses weights where they are not held, with these followed; the same if it cannot be.
+
+        A batch may do so that is not the first: a penalty from some epoch on, a target network that gets new weights
+        now and then. It can be run if later stages take what these weights are on earlier ones.
+        """
+        if not self._split.follows_weights:
+            return trace
+        named = named_tensors(self._owner)
+        everything = [_place(self._owner, name) for name in named]
+        followed = self._trace_once(step, seed, weights=everything)
+        if not _can_be_followed(followed, trace) or self._split.apart(followed):
+            return trace
+        used = {name for event in followed.events for name in event.held}
+        followed.weights = [_place(self._owner, name) for name in named if name in used]
+        return followed
+
+    def _trace_once(
+        self,
+        step: Callable[[], Any],
+        seed: tuple[int, ...],
+        left: Left | None = None,
+        weights: Sequence[Place] = (),
+    ) -> Trace:
+        return trace_untouched(
+            self._owner,
+            step,
+            self._device,
+            self._caches,
+            seed,
+            self.modules,
+            left,
+            weights=weights or self._weights,
+            follows_weights=self._split.follows_weights,
+        )
+
+
+def _print_of(found: Sequence[Phases]) -> int:
+    """A number that is another one where ranks would send or expect something else."""
+    told = [
+        (len(program.events), program.received, program.sent, sorted(program.kept), sorted(program.changes))
+        for phases in found
+        for stages, whole in phases
+        for program in (*stages, *whole)
+    ]
+    return zlib.crc32(repr(told).encode())
 
 
 def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:
@@ -259,7 +329,7 @@ def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str,
     return {
         name: stage if stage is None else min(stage, last)
         for name, stage in programs[0].changes.items()
-        if "." in name or stage not in (None, end)
+        if "." in name or stage not in (None, end) or programs[0].is_phase
     }
 
 
@@ -271,11 +341,15 @@ def trace_untouched(
     seed: tuple[int, ...] = (),
     modules: Mapping[str, nn.Module] = NO_MODULES,
     left: Left | None = None,
+    *,
+    weights: Sequence[Place] = (),
+    follows_weights: bool = True,
 ) -> Trace:
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache.
 
     If it does not run with all selected where values of stages decide about shapes, the zeros of the trace decide. If
-    it looks at these and fails, as one that divides by them, it is traced with other numbers.
+    it looks at these and fails, as one that divides by them, it is traced with other numbers. If it uses weights by
+    themselves it is traced once more, with these followed.
 
     Args:
         owner: The user's module.
@@ -285,11 +359,11 @@ def trace_untouched(
         seed: What random numbers of the step derive from.
         modules: Further modules that it may leave something in, by name.
         left: Takes what it leaves, in form.
+        weights: Parameters that are followed from the begin; see `trace_step`.
+        follows_weights: Whether those of layers may be followed that the step uses by themselves.
     """
-    failed: list[Trace] = []
-    for selected, rising in ((Selected.ALL, False), (Selected.BY_VALUES, False), (Selected.ALL, True)):
-        if selected is Selected.BY_VALUES and not failed[0].has_sizes:
-            continue
+
+    def traced(selected: Selected, rising: bool, weights: Sequence[Place]) -> Trace:
         if left is not None:
             left.logged.clear()
             left.calls.clear()
@@ -297,14 +371,43 @@ def trace_untouched(
             random_state.seed(device, *seed, 0)
             seeded = random_state.get_state(device)
             run = partial(_noting_attributes, owner, modules, step, left)
-            trace = trace_step(owner, run, device, selected, rising=rising)
+            trace = trace_step(owner, run, device, selected, rising=rising, weights=weights)
             random_state.notice_draws_on_host(seeded)
+        trace.everywhere = list(dict.fromkeys((*trace.everywhere, *_small_buffers({"": owner, **modules}))))
+        return trace
+
+    failed: list[Trace] = []
+    for selected, rising in ((Selected.ALL, False), (Selected.BY_VALUES, False), (Selected.ALL, True)):
+        if selected is Selected.BY_VALUES and not failed[0].has_sizes:
+            continue
+        trace = traced(selected, rising, weights)
         if trace.failure is None:
+            if used := to_be_followed(trace, of_layers=follows_weights):
+                followed = traced(selected, rising, [*weights, *map(partial(_place, owner), used)])
+                return followed if _can_be_followed(followed, trace) else trace
             return trace
         failed.append(trace)
         if not (trace.deciding or trace.has_sizes):
             break
     return _furthest(failed)
+
+
+def _can_be_followed(followed: Trace, trace: Trace) -> bool:
+    """Whether a step runs with weights followed; without phases none can use weights that it has changed by itself."""
+    return followed.failure is None and (bool(trace.optimizing) or not followed.optimizing)
+
+
+def _small_buffers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """The names of small buffers of modules that are called at the end, which all ranks have: hooks look at them."""
+    for path, module in modules.items():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if buffer.numel() * buffer.element_size() <= SMALL_BYTES:
+                yield name
+
+
+def _place(owner: nn.Module, name: str) -> Place:
+    path, _, attribute = name.rpartition(".")
+    return owner.get_submodule(path), attribute
 
 
 def _furthest(failed: Sequence[Trace]) -> Trace:
@@ -316,7 +419,8 @@ def _noting_attributes(
     owner: nn.Module, modules: Mapping[str, nn.Module], step: Callable[[], Any], left: Left | None
 ) -> Any:
     """Run a step; the values that it leaves in attributes are wanted at its end."""
-    attributes = Attributes(owner, modules)
+    with following(None):
+        attributes = Attributes(owner, modules)
     try:
         result = step()
         run = current_run()

@@ -361,17 +361,22 @@ class StepRunner:
         outcome: dict[str, Any] = {}
         stages.layers.begin(microbatches.sizes, looks=train)
 
+        def merged() -> dict[str, Any]:
+            run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
+            with stages.rules.looking(of, run, engine.seed) as rules:
+                found = run.merged(rules, is_sent=engine.num_ranks > 1)
+            return found | {"skipped": sorted(skipped[-1]), "shape": shape}
+
         try:
             if of.by_units:
                 stages.run_by_units(of, recorder, take, effects)
             else:
                 given = kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward
                 stages.run(*given, phase=of)
+            skipped = stages.skipped
             if engine.is_last:
-                run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
-                with stages.rules.looking(of, run, engine.seed) as rules:
-                    outcome = run.merged(rules, is_sent=engine.num_ranks > 1)
-                outcome |= {"skipped": sorted(stages.skipped[-1]), "shape": shape}
+                outcome = merged()
+                outcome["news"] = self._first_looks.finds_news(of, outcome)
         except Exception as exception:
             error = exception
         if of.by_units:
@@ -381,11 +386,16 @@ class StepRunner:
             self._exchanges[kind] = exchange
         apart = outcome.pop("output", None) if outputs in ("first", "last") else None
         shared: dict[str, Any] = exchange.share(outcome, error)
+        stages.layers.end(engine.all_gather)
+        if shared["news"]:
+            self._first_looks.look_at_news(of)
+            outcome = merged() if engine.is_last else {}
+            apart = outcome.pop("output", None) if outputs in ("first", "last") else None
+            shared = exchange.share(outcome)
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
-        check_skipped(stages.skipped, shared["skipped"])
+        check_skipped(skipped, shared["skipped"])
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
-        stages.layers.end(engine.all_gather)
         return shared, results
 
     def _leave_behind(self, outcome: dict[str, Any], batch: Any, batch_size: int, *, train: bool) -> None:

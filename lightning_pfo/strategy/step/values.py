@@ -29,6 +29,12 @@ class StepFailedError(PfoError, RuntimeError):
     """The user's step raised an error on another rank."""
 
 
+_APART = (
+    "The ranks of a pipeline divide a step alike, but here they do not, and would wait for each other. Please report "
+    "this step; with partition='custom:...' it is divided at other layers."
+)
+
+
 class ValueExchange:
     """Sends what came of a step from the rank of the last stage to all; one object for each kind of step.
 
@@ -93,10 +99,7 @@ class ValueExchange:
         if said[0]:
             return self._share_anew(parcel, error)
         if not said[1]:
-            raise RanksApartError(
-                "The ranks of a pipeline divide a step alike, but here each of them waits for another one to tell what "
-                "it has computed. Please report this step; with partition='custom:...' it is divided at other layers."
-            )
+            raise RanksApartError(_APART)
         if self._device.type != "cpu":
             dist.all_reduce(numbers, group=self._group)
         return unpack(outline, numbers, self._share_tensors(parcel, forms), self._device)
@@ -172,7 +175,7 @@ def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None, wh
 
 
 def agree_on_trace(
-    error: BaseException | None, failure: BaseException | None, *, hosts: dist.ProcessGroup | None
+    error: BaseException | None, failure: BaseException | None, divided: int = 0, *, hosts: dist.ProcessGroup | None
 ) -> None:
     """What goes wrong with a trace on any rank is everybody's; a collective call.
 
@@ -182,17 +185,21 @@ def agree_on_trace(
     Args:
         error: What was raised on this rank.
         failure: What the traced step has raised, which need not be an error.
+        divided: A number that tells how this rank divides the step.
         hosts: The processes; see `Groups.hosts`.
 
     Raises:
         BaseException: As by `ValueExchange.share`.
+        RanksApartError: If ranks divide it differently.
     """
-    said = [error is not None, failure is not None, failure is None]
-    any_error, any_failed, any_ran = spread(torch.tensor(said, dtype=torch.uint8), torch.maximum, hosts)
+    said = [error is not None, failure is not None, failure is None, divided, -divided]
+    any_error, any_failed, any_ran, most, least = spread(torch.tensor(said), torch.maximum, hosts).tolist()
     if any_failed and any_ran:
         _raise_first(tell_each_other(_told(failure), hosts), failure, hosts)
     if any_error:
         _raise_first(tell_each_other(_told(error), hosts), error, hosts)
+    if most != -least:  # they would wait for each other
+        raise RanksApartError(_APART)
 
 
 def _told(error: BaseException | None) -> tuple[str, str, bytes]:

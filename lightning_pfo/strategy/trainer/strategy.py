@@ -37,6 +37,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.loading import check_loaded_by
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
+from lightning_pfo.strategy.step.effects.outward.calls import log_in_step
 from lightning_pfo.strategy.step.memory.watch import MemoryWatch, is_worth_a_report
 from lightning_pfo.strategy.trainer.callbacks.finetuning import add_the_same_everywhere
 from lightning_pfo.strategy.trainer.callbacks.progress_bars import compute_for_bars
@@ -52,6 +53,7 @@ from lightning_pfo.strategy.trainer.checks import (
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
     allow_skipping,
+    logs_by,
     move_optimizers,
     set_device_mesh,
 )
@@ -319,6 +321,7 @@ class PfoPipelineStrategy(StepStrategy):
         allow_skipping(trainer, self._patches)
         compute_for_bars(trainer, self._patches)
         refuse_missing_values(self._patches)
+        logs_by(log_in_step, self._patches)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._patches.set(loop, "inference_mode", False)  # what a step writes into is made in hooks, too
         path = self.broadcast(self._restore.path)

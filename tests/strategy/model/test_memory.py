@@ -117,8 +117,15 @@ def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
     def penalised(owner):
         return chain(owner) + sum(parameter.square().sum() for parameter in owner.parameters())
 
-    _, (warning,) = of(Holder(layers(4, 4)), penalised, (0, 1, 2))
-    assert "'model.0', which the step uses by itself" in warning
+    memory, warnings = of(Holder(layers(4, 4)), penalised, (0, 1, 2))
+    assert (memory.held_twice.number, warnings) == (0, [])  # what comes of a weight is sent, which is one number
+
+    def together(owner):
+        return chain(owner) + torch.cat([parameter.flatten() for parameter in owner.parameters()]).norm()
+
+    memory, (warning,) = of(Holder(layers(4, 4)), together, (0, 1, 2))
+    assert memory.held_twice.number == 20
+    assert "'model.0', which the step uses by itself on stages 0, 1, together with other weights" in warning
     _, (warning,) = of(Holder(layers(4, 4), unused=nn.Linear(4, 4)), chain, (0, 1, 2))
     assert "33.3% of the parameters" in warning
     assert "'unused', which no layer holds that the first batch is known to call" in warning

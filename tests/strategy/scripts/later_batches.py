@@ -126,6 +126,65 @@ class UsesWeights(Base):
         return loss
 
 
+class Numbers(Base):
+    """Logs and counts what is no mean: from the second batch on, or what is 0 in the first one."""
+
+    def __init__(self, use):
+        super().__init__(use)
+        self.count = 0
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        seen = x if self.use == "rare" else x * (batch_idx > 0)
+        if batch_idx > 0 or self.use == "zero":
+            self.log("largest", seen.max())
+            self.count += int((seen > 0).sum())
+        return x.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.found += [self.count, float(self.trainer.callback_metrics.get("largest", 0))]
+
+
+class Derivatives(nn.Module):
+    """Most of the weights, and what differentiates them by the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(True)
+        y = self.net(x)
+        return y, torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+class Differentiates(Base):
+    """As a network that is informed by physics; other layers are small."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8))
+        self.derivatives = Derivatives()
+
+    def training_step(self, batch, batch_idx):
+        y, slope = self.derivatives(batch)
+        return (slope * y).square().mean() + (self.layers(y) - batch).square().mean()
+
+
+class UsesLaterWeights(Base):
+    """Uses the weights of the last layer before the first one, from the second batch on."""
+
+    def training_step(self, batch, batch_idx):
+        weight = self.layers[5].linear.weight
+        if batch_idx > 0:
+            if self.use == "number":
+                self.log("norm", float(weight.norm()))
+            if self.use == "loss":
+                batch = batch @ weight
+        return self.layers(batch).square().mean()
+
+
 class Tied(Base):
     """Has a head tied to the first layer, which it calls in the second batch, or in an evaluation."""
 
@@ -215,9 +274,9 @@ class SetInHook(Base):
         if self.use == "order":
             rate = self.rate
             return rate * self.layers(self.layers[5](self.before(batch))).square().mean()
-        loss = self.layers(batch).square().mean() * self.rate
+        rate = self.rate
         self.layers[5].linear.load_state_dict(self.layers[0].linear.state_dict())
-        return loss
+        return rate * self.layers(batch).square().mean()
 
 
 def make_trainer(devices):
@@ -263,6 +322,10 @@ def equal_to_one_device(devices):
     found["validated"] = [value for result in results for value in result.values()]
     for use in ("log", "number", "loss"):
         found[use] = train(UsesWeights(use, early=True), devices)
+    for use in ("log", "number", "return", "keep", "loss"):
+        found[f"late {use}"] = train(UsesWeights(use), devices)
+    found |= {f"{use} numbers": train(Numbers(use), devices) for use in ("rare", "zero")}
+    found["differentiates"] = train(Differentiates(), devices)
     for use in ("cells", "in the second dimension"):
         found[use] = train(Stateful(use), devices)
     found["rows of one"] = train(Recurrent(), devices)
@@ -272,7 +335,7 @@ def equal_to_one_device(devices):
 
 def main():
     found = equal_to_one_device(4)
-    refused = {use: refusal(UsesWeights(use), 4) for use in ("log", "number", "return", "keep", "loss")}
+    refused = {use: refusal(UsesLaterWeights(use), 4) for use in ("number", "loss")}
     refused |= {"tied late": refusal(Tied("late"), 4)}
     train(Recurrent("flat"), 4)  # which is told of
     refused |= {f"hook, {use}": refusal(SetInHook(use), 4) for use in ("order", "copy")}

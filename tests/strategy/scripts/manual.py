@@ -3,6 +3,7 @@
 Usage: manual.py FOLDER RANKS [CASE...].
 """
 
+import copy
 import json
 import logging
 import sys
@@ -396,6 +397,37 @@ class Penalised(Gan):
             opt_g.step()
 
 
+class Policy(Gan):
+    """As in actor-critic: a weight is used by itself in the actor's phase, and all of the critic's in a penalty."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_std = nn.Parameter(torch.linspace(-1, 0, 4))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        action = batch[0][:, :4]
+        spread = self.log_std[None].exp()  # the view is taken of the weight, too
+        chance = torch.distributions.Normal(self.net(batch[0]), spread).log_prob(action).sum(-1)
+        loss = -(chance * self.judge(action).detach().squeeze(-1)).mean() - 0.01 * self.log_std.sum()
+        opt_g.zero_grad()
+        self.manual_backward(loss)
+        opt_g.step()
+        self.log("std", spread.mean())
+        self.log("std_after", self.log_std.exp().mean())
+        size = sum(parameter.square().sum() for parameter in self.judge.parameters())
+        loss = self.bce(self.judge(action) * self.scale.clamp(max=100).exp(), 1.0) + 0.01 * size
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        actor, critic = [*self.net.parameters(), self.log_std], [*self.judge.parameters(), self.scale]
+        return [torch.optim.Adam(parameters, 0.02) for parameters in (actor, critic)]
+
+
 class BothLosses(Gan):
     """All is computed first, and differentiated by parts."""
 
@@ -535,6 +567,66 @@ class Averages(Module):
         self.manual_backward(self.loss(batch))
         self.optimizers().step()
         self.average = [p.detach().clone() for p in self.net[5].parameters()]
+        self.log("norm", self.average[0].norm())
+
+
+class Targets(Gan):
+    """As in soft actor-critic: a target network follows the critic within the step, and so does a copy now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = copy.deepcopy(self.judge).requires_grad_(False)
+        self.copied = copy.deepcopy(self.judge).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        real = batch[0][:, :4]
+        with torch.no_grad():
+            wanted = self.target(real) + self.copied(real) + 0.1
+        loss = (self.judge(real) - wanted).square().mean()
+        opt_d.zero_grad()
+        self.manual_backward(loss)
+        opt_d.step()
+        self.log("loss", loss)
+        for mine, other in zip(self.judge.parameters(), self.target.parameters(), strict=True):
+            other.data.copy_(0.1 * mine.data + 0.9 * other.data)
+        if batch_idx % 2 == 0:
+            self.copied.load_state_dict(self.judge.state_dict())
+        opt_g.zero_grad()
+        self.manual_backward(-self.judge(self.net(batch[0])).mean())
+        opt_g.step()
+        with torch.no_grad():
+            self.log("after", (self.target(real) - self.copied(real)).mean())
+
+
+class Follows(Module):
+    """One optimizer, and an average of weights that is made after its step."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+        self.register_buffer("size", torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            wanted = self.average(batch[0]).softmax(-1)
+        loss = self.loss(batch) + (self.net(batch[0]).softmax(-1) - wanted).square().mean()
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        with torch.no_grad():
+            for mine, other in zip(self.net.parameters(), self.average.parameters(), strict=True):
+                other.lerp_(mine, 0.1)
+            self.size.copy_(self.net[5].weight.square().sum())
+
+
+class Clamps(Gan):
+    """As in WGAN."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        for parameter in self.judge.parameters():
+            parameter.data.mul_(0.9).clamp_(-0.5, 0.5)
 
 
 class Lbfgs(Module):
@@ -695,9 +787,10 @@ class Hides(Module):
 
 SCHEDULES = {"1f1b": {}, "gpipe": {"schedule": "gpipe"}, "interleaved": {"schedule": "interleaved_1f1b"}}
 PHASES = [
-    *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst) for name in SCHEDULES),
+    *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst, Policy) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, Penalised, BothLosses, LooksAgain, ThreeOptimizers)),
     *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
+    *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows)),
 ]
 ONCE = {"num_microbatches": 1, "schedule": "gpipe"}
 EQUAL = {
@@ -719,7 +812,7 @@ EQUAL = {
     **{f"{kind.__name__}, gpipe": (kind, ONCE) for kind in (Norms, SpectralNorm, ParametrizedSpectralNorm)},
 }
 REFUSED = {
-    **{k.__name__: (k, {}) for k in (Clips, Averages, Backward, Counts, Decides, ByHand, Hides, Stale)},
+    **{k.__name__: (k, {}) for k in (Clips, Backward, Counts, Decides, ByHand, Hides, Stale)},
     **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),

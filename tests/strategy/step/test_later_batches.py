@@ -9,7 +9,7 @@ from tests.launch import of_ranks, run_script
 
 pytestmark = pytest.mark.slow
 
-ALIKE = "Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss."
+ALIKE = "Use it in the same way in training_step from the first batch on, if only times 0 in the loss."
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +19,15 @@ def results(tmp_path_factory):
     return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4), output
 
 
+EARLY = ["log", "number", "loss"]
+LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
+NUMBERS = ["rare numbers", "zero numbers"]
 STATES = ["cells", "in the second dimension", "rows of one"]
 
 
 @pytest.mark.parametrize(
-    "case", ["switched back", "calls less", "predicted", "validated", "log", "number", "loss", *STATES]
+    "case",
+    [*("switched back", "calls less", "predicted", "validated", "differentiates"), *EARLY, *LATE, *NUMBERS, *STATES],
 )
 def test_they_are_equal_to_one_device(results, case):
     expected, ranks, _ = results
@@ -32,12 +36,10 @@ def test_they_are_equal_to_one_device(results, case):
         assert found["found"][case] == pytest.approx(expected[case], rel=2e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("use", ["log", "number", "return", "keep", "loss"])
-def test_weights_of_another_rank_are_refused_on_all(results, use):
-    _, ranks, _ = results
-    for found in ranks:
+@pytest.mark.parametrize(("use", "what"), [("number", "float(weight.norm())"), ("loss", "'layers.5.linear.weight'")])
+def test_weights_of_a_later_stage_are_refused_on_all(results, use, what):
+    for found in results[1]:
         assert ALIKE in found["refused"][use]
-        what = "float(weight.norm())" if use == "number" else "'layers.0.linear.weight'"
         assert what in found["refused"][use]
 
 
@@ -52,7 +54,7 @@ def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results):
         assert ALIKE in refused
 
 
-@pytest.mark.parametrize(("use", "line"), [("order", "rate = self.rate"), ("copy", "loss = self.layers(batch)")])
+@pytest.mark.parametrize(("use", "line"), [("order", "rate = self.rate"), ("copy", "rate = self.rate")])
 def test_a_refusal_says_that_the_look_at_the_first_batch_lacked_what_hooks_set(results, use, line):
     for found in results[1]:
         refused = found["refused"][f"hook, {use}"]
@@ -81,3 +83,7 @@ def test_a_state_without_rows_is_told_of_where_it_first_counts(results):
 def test_gradients_are_handed_out_once(results):
     for found in results[1]:
         assert "this is another backward on its loss" in found["refused"]["backwards"]
+
+
+def test_a_first_batch_has_gradients_where_layers_differentiate(results):
+    assert "does not require grad" not in results[2]

@@ -17,7 +17,7 @@ FIRST = {1: ["Module, 1f1b", "Gan, 1f1b"], 2: ["Module, 1f1b", "Gan, 1f1b"]}
 ON_ONE = [
     *(f"{kind}, 1f1b" for kind in ("TwoOptimizers", "Accumulates", "Toggles", "Generates", "Resumed", "JudgeFirst")),
     *(f"{kind}, 1f1b" for kind in ("Adversarial", "Critics", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
-    "Switches, 1f1b",
+    *(f"{kind}, 1f1b" for kind in ("Switches", "Policy", "Averages", "Clamps", "Targets", "Follows")),
 ]
 ON_TWO = [
     *(f"Module, {schedule}" for schedule in SCHEDULES[1:]),
@@ -27,12 +27,15 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("Skips", "Half", "Resumed", "ReusesFake", "Adversarial", "Critics", "BothLosses")),
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, 1f1b" for kind in ("Penalised", "Switches", "Gains", "WeightNorm", "Parametrized")),
+    *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows")),
+    *mostly((), "Policy, gpipe", "Policy, interleaved"),
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole", "SpectralNorm", "ParametrizedSpectralNorm")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),
 ]
 ON_FOUR = [
     *mostly(("TwoOptimizers, interleaved", "ReusesFake, 1f1b", "Critics, 1f1b"), "Toggles, gpipe"),
     *mostly(("JudgeFirst, interleaved",), "TwoOptimizers, 1f1b", "TwoOptimizers, gpipe", "ReusesFake, gpipe"),
+    *mostly(("Targets, 1f1b", "Follows, 1f1b"), "Policy, 1f1b", "Clamps, 1f1b"),
     *mostly((), "ReusesFake, interleaved", "Accumulates, 1f1b", "ThreeOptimizers, 1f1b", "Resumed, 1f1b"),
 ]
 FURTHER = {1: ON_ONE, 2: ON_TWO, 4: ON_FOUR}
@@ -42,7 +45,6 @@ OF_NUMBERS = [
 ]
 REFUSED = {
     "Clips": ["gradients after manual_backward", "clip_grad_norm_(self.parameters(), 1.0)", "self.clip_gradients"],
-    "Averages": ["weights after optimizer.step()", "self.average = ", "on_train_batch_end"],
     "Lbfgs": ["calls its closure several times", "self.optimizers().step(closure=", "another optimizer"],
     "Sam": ["Optimizer calls its closure several times", "with other weights", "self.optimizers().step(closure)"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],

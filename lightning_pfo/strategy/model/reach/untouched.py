@@ -17,6 +17,7 @@ from torch import nn
 from lightning_pfo.strategy.model.reach.flags import Flags
 from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_state, state_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.tracked import followed_in
 from lightning_pfo.strategy.parallel.compat import (
     children_of,
     memory_of,
@@ -55,7 +56,10 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        followed = followed_in(root)  # also those that have been since
         remembered.put_back()
+        for attributes, forward in followed:
+            attributes["forward"] = forward
 
 
 @contextmanager

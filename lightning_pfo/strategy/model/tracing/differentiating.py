@@ -12,7 +12,7 @@ from lightning_pfo.strategy.model.tracing.events import Differentiation, Event
 from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
 from lightning_pfo.strategy.model.tracing.noticing import is_value
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, natively, value_of
-from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.model.variables import users_line, users_module
 
 _SIGNATURE = inspect.signature(torch.autograd.grad)
 
@@ -59,7 +59,7 @@ def differentiation(
         for unit in event.units
         if any(parameter is other for parameter in unit.module.parameters() for other in others)
     ]
-    return Differentiation(position, labels, min(takes, default=None), users_line())
+    return Differentiation(position, labels, min(takes, default=None), users_line(), users_module())
 
 
 def _inputs(given: dict[str, Any]) -> Sequence[Any]:

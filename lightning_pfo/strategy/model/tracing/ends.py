@@ -27,10 +27,18 @@ class DeviationError(ConfigurationError):
     """A step does something else than in the trace of an earlier batch, which has the same form; it is traced again."""
 
 
+_OTHERWISE = "The step runs otherwise than in the trace of a batch of the same form"
+
+
+def is_deviation(error: BaseException) -> bool:
+    """Whether an error says that a step does something else than in the trace; others may quote it."""
+    return _OTHERWISE in str(error)
+
+
 def deviates() -> DeviationError:
     """What is said of a step that does something else than in the trace."""
     return DeviationError(
-        "The step runs otherwise than in the trace of a batch of the same form: what it calls depends on the values of "
+        f"{_OTHERWISE}: what it calls depends on the values of "
         f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
         "Let only the batch decide, or compute all of it on the last stage (partition='custom:...')."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -175,12 +175,14 @@ class Differentiation:
         labels: The values that it differentiates by.
         first: The first event that takes another tensor that it differentiates by, or what comes of that; None: none.
         line: The user's line.
+        module: The module whose own code it is, if it is that of one.
     """
 
     position: int
     labels: tuple[int, ...]
     first: int | None
     line: str
+    module: Any
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,7 @@ class Trace:
         events: Calls in order.
         values: What flows between them, by label.
         marks: When layers begin: the layer's unit and the event that comes next.
+        of_layers: Names of the parameters of units, if any are used beside all events.
         everywhere: Names of parameters and buffers that are used beside all events, so on every stage.
         changed_everywhere: Those that are changed in place.
         at_end: Names of parameters and buffers that are logged or returned.
@@ -231,9 +234,12 @@ class Trace:
             that changes them, and the user's line.
         differentiations: Calls of `torch.autograd.grad`.
         listened: Units that are to be followed into: somebody hooks into a part, which does not see tracked tensors; or
+            they log by themselves, or tell a metric of theirs something; or
             the step fails on zeros, and they prepare the batch alone.
         optimizing: What the step does to optimize by itself, in order.
         switches: Plain attributes of modules that the step itself sets and sets back.
+        looks_again: Whether the step uses weights by themselves that it has changed.
+        weights: Parameters that are followed, as attributes of modules: what takes one by itself is an event.
         caches: What units are given of a library's caches: the event, the unit and the cache.
         talking: Units that tell each other something beside tensors: the event and the unit.
         guessed_after: With what units fail whose results are guessed.
@@ -243,6 +249,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     marks: list[tuple[Any, int]] = field(default_factory=list)
+    of_layers: list[str] = field(default_factory=list)
     everywhere: list[str] = field(default_factory=list)
     changed_everywhere: list[str] = field(default_factory=list)
     at_end: list[str] = field(default_factory=list)
@@ -262,6 +269,8 @@ class Trace:
     listened: list[Any] = field(default_factory=list)
     optimizing: list[Optimizing] = field(default_factory=list)
     switches: list[tuple[nn.Module, str]] = field(default_factory=list)
+    looks_again: bool = False
+    weights: Sequence[tuple[nn.Module, str]] = ()
     caches: list[tuple[int, Any, Any]] = field(default_factory=list)
     talking: list[tuple[int, Any]] = field(default_factory=list)
     guessed_after: list[str] = field(default_factory=list)

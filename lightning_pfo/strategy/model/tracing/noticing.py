@@ -19,7 +19,7 @@ from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
-from lightning_pfo.strategy.model.tracing.trees import tree_leaves
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
 from lightning_pfo.strategy.parallel.compat import (
     Recompute,
     change_mark,
@@ -51,13 +51,17 @@ class HeldTensors:
         """The names of those among some objects."""
         return list(dict.fromkeys(name for name in map(self.name, leaves) if name is not None))
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """The parameter or buffer of a name."""
+        return self._tensors[name]
+
     def assigned(self) -> dict[str, torch.Tensor]:
         """Buffers that are other objects now."""
         return {name: b for name, b in self.owner.named_buffers() if self._tensors.get(name) is not b}
 
-    def remember(self, leaves: Iterable[Any]) -> None:
-        """Keep the values of parameters among some objects, which may be written into."""
-        for name in self.names(leaves):
+    def remember(self, names: Iterable[str]) -> None:
+        """Keep the values of those that are parameters; they, or views of them, may be written into."""
+        for name in names:
             tensor = self._tensors[name]
             if name not in self._before and isinstance(tensor, nn.Parameter) and not is_placeholder(tensor):
                 self._before[name] = (tensor.data, tensor.detach().clone())
@@ -78,10 +82,55 @@ def _may_have_views(leaf: Any) -> bool:
     return (type(leaf) in (torch.Tensor, nn.Parameter) or is_placeholder(leaf)) and leaf.layout == torch.strided
 
 
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its attributes."""
+
+
+class WeightsFollowed(TorchFunctionMode):
+    """Lets a run follow some weights: what takes one is an event, as what takes a tracked tensor is.
+
+    What takes one together with tracked tensors takes the value of an event, which another stage may have computed.
+
+    Args:
+        run: The run.
+        weights: Where the weights are.
+    """
+
+    def __init__(self, run: Run, weights: Iterable[Place]) -> None:
+        super().__init__()
+        self._run = run
+        self._weights = {id(getattr(module, name)) for module, name in weights}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if current_run() is self._run and not tells_no_values(func):
+            leaves = list(_tensors_in((args, kwargs)))
+            if self.takes(func, args, leaves):
+                return self.call(func, args, kwargs, leaves)
+        return func(*args, **kwargs)
+
+    def takes(self, func: Any, args: Any, leaves: Sequence[Any]) -> bool:
+        """Whether a function takes one of the weights."""
+        return bool(self._weights) and any(id(leaf) in self._weights for leaf in whose_values_count(func, args, leaves))
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
+        """Call a function that takes some."""
+        # `weight.data = tracked` asks the weight alone what it does
+        if writes(func, kwargs) or not any(isinstance(leaf, Tracked) for leaf in leaves):
+            return self._run.operation(func, args, kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, self._as_value, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _as_value(self, leaf: torch.Tensor) -> Any:
+        if id(leaf) not in self._weights:
+            return leaf
+        return self._run.operation(torch.Tensor.view, (leaf, tuple(leaf.shape)), {})
+
+
 class TensorsSeen(TorchFunctionMode):
     """Notes parameters and buffers that functions are given, or change, without any tracked tensor while a run follows.
 
-    Functions that only make a view do not count: what takes the view does.
+    Functions that only make a view do not count: what takes the view does. What takes some weights is followed instead.
     """
 
     def __init__(
@@ -90,8 +139,10 @@ class TensorsSeen(TorchFunctionMode):
         held: HeldTensors,
         see: Callable[[list[Any]], None] | None = None,
         select: Callable[[], None] | None = None,
+        followed: Iterable[Place] = (),
     ) -> None:
         super().__init__()
+        self._followed = WeightsFollowed(run, followed)
         self._select = select
         self._run = run
         self.names: dict[str, None] = {}
@@ -117,6 +168,8 @@ class TensorsSeen(TorchFunctionMode):
         if sizes := labels_in(tree_leaves((args, kwargs))):  # an ordinary tensor of such a size may come to any stage
             self._run.decide(sizes)
         leaves = list(_tensors_in((args, kwargs or {})))
+        if self._followed.takes(func, args, leaves):
+            return self._followed.call(func, args, kwargs or {}, leaves)
         if any(isinstance(leaf, Tracked) for leaf in leaves):
             return func(*args, **(kwargs or {}))
         if self._see is not None:
@@ -127,7 +180,7 @@ class TensorsSeen(TorchFunctionMode):
         before = dict(self.names)
         self.names |= names  # also if it fails
         if names and writes(func, kwargs or {}):
-            self._held.remember(leaves)
+            self._held.remember(self._held.names(leaves))
         versions = [change_mark(leaf) if self._held.name(leaf) else (0, 0) for leaf in leaves] if names else []
         result = func(*args, **(kwargs or {}))
         for leaf, version in zip(leaves, versions, strict=False):

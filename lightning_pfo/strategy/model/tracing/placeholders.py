@@ -56,7 +56,7 @@ _ELSEWHERE = (
 )
 _IN_STEP = (
     f"A step reads values of a parameter or buffer that other ranks hold, {BY_FIRST_BATCH}. At "
-    "{place} Use it alike in training_step from the first batch on, if only as 0 * its sum in the loss. Of a "
+    "{place} Use it in the same way in training_step from the first batch on, if only times 0 in the loss. Of a "
     "dataset without an index (IterableDataset) that cannot be copied (pickled), no batch is looked at before training."
 )
 _text = WHOLE
@@ -79,6 +79,8 @@ def _ordinary(placeholder: torch.Tensor) -> Any:
 
 
 class _PlaceholderParameter(nn.Parameter):
+    has_no_values = True
+
     @property
     def grad(self) -> torch.Tensor | None:
         with DisableTorchFunctionSubclass():  # following it would take ten times as long
@@ -103,6 +105,7 @@ class _PlaceholderParameter(nn.Parameter):
 
 
 class _PlaceholderTensor(torch.Tensor):
+    has_no_values = True
     __torch_function__ = _ORDINARY
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -29,6 +29,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     deviates,
     differs,
     ended_early,
+    is_deviation,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
@@ -36,7 +37,12 @@ from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, numbe
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled, whose_values_count
-from lightning_pfo.strategy.model.tracing.noticing import functions_followed, leave_transform, switches_kept
+from lightning_pfo.strategy.model.tracing.noticing import (
+    WeightsFollowed,
+    functions_followed,
+    leave_transform,
+    switches_kept,
+)
 from lightning_pfo.strategy.model.tracing.placeholders import has_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,
@@ -114,6 +120,8 @@ def run_stage(
     except StageEnded:
         return run.outputs()
     except RuntimeError as error:
+        if is_deviation(error) and not isinstance(error, DeviationError):  # as `load_state_dict` tells of it
+            raise DeviationError(str(error)) from error
         is_missing = "used in the graph" in str(error) or "require grad" in str(error)
         if is_missing and any(event.what is torch.autograd.grad for event in program.events):
             raise ConfigurationError(differentiates(users_line(error), error)) from error
@@ -181,6 +189,7 @@ class StageRun:
             functions_followed(self) if self._program.applies else nullcontext(),
             self.recomputing_parts() if self._program.divided else nullcontext(),
             self.uncompiled if self._program.compiled else nullcontext(),
+            WeightsFollowed(self, self._program.weights) if self._program.weights else nullcontext(),
         ):
             yield
 
@@ -246,6 +255,11 @@ class StageRun:
 
     def optimize(self, loss: Any, changed: Iterable[torch.nn.Parameter] = ()) -> None:
         """What the step does to optimize was noted in the trace."""
+
+    def looks_again(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether weights are followed that the step uses by themselves after it has changed them."""
+        followed = {id(getattr(module, name)) for module, name in self._program.weights}
+        return followed.issuperset(map(id, weights))
 
     def end_phase(self) -> None:
         """The step goes on with another phase, without an event before it.
@@ -348,7 +362,7 @@ class StageRun:
         label = event.only_label
         if label is not None:
             return self._received.get(label, self._program.forms[label])
-        if event.reads:
+        if event.reads and not event.of_metric:  # a metric counts on the last stage only
             try:
                 return natively(compute, args, kwargs)
             except AbsentValueError as error:

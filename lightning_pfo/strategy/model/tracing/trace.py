@@ -53,6 +53,7 @@ from lightning_pfo.strategy.model.tracing.functions import (
 )
 from lightning_pfo.strategy.model.tracing.noticing import (
     HeldTensors,
+    Place,
     TensorsSeen,
     functions_followed,
     is_transform,
@@ -79,12 +80,13 @@ from lightning_pfo.strategy.parallel.compat import (
     CHECKS,
     DisableTorchFunctionSubclass,
     base_of,
+    change_mark,
     has_memory,
     memory_of,
     reserved_memory,
     version_of,
 )
-from lightning_pfo.strategy.parallel.dtensor import writes
+from lightning_pfo.strategy.parallel.dtensor import alike, writes
 
 
 def trace_step(
@@ -94,6 +96,7 @@ def trace_step(
     selected: Selected = Selected.ALL,
     *,
     rising: bool = False,
+    weights: Sequence[Place] = (),
 ) -> Trace:
     """Trace a step of the user's module, whose units are followed (see `follow_units`).
 
@@ -105,10 +108,12 @@ def trace_step(
         device: Where it runs.
         selected: What is selected where values of stages decide about shapes.
         rising: Whether numbers that rise from 1 to 2 stand for what units return, instead of zeros.
+        weights: Parameters that are followed, too: what takes one of them by itself is an event.
     """
     held = HeldTensors(owner)
     run = _TraceRun(device, held, selected, rising=rising)
-    seen = run.seen = TensorsSeen(run, held, run.see, run.select)
+    seen = run.seen = TensorsSeen(run, held, run.see, run.select, weights)
+    run.trace.weights = weights
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
     switches: dict[tuple[nn.Module, str], Any] = {}
@@ -132,6 +137,8 @@ def trace_step(
     run.trace.switches = switched_back(switches)
     run.trace.skips = result is None and run.trace.failure is None and not run.trace.events
     run.trace.everywhere, run.trace.changed_everywhere = list(seen.names), list(seen.changed)
+    modules = (unit.module for event in run.trace.events for unit in event.units) if seen.names else ()
+    run.trace.of_layers = held.names(p for module in dict.fromkeys(modules) for p in module.parameters())
     return run.trace
 
 
@@ -146,7 +153,11 @@ class _TraceRun:
         self._selected = selected
         self._held = held
         self._names: list[str | None] = []  # of the leaves of a call
-        self._held_values: dict[int, str] = {}  # labels of parameters and buffers that have become values
+        self._held_values: dict[
+            int, str
+        ] = {}  # labels of parameters and buffers that have become values, or their views
+        self._held_memory: dict[int, str] = {}
+        self._changed_weights: dict[str, nn.Parameter] = {}  # that are followed, and have not been used since
         self._reserved: list[object] = []  # so that memory that is gone has another number than what comes after it
         self._device = device
         self._adopted: list[torch.Tensor] = []
@@ -169,9 +180,15 @@ class _TraceRun:
             args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
         if writes(function, kwargs):
-            self._held.remember(leaves)
+            self._held.remember(name for name in map(self._name_of, leaves) if name is not None)
+        else:
+            self._use_changed(event)
+        for name, leaf in zip(self._names, leaves, strict=True):
+            if name is not None and has_memory(leaf) and memory_of(leaf) not in self._held_memory:
+                self._held_memory[memory_of(leaf)] = name
+                self._reserved.append(reserved_memory(leaf))  # of a placeholder's zeros, which go
         self.see(leaves)
-        versions = [version_of(leaf) if _is_ordinary(leaf) else 0 for leaf in leaves]
+        marks = [_mark(leaf) for leaf in leaves]
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
@@ -189,13 +206,15 @@ class _TraceRun:
             raise HidingError(calls_backward())
         if depends.by_batch_found:
             self.select()
+        unmarked = _changed_without_mark(function, args)
         changed = [
             index
-            for index, (leaf, version) in enumerate(zip(leaves, versions, strict=True))
-            if _is_ordinary(leaf) and version_of(leaf) != version
+            for index, (leaf, mark) in enumerate(zip(leaves, marks, strict=True))
+            if _mark(leaf) != mark or (_is_ordinary(leaf) and id(leaf) in unmarked)
         ]
         for leaf in leaves:
-            if is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf)):
+            is_marked = is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf))
+            if is_marked or (is_value(leaf) and id(leaf) in unmarked):
                 self.trace.values[leaf.label].changed_at = position
                 self._note_gradients(leaf, position)
                 self._change(self._held_values.get(leaf.label))
@@ -215,6 +234,7 @@ class _TraceRun:
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
         self._names = list(map(self._held.name, leaves))
+        self._use_changed(event)
         if unit.is_listened and unit not in self.trace.listened:
             self.trace.listened.append(unit)
         if unit.is_layer:
@@ -323,6 +343,11 @@ class _TraceRun:
         """Note that a size comes from the values of the batch."""
         self.trace.selects.append(len(self.trace.events))
 
+    def listen(self, event: Event) -> None:
+        """Note a unit that is to be followed into, since it logs by itself."""
+        if event.what in event.units and event.what not in self.trace.listened:
+            self.trace.listened.append(event.what)
+
     def begin_inside(self, unit: Any) -> None:
         """Note that a layer is called inside of the event that is under way."""
         position = len(self.trace.events) - 1
@@ -343,6 +368,11 @@ class _TraceRun:
         """Note where the step differentiates a loss by itself, or does something with gradients, or weights."""
         parameters = list(changed)
         self.trace.optimize(loss, parameters, self._held.names(parameters), users_line())
+
+    def looks_again(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Note that the step uses weights by themselves that it has changed: they are to be followed."""
+        self.trace.looks_again = True
+        return True
 
     def finish(self, result: Any) -> None:
         """The step has returned."""
@@ -434,8 +464,23 @@ class _TraceRun:
         return found
 
     def _change(self, name: str | None) -> None:
-        if name is not None:
-            self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
+        if name is None:
+            return
+        self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
+        weight = self._held.tensor(name)
+        if self.trace.weights and isinstance(weight, nn.Parameter):
+            self._changed_weights[name] = weight
+
+    def _name_of(self, leaf: Any) -> str | None:
+        return self._held_values.get(leaf.label) if is_value(leaf) else self._held.name(leaf)
+
+    def _use_changed(self, event: Event) -> None:
+        """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
+        changed = self._changed_weights
+        parameters = [parameter for unit in event.units if changed for parameter in unit.module.parameters()]
+        if not changed.keys().isdisjoint({*event.held, *self._held.names(parameters)}):
+            self.trace.optimize(None, changed.values(), changed, users_line())
+            self._changed_weights = {}
 
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
@@ -469,6 +514,8 @@ class _TraceRun:
             memory = 0 if value.held is not None else memory_of(value)
             if memory:
                 self._reserved.append(reserved_memory(value))
+            if memory in self._held_memory:
+                self._held_values[value.label] = self._held_memory[memory]
             form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
             self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
@@ -494,10 +541,26 @@ def _trained_by(units: Iterable[Any], result: Any) -> Any:
 
 
 def _on(leaf: Any, device: torch.device) -> Any:
-    """A leaf of arguments with a value: zeros for a placeholder."""
-    if is_placeholder(leaf):
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
-    return leaf
+    """A leaf of arguments with a value: zeros for a placeholder, a parameter for that of one, as other ranks have."""
+    if not is_placeholder(leaf):
+        return leaf
+    zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(zeros, leaf.requires_grad)
+    return zeros.requires_grad_(leaf.requires_grad)
+
+
+def _changed_without_mark(function: Any, args: tuple[Any, ...]) -> set[int]:
+    """The ids of what is changed by functions of lists, which count no version while torch's dispatch is looked at."""
+    name = getattr(function, "__name__", "")
+    return set(map(id, alike(args[0]))) if name.startswith("_foreach") and name.endswith("_") and args else set()
+
+
+def _mark(leaf: Any) -> object:
+    """Another one after a change of an ordinary tensor, or of a parameter's `data`."""
+    if not _is_ordinary(leaf):
+        return None
+    return change_mark(leaf) if isinstance(leaf, nn.Parameter) else version_of(leaf)
 
 
 def _is_ordinary(leaf: Any) -> bool:

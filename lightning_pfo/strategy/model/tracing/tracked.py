@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +52,9 @@ class Run(Protocol):
 
     def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
         """The step differentiates a loss by itself, or else (None) does something with gradients, or weights."""
+
+    def looks_again(self, weights: Sequence[torch.Tensor]) -> bool:
+        """The step uses weights by themselves that it has changed; tells whether it can, as they are followed."""
 
 
 class Beyond(Protocol):
@@ -141,6 +144,8 @@ class Tracked(torch.Tensor):
         varies = _current is not None and bool(args) and isinstance(args[0], Tracked) and bool(args[0].varies)
         if func in MAKERS and not varies:
             return make(func, args, kwargs)
+        if _current is None and _beyond is not None and any(getattr(kind, "has_no_values", False) for kind in types):
+            return NotImplemented  # placeholders know what to say
         if _current is None or is_metadata(func):
             answer = natively(func, args, kwargs)
             return answer if _current is None else _current.told(func, args, kwargs, answer)
@@ -307,6 +312,12 @@ def follow_units(units: Iterable[Any], patches: Patches) -> None:
         unit.forward = unit.module.forward
         patches.set(unit.module, "forward", _Followed(unit, unit.module.forward, patches))
     _avoid_reentrance(patches)
+
+
+def followed_in(root: nn.Module) -> list[tuple[dict[str, Any], Any]]:
+    """The attributes of the modules whose `forward` is patched so, and that."""
+    attributes = map(vars, root.modules())
+    return [(each, each["forward"]) for each in attributes if isinstance(each.get("forward"), _Followed)]
 
 
 def _avoid_reentrance(patches: Patches) -> None:

@@ -16,7 +16,7 @@ from lightning_pfo.strategy.model.reach.untouched import write_array_back, write
 from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
-_SMALL_BYTES = 2**16
+SMALL_BYTES = 2**16
 """Smaller ones are copied at the begin of each batch, whether somebody writes into them or not."""
 _LOOKED_AT = 3
 """So many batches of each kind of step are looked at more closely."""
@@ -107,7 +107,7 @@ class LargeTensors:
         size = array.nbytes
         # buffers are mostly not written into, or given to others by the stage that does so
         may_be = (self.copies_all and path[0] != "_buffers") or path in self._written
-        return size <= _SMALL_BYTES or (size <= _LARGEST_BYTES and may_be)
+        return size <= SMALL_BYTES or (size <= _LARGEST_BYTES and may_be)
 
     def note(self, path: Path, tensor: TensorBefore, *, is_told: bool) -> None:
         """A run of the step has written into a tensor.
@@ -120,7 +120,7 @@ class LargeTensors:
         size = tensor.array.nbytes
         if tensor.mark_now() == tensor.mark:
             self._unmarked.add(path)
-        if size <= _SMALL_BYTES or path in self._written:
+        if size <= SMALL_BYTES or path in self._written:
             return
         self._written.add(path)
         if not is_told:

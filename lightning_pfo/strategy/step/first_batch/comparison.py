@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
+_NEWS = 4
+"""So many later ones, in which something is left or logged that was not before."""
 _LATER = frozenset(4**power for power in range(2, 16))
 """Numbers of the training batches whose loss is compared again: 16, 64, 256 and so on."""
 
@@ -71,8 +73,11 @@ class Comparison:
         self._untold: set[Source] = set()
         self._number_trained = 0
         self._looks_later = True
-        self._leaves_something = False
+        self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
+        self._is_compared = False
+        self._places: dict[Source, set[Any]] = {}
+        self._news: defaultdict[Source, int] = defaultdict(lambda: _NEWS)
 
     def check(self, first: StepOnBatch) -> None:
         """Compare for one batch, if it is one of the first of its kind and loader.
@@ -83,19 +88,47 @@ class Comparison:
             ConfigurationError: On every rank, if the loss of the batch is no mean of the microbatches' losses, weighted
                 or not. If it is a weighted mean, or nearly the mean, there is a warning.
         """
-        engine, kind, source = self._engine, first.kind, first.source
+        kind, source = first.kind, first.source
         self._number_trained += kind == "train"
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
         if is_late and source in self._untold and self._number[source] in _AGAIN:
             self._tries[source] = 1
-        if not self._tries[source]:
-            is_due = self._number_trained in _LATER or (self._leaves_something and self._number_trained == _SECOND)
-            if kind == "train" and self._looks_later and is_due:
-                self._check_later(first)
+        is_second = self._leaves_something and self._number_trained == _SECOND
+        is_due = is_second or (self._number_trained in _LATER and not self._tries[source])
+        if kind == "train" and self._looks_later and is_due:
+            self._check_later(first)
+        self._is_compared = bool(self._tries[source])
+        if not self._is_compared:
             return
-        self._rehearsal.everywhere = kind == "train" or self._divided
         self._tries[source] -= 1
+        self._compare_now(first, everywhere=kind == "train" or self._divided, is_late=is_late)
+
+    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
+        """Whether a batch that was not compared has left or logged what none has before, so that it is to be.
+
+        Args:
+            of: The batch.
+            outcome: What has come of it, on the last rank.
+        """
+        places = {*outcome["changes"], *(name for name, *_ in outcome["logged"])}
+        known = self._places.setdefault(of.source, set())
+        if places <= known:
+            return False
+        known |= places
+        is_one = of.phase or of.by_units or len(of.parts) == 1 or self._runner.batching.joins_microbatches
+        if self._is_compared or self._divided or is_one or not self._news[of.source]:
+            return False
+        self._news[of.source] -= 1
+        return True
+
+    def check_news(self, of: StepOnBatch) -> None:
+        """Compare a batch that was run already; a collective call of the pipeline, of each replica by itself."""
+        self._compare_now(of, everywhere=False, is_late=True)
+
+    def _compare_now(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
+        engine, kind, source = self._engine, first.kind, first.source
+        self._rehearsal.everywhere = everywhere
         said: list[_Said] = []
         if len(first.parts) > 1:
             with self._rehearsal.aside():
@@ -108,8 +141,8 @@ class Comparison:
         everyone = engine.all_gather((said, state, list(layers.means)), everywhere=self._rehearsal.everywhere)
         layers.share({place for *_, places in everyone for place in places})
         are_open, are_untold = (any(each) for each in zip(*(state for _, state, _ in everyone), strict=True))
-        if not are_open:
-            self._tries[source] = 0
+        if not (are_open or are_untold):
+            self._tries[source] = min(self._tries[source], self._leaves_something and self._number[source] < _SECOND)
         (self._untold.add if are_untold else self._untold.discard)(source)
         is_loss_told = not self._looks_later
         for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.first_batch.comparison import Comparison
@@ -42,6 +44,15 @@ class FirstLooks:
                 self._tell(of)
         if self._comparison is not None and not of.phase:
             self._comparison.check(of)
+
+    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
+        """See `Comparison.finds_news`."""
+        return self._comparison is not None and self._comparison.finds_news(of, outcome)
+
+    def look_at_news(self, of: StepOnBatch) -> None:
+        """See `Comparison.check_news`."""
+        if self._comparison is not None:
+            self._comparison.check_news(of)
 
     def _tell(self, of: StepOnBatch) -> None:
         said = what_they_normalise(self._owner, of.parts.sizes, are_deferred=self._are_deferred)

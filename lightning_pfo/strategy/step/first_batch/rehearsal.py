@@ -27,6 +27,11 @@ from lightning_pfo.strategy.step.recording import LogRecorder
 
 _log = logging.getLogger(__name__)
 _EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
+_LACKS_GRADIENTS = (
+    *("torch.autograd.grad", "does not require grad"),
+    *("cannot register a hook on a tensor that doesn't require gradient", "can't retain_grad on Tensor"),
+)
+"""What torch, or we, say where nothing has gradients."""
 _LARGEST_BYTES = 256 * 2**20  # of outputs of the model that are held; of larger ones, fewer microbatches are compared
 
 
@@ -230,7 +235,7 @@ class Rehearsal:
             self._dtypes.update(*(found for _, found in everyone))  # layers of other ranks may be in a narrower type
             problems = [found for found, _ in everyone if found]
         deviates = any(found.startswith(DeviationError.__name__) for found in problems)
-        if is_training and not self._runner.differentiates and any("torch.autograd.grad" in each for each in problems):
+        if is_training and not self._runner.differentiates and any(_differentiates(each) for each in problems):
             self._runner.differentiates = True
             return self._try(first, parts, draw, whole, evaluates=evaluates)
         if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
@@ -254,3 +259,8 @@ class Rehearsal:
         if torch.is_autocast_enabled(device.type):
             dtypes.add(torch.get_autocast_dtype(device.type))
         return tolerance_of(dtypes, rounds_products=rounds_products(self._owner, device))
+
+
+def _differentiates(problem: str) -> bool:
+    """Whether a step has failed because it differentiates by itself, where nothing has gradients."""
+    return any(said in problem for said in _LACKS_GRADIENTS)

@@ -47,12 +47,12 @@ class Afterwards(TorchFunctionMode):
                     "them in on_after_backward or on_before_optimizer_step",
                 )
             )
-        # layers, and what is given their values, run in another phase of the step
+        # layers, weights that are followed, and what is given values of these, run in another phase of the step
         if self._stepped and not tells_no_values(func) and not self._is_in_layer():
             leaves = tree_leaves((args, kwargs or {}))
-            if not any(isinstance(leaf, Tracked) for leaf in leaves) and any(
-                id(leaf) in self._stepped for leaf in whose_values_count(func, args, leaves)
-            ):
+            tracked = any(isinstance(leaf, Tracked) for leaf in leaves)
+            changed = [leaf for leaf in whose_values_count(func, args, leaves) if id(leaf) in self._stepped]
+            if changed and not tracked and not (self._run is not None and self._run.looks_again(changed)):
                 raise OtherPathError(
                     _too_early(
                         "weights after optimizer.step()",

@@ -47,6 +47,7 @@ class Obstacles:
 
     Attributes:
         undivided: What must not be cut: the first cut, the one behind the last, and why.
+        together: Events that are of one stage, and why.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -54,17 +55,20 @@ class Obstacles:
         self._changed_at = trace.last_changes()
         self.undivided: list[tuple[int, float, str]] = [
             *_of_stale(trace),
-            *_of_buffers(trace),
             *_of_statistics(trace),
             *_of_weights(trace),
             *_of_caches(trace),
             *_of_talking(trace),
         ]
+        self.together = list(_of_buffers(trace))
 
     def refusal(self, cut: int) -> str:
         """Why a step cannot be cut before an event; empty: it can."""
         for start, stop, why in self.undivided:
             if start <= cut < stop:
+                return why
+        for events, why in self.together:
+            if min(events) < cut <= max(events):
                 return why
         if any(_parts(self._trace, each, cut) for each in self._trace.differentiations):
             line = next(each.line for each in self._trace.differentiations if _parts(self._trace, each, cut))
@@ -92,15 +96,14 @@ def _of_stale(trace: Trace) -> Iterator[tuple[int, float, str]]:
         )
 
 
-def _of_buffers(trace: Trace) -> Iterator[tuple[int, float, str]]:
+def _of_buffers(trace: Trace) -> Iterator[tuple[frozenset[int], str]]:
     """Others than the stage that changes a buffer last get its value after the iteration."""
     for name, changes in trace.changes.items():
         last, line = max(changes)
         uses = [event for event, _ in changes]
-        uses += [position for position, event in enumerate(trace.events) if name in event.held]
+        uses += [position for position, event in enumerate(trace.events[:last]) if name in event.held]
         yield (
-            min(uses) + 1,
-            last + 1,
+            frozenset(uses),
             f"{name!r} is changed by what one stage computes, but used on an earlier one as well, which runs the "
             f"next microbatch before it knows of the change. {line} Use a copy that changes after the batch "
             f"(on_train_batch_end); or {_MOVE}, so that one stage does both.",

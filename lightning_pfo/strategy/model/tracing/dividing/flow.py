@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import (
@@ -23,6 +24,7 @@ from lightning_pfo.strategy.model.tracing.events import FOREVER, Trace, Value
 
 StageOf = Mapping[int, int]
 """The stages of events."""
+NO_HOMES: Mapping[int, int] = MappingProxyType({})
 
 
 class Flow:
@@ -74,7 +76,12 @@ class Flow:
 
 
 def stages_by_owner(
-    trace: Trace, flow: Flow, computed: Sequence[int], bound: Sequence[Bound], num_stages: int
+    trace: Trace,
+    flow: Flow,
+    computed: Sequence[int],
+    bound: Sequence[Bound],
+    num_stages: int,
+    homes: Mapping[int, int] = NO_HOMES,
 ) -> dict[int, int]:
     """Give each event to a stage that has what it needs, and no earlier one than those of the events before it.
 
@@ -84,6 +91,7 @@ def stages_by_owner(
         computed: The events that are computed, rising; others have been computed before.
         bound: For each event of the step what it needs of what only some stages have.
         num_stages: Number of stages.
+        homes: Where events that need nothing of stages are computed rather than elsewhere.
 
     Raises:
         LeadsBackError: If what is needed leads back to an earlier stage.
@@ -104,24 +112,35 @@ def stages_by_owner(
             name, stages = bound[position][0]
             raise LeadsBackError(leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest))
         stage_of[position] = have[0]
-        if trace.events[position].reads:  # Python goes on by it
+        if trace.events[position].reads and not trace.events[position].of_metric:  # Python goes on by it
             floor = have[0]
-    _rather_later(flow, computed, bound, stage_of)
+    _rather_later(trace, flow, computed, bound, stage_of, homes)
     _with_differentiation(trace, flow, bound, stage_of)
     _check(trace, stage_of)
     return stage_of
 
 
-def _rather_later(flow: Flow, computed: Sequence[int], bound: Sequence[Bound], stage_of: dict[int, int]) -> None:
-    """What needs nothing of stages is computed where it is needed, so that nothing is sent."""
+def _rather_later(
+    trace: Trace,
+    flow: Flow,
+    computed: Sequence[int],
+    bound: Sequence[Bound],
+    stage_of: dict[int, int],
+    homes: Mapping[int, int],
+) -> None:
+    """What needs nothing of stages is computed at home, or where it is needed, so that nothing is sent."""
     free: set[int] = set()
     for position in computed:
-        if not bound[position] and all(each in free or each not in stage_of for each in flow.before[position]):
+        is_bound = bool(trace.events[position].units) and bool(bound[position])
+        if not is_bound and all(each in free or each not in stage_of for each in flow.before[position]):
             free.add(position)
     for position in reversed(computed):  # those that take what it makes come after it
-        takers = [stage_of[other] for other in flow.takers[position] if other in stage_of]
-        if position in free and takers:
-            stage_of[position] = min(takers)
+        limits = [stage_of[other] for other in flow.takers[position] if other in stage_of]
+        limits += [homes[position]] if position in homes else []
+        if position in free and limits:
+            own = range(stage_of[position], min(limits) + 1)
+            allowed = [stage for stage in own if all(stage in stages for _, stages in bound[position])]
+            stage_of[position] = max(allowed, default=stage_of[position])
 
 
 def _with_differentiation(trace: Trace, flow: Flow, bound: Sequence[Bound], stage_of: dict[int, int]) -> None:
@@ -148,9 +167,13 @@ def _check(trace: Trace, stage_of: StageOf) -> None:
     """
     ordered = [stage_of[position] for position in sorted(stage_of)]
     is_ordered = ordered == sorted(ordered)
-    for start, stop, why in Obstacles(trace).undivided:
+    obstacles = Obstacles(trace)
+    for start, stop, why in obstacles.undivided:
         within = {stage for position, stage in stage_of.items() if start - 1 <= position < stop}
         if len(within) > 1:
+            raise ConfigurationError(why)
+    for events, why in obstacles.together:
+        if len({stage_of[position] for position in events if position in stage_of}) > 1:
             raise ConfigurationError(why)
     for each in trace.differentiations:
         first = first_differentiated(trace, each)

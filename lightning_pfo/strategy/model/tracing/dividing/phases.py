@@ -81,6 +81,26 @@ def has_phases(trace: Trace) -> bool:
     return len(_extents(trace)) > 1
 
 
+def to_be_followed(trace: Trace, *, of_layers: bool) -> list[str]:
+    """The weights and buffers that a step uses beside all events, and that had better be followed.
+
+    Those of layers, which else all stages hold. And if the step has phases, those that it changes: each phase uses them
+    with other values, and a gradient of theirs belongs to one phase.
+
+    Args:
+        trace: The step.
+        of_layers: Whether those of layers count.
+    """
+    wanted = {*trace.of_layers} if of_layers else set()
+    if trace.looks_again or has_phases(trace):
+        wanted |= {*_stepped(trace), *trace.changed_everywhere}
+    return sorted(wanted.intersection(trace.everywhere))
+
+
+def _stepped(trace: Trace) -> set[str]:
+    return {name for each in trace.optimizing for name in each.names}
+
+
 def _extents(trace: Trace) -> list[_Extent]:
     found = [_Extent(0, len(trace.events))]
     end: int | None = None  # of the present phase, if it has one
@@ -174,14 +194,13 @@ class _Needs:
 
 
 def _check(trace: Trace) -> None:
-    changes = sorted({*trace.changes, *trace.changed_everywhere})
+    changes = sorted(trace.changed_everywhere)
     if changes:
         raise ConfigurationError(
             f"A step that optimizes several times on a pipeline runs again for each time, so it changes no buffers "
             f"by itself; here it changes {', '.join(map(repr, changes))}. Do so in a layer, or in on_train_batch_end."
         )
-    stepped = {name for each in trace.optimizing for name in each.names}
-    used = sorted(stepped & {*trace.everywhere, *trace.at_end})
+    used = sorted(_stepped(trace) & {*trace.everywhere, *trace.at_end})
     if used:
         raise ConfigurationError(
             f"A step that optimizes several times on a pipeline runs again for each time, with other weights, so it "

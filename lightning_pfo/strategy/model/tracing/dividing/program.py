@@ -51,6 +51,7 @@ class StageProgram:
         is_last: Whether it is the last stage.
         failure: What ended the trace of the step early, and the line, if something did.
         switches: Plain attributes of modules that the step itself sets and sets back.
+        weights: Parameters that are followed, as attributes of modules: what takes one by itself is an event.
         undifferentiated: Labels of the values that the loss does not depend on, though their forms have gradients.
         received_before: Of what is received, what gets its gradients later, from something that is written into it.
         sent_before: The same of what is sent.
@@ -81,6 +82,7 @@ class StageProgram:
     is_last: bool = False
     failure: str = ""
     switches: Sequence[tuple[nn.Module, str]] = ()
+    weights: Sequence[tuple[nn.Module, str]] = ()
     undifferentiated: frozenset[int] = frozenset()
     received_before: frozenset[int] = frozenset()
     sent_before: frozenset[int] = frozenset()
@@ -127,7 +129,7 @@ class StageProgram:
     @property
     def patches(self) -> bool:
         """Whether something is patched while it runs."""
-        return self.applies or bool(self.divided) or bool(self.compiled)
+        return self.applies or bool(self.divided or self.compiled or self.weights)
 
 
 def programs_of(trace: Trace, cuts: Sequence[int]) -> list[StageProgram]:
@@ -185,7 +187,9 @@ def programs_by_stage(
     changed_at = trace.last_changes()
     changes: dict[str, int | None] = dict.fromkeys(trace.changed_everywhere)
     for name, of_name in trace.changes.items():  # others get its value after the iteration
-        changes[name] = max(stage_of.get(event, 0) for event, _ in of_name)
+        of_phase = [stage_of[event] for event, _ in of_name if event in stage_of]
+        if of_phase or phase is None:
+            changes[name] = max(of_phase, default=0)
     forms = [value.form for value in trace.values]
     varying = frozenset(label for label, value in enumerate(trace.values) if value.varies)
     live = [
@@ -238,6 +242,7 @@ def programs_by_stage(
                 is_last,
                 failure,
                 trace.switches,
+                trace.weights,
                 without_gradients,
                 before[stage],
                 frozenset() if is_last else before[stage + 1],

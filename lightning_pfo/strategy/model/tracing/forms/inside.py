@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,9 @@ class Around(Protocol):
     def note(self, values: Any) -> None:
         """Values are wanted at the end."""
 
+    def listen(self, event: Event) -> None:
+        """What runs inside of an event says something, such as a layer that logs."""
+
     def begin_inside(self, unit: Any) -> None:
         """A layer is called inside of the event that is under way."""
 
@@ -58,6 +61,10 @@ class Inside:
     def optimize(self, loss: Any, changed: Iterable[nn.Parameter] = ()) -> None:
         """See `Around`."""
         self._run.optimize(loss, changed)
+
+    def looks_again(self, weights: Sequence[torch.Tensor]) -> bool:
+        """What is inside of a layer is followed with it."""
+        return True
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of torch on zeros."""
@@ -92,6 +99,7 @@ class Inside:
         """See `Around`."""
         self.was_asked = True
         self._run.note(values)
+        self._run.listen(self._event)
 
 
 def need_gradients(tensor: torch.Tensor) -> None:

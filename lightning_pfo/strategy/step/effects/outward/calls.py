@@ -36,6 +36,18 @@ _notes: list[Note] = []
 """What takes calls of the steps that are under way, the innermost last."""
 
 
+_logs: list[Callable[..., Any]] = []
+"""What `self.log` calls in them; nothing where it is Lightning's own."""
+
+
+def log_in_step(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
+    """Log by way of the step that is under way; tells whether one is. So do layers that have kept `self.log`."""
+    if not _logs:
+        return False
+    _logs[-1](name, value, **arguments)
+    return True
+
+
 def note_call(call: Call) -> None:
     """Have a call made on every rank when the batch is done, if it is noted where the step ends; see `redirected`."""
     if _notes:
@@ -83,6 +95,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._outlets = outlets
         self._note = note
         self._replaced: list[_Replaced] = []
+        self._log = log
         if outlets.may_log:
             self._replaced.append(_Replaced(outlets.attributes, "log", log))
         if outlets.may_print:
@@ -97,6 +110,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         for replaced in self._replaced:
             replaced.attributes[replaced.name] = replaced.by
         _notes.append(self._note)
+        _logs.append(self._log)
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
@@ -104,6 +118,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
     def __exit__(self, *_: object) -> None:
         loggers = self._outlets.loggers
         _notes.pop()
+        _logs.pop()
         if loggers:
             self._outlets.trainer.loggers = loggers
         for replaced, before in zip(self._replaced, self._before, strict=True):

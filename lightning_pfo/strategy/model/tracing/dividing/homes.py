@@ -1,0 +1,59 @@
+"""Where what a step does with weights of layers by themselves is computed: where the layers are, if it can be.
+
+A penalty (`sum(p.norm() for p in self.parameters())`) needs a number of each weight, and a number is sent. What stays
+as large as the weights themselves is computed where it is needed, whose stage holds the weights as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
+from lightning_pfo.strategy.model.tracing.events import Event, Trace
+
+_SMALLER = 16
+"""What is so much smaller than the weights that it was made from is sent."""
+
+
+@dataclass(frozen=True)
+class OfLayer:
+    """A parameter or buffer of a layer.
+
+    Attributes:
+        stage: The first stage that has the layer.
+        num_bytes: Its size.
+    """
+
+    stage: int
+    num_bytes: int
+
+
+def homes_of(trace: Trace, flow: Flow, layers: Mapping[str, OfLayer]) -> dict[int, int]:
+    """The stages of events that need weights of one stage only, and make something small, or change the weights.
+
+    Args:
+        trace: The step.
+        flow: What its events need.
+        layers: The parameters and buffers of layers, by name.
+    """
+    stages: dict[int, int] = {}
+    num_bytes: dict[int, int] = {}
+    homes: dict[int, int] = {}
+    for position, event in enumerate(trace.events):
+        before = flow.before[position]
+        if event.units or event.reads or not (before.issubset(stages) and layers.keys() >= set(event.held)):
+            continue
+        needed = {stages[each] for each in before} | {layers[name].stage for name in event.held}
+        if len(needed) != 1:
+            continue
+        (stages[position],) = needed
+        num_bytes[position] = sum(num_bytes[each] for each in before) + sum(layers[n].num_bytes for n in event.held)
+        if _SMALLER * _made_bytes(trace, event) <= num_bytes[position]:
+            homes[position] = stages[position]
+    changes = {event: layers[name].stage for name, of in trace.changes.items() if name in layers for event, _ in of}
+    return homes | changes
+
+
+def _made_bytes(trace: Trace, event: Event) -> int:
+    return sum(trace.values[label].num_bytes for label in event.made)
