@@ -36,6 +36,9 @@ from lightning_pfo.planner.profile.profile import InstructionProfile, Profile
 _ASSUMED_ERROR = 0.01
 """Standard error of an energy, relative to it, where the profile does not say."""
 
+_LEAST_ERROR = 1e-4
+"""No meter is as exact as this, whatever a profile says: below it there is what rounding leaves."""
+
 _MOST_ERRORS = 2.0
 """Changes of an energy up to so many standard errors are within the error."""
 
@@ -267,6 +270,6 @@ def _errors_j(measured: InstructionProfile) -> list[float]:
     known = measured.energy_stderrs_j or (0.0,) * len(measured.clocks_mhz)
     floor = 1e-9 * max(measured.energies_j) or 1.0
     return [
-        error if error > 0 else max(_ASSUMED_ERROR * energy, floor)
+        max(error, _LEAST_ERROR * energy) if error > 0 else max(_ASSUMED_ERROR * energy, floor)
         for error, energy in zip(known, measured.energies_j, strict=True)
     ]

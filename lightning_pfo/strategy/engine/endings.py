@@ -14,15 +14,7 @@ T = TypeVar("T")
 
 
 class InterruptedAtOnce(KeyboardInterrupt):
-    """Ends a run where it is: who asks for it, as by a second Ctrl-C, does not wait for the end of the batch.
-
-    Args:
-        give_up: Called before callbacks hear of it: what all ranks do together is over, such as saving.
-    """
-
-    def __init__(self, give_up: Callable[[], object]) -> None:
-        super().__init__()
-        self.give_up = give_up
+    """Ends a run where it is: who asks for it, as by a second Ctrl-C, does not wait for the end of the batch."""
 
 
 class StepEndedError(Exception):

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
 from lightning_pfo.strategy.trainer.clones import clone_process, keep_memory_shared, why_not_clone
 from lightning_pfo.strategy.trainer.compat import ForkLauncherBase, ScriptLauncherBase, share_threads
 from lightning_pfo.strategy.watch.errors import RankDiedError
@@ -37,8 +36,6 @@ def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kw
     try:
         result = function(*args, **kwargs)
     except BaseException as error:
-        if isinstance(error, InterruptedAtOnce):
-            error.give_up()
         if strategy.rank_watch is not None:
             # what fails because another rank is gone fails a little before the news arrive; a mistake of the user's
             # that all ranks have found is raised by each, also where others have ended by now

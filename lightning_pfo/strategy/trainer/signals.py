@@ -112,7 +112,7 @@ class SignalsAtBatchEnd:
 
         def note_interrupt(signum: int, frame: FrameType | None) -> None:
             if self._interrupted:
-                raise InterruptedAtOnce(partial(patches.set, trainer, "save_checkpoint", _not_saved))
+                raise InterruptedAtOnce
             self._interrupted = True
             if is_first:
                 _tell("\nInterrupted: the run ends when this batch is done. Ctrl-C again ends it at once.")
@@ -198,7 +198,3 @@ class SignalsAtBatchEnd:
         while self._anyone_evaluates:
             self._evaluated(trainer, False, has_all)
         self._anyone_evaluates = True  # when the next evaluation begins
-
-
-def _not_saved(path: Any, *_: Any, **__: Any) -> None:
-    _tell(f"Not saved to {path}: all ranks save together, and the run was ended at once.")

@@ -41,4 +41,4 @@ def test_a_batch_goes_on_to_its_end_whatever_a_step_raises(stage_that_ends_by, e
 
 def test_a_second_ctrl_c_does_not_wait_for_the_end_of_the_batch(stage_that_ends_by):
     with pytest.raises(InterruptedAtOnce):
-        stage_that_ends_by(InterruptedAtOnce(lambda: None))
+        stage_that_ends_by(InterruptedAtOnce())
