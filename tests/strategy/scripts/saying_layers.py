@@ -1,4 +1,4 @@
-"""Layers that log or tell metrics something by themselves, and callbacks that hook into layers; writes FOLDER/*.json.
+"""Layers that log or tell metrics something by themselves; writes FOLDER/*.json.
 
 On one rank and on two.
 """
@@ -74,33 +74,12 @@ class Measures(Layers):
         self.found += [layer.metric.compute().item() for layer in self.layers]
 
 
-class Listens(L.Callback):
-    """Keeps what layers return as statistics: tensors by name, in a list, and numbers."""
-
-    def __init__(self):
-        self.by_name, self.means, self.numbers = {}, [], {}
-
-    def on_fit_start(self, trainer, pl_module):
-        for name, layer in pl_module.layers.named_children():
-            layer.register_forward_hook(lambda layer, given, y, name=name: self.note(name, y.detach()))
-
-    def note(self, name, y):
-        self.by_name[name] = y
-        self.means.append(y.mean())
-        self.numbers[name] = y.mean().item()
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        pl_module.found += [y.mean().item() for y in self.by_name.values()]
-        pl_module.found += [float(sum(self.means)), len(self.means), *self.numbers.values()]
-        self.means.clear()
-
-
-CASES = {"logs": (Logs, ()), "measures": (Measures, ()), "listens": (Layers, (Listens,))}
+CASES = {"logs": Logs, "measures": Measures}
 
 
 def run(number):
     found = {}
-    for name, (kind, callbacks) in CASES.items():
+    for name, kind in CASES.items():
         module = kind()
         trainer = L.Trainer(
             accelerator="cpu",
@@ -111,7 +90,6 @@ def run(number):
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=1,
-            callbacks=[callback() for callback in callbacks],
         )
         trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=8))
         found[name] = module.found

@@ -7,22 +7,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_pfo.strategy.parallel.compat import forward_hooks_of
-
 _OF_OPTIMIZERS = ("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups")
 _LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
-
-
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_pfo.")
-
-
-def _is_hooked(owner: Any) -> bool:
-    """Whether somebody hooks into a module, as callbacks do that keep what layers return; torch's own do not count."""
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("torch.")
-        for module in owner.modules()
-        for hook in forward_hooks_of(module)
-    )
 
 
 def trainer_of(owner: Any) -> Any:
@@ -78,13 +64,8 @@ def others_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str
     trainer = trainer_of(owner)
     if is_named("datamodule"):
         yield "trainer.datamodule", getattr(trainer, "datamodule", None)
-    callbacks = [
-        (index, callback)
-        for index, callback in enumerate(getattr(trainer, "callbacks", ()))
-        if not type(callback).__module__.startswith(_LIBRARIES)
-    ]
-    if callbacks and (is_named("callbacks") or _is_hooked(owner)):
-        for index, callback in callbacks:
+    if is_named("callbacks"):
+        for index, callback in enumerate(getattr(trainer, "callbacks", ())):
             yield f"trainer.callbacks[{index}]", callback
     for name in _LOADERS if is_named("dataset") else ():
         if is_named(name):
