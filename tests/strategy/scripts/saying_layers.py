@@ -1,10 +1,11 @@
-"""Layers that log or tell metrics something by themselves; writes FOLDER/*.json.
+"""Layers that log or tell metrics something by themselves, and hooks that keep what layers return.
 
-On one rank and on two.
+Writes FOLDER/*.json, on one rank and on two.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -74,12 +75,100 @@ class Measures(Layers):
         self.found += [layer.metric.compute().item() for layer in self.layers]
 
 
-CASES = {"logs": Logs, "measures": Measures}
+class Listens(L.Callback):
+    """Keeps what layers return as statistics: tensors by name, in a list, and numbers."""
+
+    def __init__(self):
+        self.by_name, self.means, self.numbers, self.calls = {}, [], {}, 0
+
+    def on_fit_start(self, trainer, pl_module):
+        for name, layer in pl_module.layers.named_children():
+            self.hook(name, layer)
+
+    def hook(self, name, layer):
+        layer.register_forward_hook(lambda layer, given, y, name=name: self.note(name, y.detach()))
+
+    def note(self, name, y):
+        self.by_name[name] = y
+        self.means.append(y.mean())
+        self.numbers[name] = y.mean().item()
+        self.calls += 1
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.found += [y.mean().item() for y in self.by_name.values()]
+        pl_module.found += [float(sum(self.means)), len(self.means), *self.numbers.values(), self.calls]
+        self.means.clear()
+
+
+class ListensWithin(Listens):
+    """A method of the callback is the hook, and of parts of layers."""
+
+    def hook(self, name, layer):
+        layer.linear.register_forward_hook(self.after)
+        layer.linear.register_forward_pre_hook(partial(self.before, name))
+
+    def before(self, name, layer, given):
+        self.note(f"before {name}", given[0].detach())
+
+    def after(self, layer, given, y):
+        self.note(f"after {self.calls % 8}", y.detach())
+
+
+GLOBAL = {}
+
+
+def keep_globally(name, layer, given, y):
+    GLOBAL[name] = y.detach()
+
+
+class ListensGlobally(L.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        for name, layer in pl_module.layers.named_children():
+            layer.register_forward_hook(partial(keep_globally, name))
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.found += [y.std().item() for y in GLOBAL.values()]
+
+
+class ListensAround(L.Callback):
+    """As forums have it: `activations[name] = output.detach()` in a function within one."""
+
+    def __init__(self):
+        self.activations = {}
+
+    def on_fit_start(self, trainer, pl_module):
+        activations, norms = self.activations, []
+
+        def get_activation(name):
+            def hook(model, input, output):
+                activations[name] = output.detach()
+                norms.append(output.detach().norm(dim=1))
+
+            return hook
+
+        pl_module.layers[0].register_forward_hook(get_activation("first"))
+        pl_module.layers[3].register_forward_hook(get_activation("last"))
+        self.norms = norms
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.found += [y.amax().item() for y in self.activations.values()]
+        pl_module.found += [len(self.norms), torch.cat(self.norms).sum().item()]
+
+
+CASES = {
+    "logs": (Logs, ()),
+    "measures": (Measures, ()),
+    "listens": (Layers, (Listens,)),
+    "listens within": (Layers, (ListensWithin,)),
+    "listens globally": (Layers, (ListensGlobally,)),
+    "listens around": (Layers, (ListensAround,)),
+}
 
 
 def run(number):
     found = {}
-    for name, kind in CASES.items():
+    for name, (kind, callbacks) in CASES.items():
+        GLOBAL.clear()
         module = kind()
         trainer = L.Trainer(
             accelerator="cpu",
@@ -90,8 +179,12 @@ def run(number):
             enable_progress_bar=False,
             enable_model_summary=False,
             max_epochs=1,
+            callbacks=[callback() for callback in callbacks],
         )
-        trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=8))
+        try:
+            trainer.fit(module, DataLoader(TensorDataset(DATA), batch_size=8))
+        except Exception as error:  # the other cases go on
+            module.found.append(f"{type(error).__name__}: {error}")
         found[name] = module.found
     (FOLDER / f"{number}_{trainer.global_rank}.json").write_text(json.dumps(found))
 

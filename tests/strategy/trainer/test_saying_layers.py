@@ -1,4 +1,4 @@
-"""What layers log and measure by themselves is that of one device on every rank."""
+"""What layers log and measure by themselves, and what hooks keep of them, is that of one device on every rank."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ def trained(tmp_path_factory):
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("1_0", "2_0", "2_1")}
 
 
-@pytest.mark.parametrize("case", ["logs", "measures"])
+@pytest.mark.parametrize(
+    "case", ["logs", "measures", "listens", "listens within", "listens globally", "listens around"]
+)
 def test_what_is_said_of_layers_is_that_of_one_device(trained, case):
     expected = trained["1_0"][case]
     assert len(expected) > 6

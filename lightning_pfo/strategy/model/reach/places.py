@@ -1,7 +1,7 @@
 """Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
 
 They are reached from the user's module: from it, its class, and modules around its layers; from its Trainer, as far as
-a step names what that has; and from the variables that a step knows besides its arguments. Into
+a step names what that has; from the variables that a step knows besides its arguments; and from hooks on layers. Into
 objects of the user's own classes it is looked as into containers; those of libraries are theirs.
 """
 
@@ -14,6 +14,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,12 @@ from lightning_pfo.strategy.model.variables import (
     Variables,
     changes_by_itself,
     is_object_of_user,
+    is_of_library,
     known_to,
     known_to_function,
     packages_of,
 )
+from lightning_pfo.strategy.parallel.compat import forward_hooks_of, forward_pre_hooks_of, modules_of
 
 _CALLED = frozenset((types.FunctionType, types.MethodType, types.BuiltinMethodType, partial))
 """Types of what a step may call that holds something."""
@@ -101,6 +104,7 @@ class Places:
 
         for name, other in others_of(owner, is_named):
             self._object((name,), other)
+        self._hooks(owner)
         self.settings = {(name,): holder for name, holder in settings_of(owner, is_named)}
         for path, holder in self.settings.items():
             self.containers[path] = holder
@@ -151,6 +155,15 @@ class Places:
             self.objects.add(path)
             for name, value in list(attributes.items()):
                 self._note((*path, name), value)
+
+    def _hooks(self, owner: Any) -> None:
+        """Note what is known to the user's hooks on layers, such as what a callback keeps of them by name."""
+        modules = modules_of(owner) if isinstance(owner, nn.Module) else []
+        of_all = ((*forward_pre_hooks_of(module).values(), *forward_hooks_of(module)) for module in modules)
+        for index, hook in enumerate(chain.from_iterable(of_all)):
+            called = hook.func if isinstance(hook, partial) else hook
+            if hasattr(called, "__module__") and not is_of_library(called, self._packages):
+                self._note(("hooks on layers", index), hook)
 
     def _called(self, path: Path, value: Any) -> None:
         """Note what is known to a function, method or partial call that somebody has put into an attribute."""
