@@ -16,6 +16,9 @@ T = TypeVar("T")
 class InterruptedAtOnce(KeyboardInterrupt):
     """Ends a run where it is: who asks for it, as by a second Ctrl-C, does not wait for the end of the batch."""
 
+    def __init__(self) -> None:
+        super().__init__("a second Ctrl-C")
+
 
 class StepEndedError(Exception):
     """Stands for what a step has raised that is no error.

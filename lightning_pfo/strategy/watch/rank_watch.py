@@ -69,6 +69,7 @@ class RankWatch:
         self._death_error = ""
         self._failures: dict[str, str] = {}  # of other ranks in the present run: their errors, and what is said of them
         self._failures_ahead: list[tuple[dict[str, Any], str]] = []  # in runs that this rank has not come to
+        self._failed: set[int] = set()  # other ranks, in the present run
         self._told_before: list[tuple[int | None, dict[str, Any]]] = []  # by the hub, while ranks were not connected
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
@@ -146,6 +147,7 @@ class RankWatch:
             self._run += 1
             self._active = True
             self._failures.clear()
+            self._failed.clear()
             self._started = max(self._started, self._run)
             self._tell(event="begin", run=self._run)
             ahead, self._failures_ahead = self._failures_ahead, []
@@ -177,7 +179,7 @@ class RankWatch:
             if not self._active:
                 return None
             explained = isinstance(error, PfoError) or is_of_others
-            self._tell(event="failed", run=self._run, error=text, explained=explained)
+            self._tell(event="failed", rank=self._rank, run=self._run, error=text, explained=explained)
             has_news = self._connections and not isinstance(error, PfoError)
             self._changed.wait_for(lambda: self._death is not None or self._failures, wait_s if has_news else 0.0)
             cause = next(iter(self._failures.values()), self._death)
@@ -187,6 +189,19 @@ class RankWatch:
                 _log.error("Rank %d: %s", self._rank, cause)
             self._leave()
             return cause
+
+    def have_all_failed(self, wait_s: float) -> bool:
+        """Whether all other ranks have failed in this run too, so that all can still do something together.
+
+        Args:
+            wait_s: How long to wait for them.
+        """
+        with self._changed:
+            if not self._connections:  # nobody hears of others
+                return True
+            others = self._world_size - 1
+            self._changed.wait_for(lambda: self._death is not None or len(self._failed) == others, wait_s)
+            return self._death is None and len(self._failed) == others
 
     def _leave(self) -> None:
         self._active = False
@@ -305,8 +320,10 @@ class RankWatch:
         if message["run"] > self._run:
             self._failures_ahead.append((message, text))
             return
-        if message["run"] == self._run and not message["explained"]:
-            self._failures.setdefault(message["error"], f"{text}. The run cannot go on without it.")
+        if message["run"] == self._run:
+            self._failed.add(message["rank"])
+            if not message["explained"]:
+                self._failures.setdefault(message["error"], f"{text}. The run cannot go on without it.")
             self._changed.notify_all()
         self._expect_end(message["run"], text)
 

@@ -72,3 +72,23 @@ def test_ranks_validate_together_though_their_clocks_differ(found):
         pytest.skip("this Lightning has no val_check_interval as a time")
     for rank in found:
         assert rank["timed"] == {"trained": [*range(8)], "validated": [*range(8)] * 8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "first", "other"),
+    [
+        ("interrupted", "SystemExit: 1", "failed with InterruptedAtOnce: a second Ctrl-C"),
+        ("raises", "ValueError: of this rank", "failed with ValueError: of this rank"),
+    ],
+)
+def test_a_rank_that_ends_while_others_are_in_a_step_does_not_wait_for_them_to_save(tmp_path, case, first, other):
+    script = SCRIPT.with_name("ending_alone.py")
+    told = run_script(script, tmp_path, case, expect_success=False, timeout_s=120, fresh=True)
+    assert told.returncode != 0
+    assert (tmp_path / "rank_1.txt").read_text() == first
+    assert "RankDiedError" in (found := (tmp_path / "rank_0.txt").read_text())
+    assert other in found
+    assert "No checkpoint is saved at this end" in told.stdout
+    assert "is ended, because" not in told.stdout  # after half a minute
+    assert not [*tmp_path.glob("*.ckpt")]

@@ -36,13 +36,16 @@ def test_mistakes_that_all_ranks_find_are_not_told_by_each_of_the_others(tmp_pat
 
 RAISES = """
 from types import SimpleNamespace
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.launchers import _guarded
+
+strategy = SimpleNamespace(rank_watch=hub, _patches=Patches())
 
 def run():
     raise RAISED
 
 try:
-    _guarded(SimpleNamespace(strategy=SimpleNamespace(rank_watch=hub)), run)
+    _guarded(SimpleNamespace(strategy=strategy, save_checkpoint=None), run)
 except Exception as error:
     print("raised", type(error).__name__)
 """
@@ -195,3 +198,29 @@ FAILED_BEFORE = FAILED.replace("third.begin()", "until(lambda: third._failures_a
 def test_who_joins_late_is_told_what_others_were_told_before(tmp_path, leaves):
     (script := tmp_path / "script.py").write_text(JOINS_LATE + leaves)
     assert re.search(r"told rank 1 \(pid .*(failed|has ended) with ValueError: a bug", run_script(script).stdout)
+
+
+SAVE_TOGETHER = """
+third.connect(address)
+for watch in (hub, other, third):
+    watch.begin()
+other.failed(ValueError("a bug"))
+hub.failed(ValueError("a bug"))
+print("with the third", hub.have_all_failed(0.1), other.have_all_failed(0.1))
+third.failed(ValueError("a bug"))
+print("all", *(watch.have_all_failed(30) for watch in (hub, other, third)))
+for watch in (hub, other, third):
+    watch.begin()
+other.failed(ValueError("a bug"))
+hub.failed(ValueError("a bug"))
+third.close_in_child()
+print("without the third", hub.have_all_failed(30), other.have_all_failed(30))
+"""
+
+
+def test_who_has_failed_knows_whether_all_others_have_in_the_same_run(tmp_path):
+    (script := tmp_path / "script.py").write_text(JOINS_LATE + SAVE_TOGETHER)
+    told = run_script(script).stdout
+    assert "with the third False False" in told
+    assert "all True True True" in told
+    assert "without the third False False" in told
