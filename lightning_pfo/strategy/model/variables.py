@@ -168,6 +168,22 @@ class Variables(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
+class AllBut(Variables):
+    """The items of a dict, now and later, but some.
+
+    Args:
+        items: The dict.
+        is_left_out: Tells by the name.
+    """
+
+    def __init__(self, items: dict[str, Any], is_left_out: Callable[[str], bool]) -> None:
+        super().__init__(items, items.__getitem__, items.__setitem__, items.__delitem__)
+        self._is_left_out = is_left_out
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in [*self._names] if not self._is_left_out(name))
+
+
 @dataclass(frozen=True)
 class Known:
     """What functions of the user's know that a step may call, of a class or in an attribute, and those that these call.

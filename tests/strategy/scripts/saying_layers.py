@@ -155,6 +155,23 @@ class ListensAround(L.Callback):
         pl_module.found += [len(self.norms), torch.cat(self.norms).sum().item()]
 
 
+class ListensInLayers(L.Callback):
+    """What layers return is kept in attributes of theirs."""
+
+    def on_fit_start(self, trainer, pl_module):
+        for layer in pl_module.layers:
+            layer.seen = 0
+            layer.register_forward_hook(self.keep)
+
+    def keep(self, layer, given, y):
+        layer.latest = y.detach()
+        layer.seen += len(y)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        pl_module.found += [layer.latest.std().item() for layer in pl_module.layers]
+        pl_module.found += [layer.seen for layer in pl_module.layers]
+
+
 CASES = {
     "logs": (Logs, ()),
     "measures": (Measures, ()),
@@ -162,6 +179,7 @@ CASES = {
     "listens within": (Layers, (ListensWithin,)),
     "listens globally": (Layers, (ListensGlobally,)),
     "listens around": (Layers, (ListensAround,)),
+    "listens in layers": (Layers, (ListensInLayers,)),
 }
 
 

@@ -18,7 +18,8 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "case", ["logs", "measures", "listens", "listens within", "listens globally", "listens around"]
+    "case",
+    ["logs", "measures", "listens", "listens within", "listens globally", "listens around", "listens in layers"],
 )
 def test_what_is_said_of_layers_is_that_of_one_device(trained, case):
     expected = trained["1_0"][case]

@@ -14,7 +14,6 @@ import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from torch import nn
 from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
+    AllBut,
     Known,
     Variables,
     changes_by_itself,
@@ -157,13 +157,21 @@ class Places:
                 self._note((*path, name), value)
 
     def _hooks(self, owner: Any) -> None:
-        """Note what is known to the user's hooks on layers, such as what a callback keeps of them by name."""
-        modules = modules_of(owner) if isinstance(owner, nn.Module) else []
-        of_all = ((*forward_pre_hooks_of(module).values(), *forward_hooks_of(module)) for module in modules)
-        for index, hook in enumerate(chain.from_iterable(of_all)):
-            called = hook.func if isinstance(hook, partial) else hook
-            if hasattr(called, "__module__") and not is_of_library(called, self._packages):
-                self._note(("hooks on layers", index), hook)
+        """Note what is known to the user's hooks on layers, such as what a callback keeps of them by name.
+
+        So are attributes of these layers that they do not know of themselves.
+        """
+        for number, module in enumerate(modules_of(owner) if isinstance(owner, nn.Module) else ()):
+            hooks = [*forward_pre_hooks_of(module).values(), *forward_hooks_of(module)]
+            hooks = [hook for hook in hooks if not self._is_of_library(hook)] if hooks else []
+            for index, hook in enumerate(hooks):
+                self._note((_HOOKS, number, index), hook)
+            if hooks and module is not owner:
+                self._attributes((_HOOKED, number), AllBut(vars(module), partial(_is_known_to, type(module))))
+
+    def _is_of_library(self, hook: Any) -> bool:
+        called = hook.func if isinstance(hook, partial) else hook
+        return not hasattr(called, "__module__") or is_of_library(called, self._packages)
 
     def _called(self, path: Path, value: Any) -> None:
         """Note what is known to a function, method or partial call that somebody has put into an attribute."""
@@ -229,6 +237,7 @@ class Places:
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Those of which the state is known."""
+_HOOKS, _HOOKED = "hooks on layers", "layers with hooks"
 _BESIDE = "its attributes"
 _AROUND, _CALLS, _GIVEN, _NAMED = "its variables", "what it calls", "its arguments", "its keywords"
 ITEMS = "all items"
@@ -315,6 +324,12 @@ def _is_data(value: Any, depth: int) -> bool:
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= _MANY and all(_is_data(item, depth - 1) for item in items)
     return is_simple(value, depth - 1)
+
+
+@cache
+def _is_known_to(cls: type, name: str) -> bool:
+    """Whether an attribute of a layer is one that its own class knows, so that it is looked at as its layer's."""
+    return name in LEFT_ALONE or hasattr(cls, name) or name in known_to(cls).names
 
 
 @cache
