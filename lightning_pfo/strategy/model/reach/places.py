@@ -167,7 +167,8 @@ class Places:
             for index, hook in enumerate(hooks):
                 self._note((_HOOKS, number, index), hook)
             if hooks and module is not owner:
-                self._attributes((_HOOKED, number), AllBut(vars(module), partial(_is_known_to, type(module))))
+                kind: Any = type(module)
+                self._attributes((_HOOKED, number), AllBut(vars(module), partial(_is_known_to, kind)))
 
     def _is_of_library(self, hook: Any) -> bool:
         called = hook.func if isinstance(hook, partial) else hook
