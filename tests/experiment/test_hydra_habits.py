@@ -201,10 +201,17 @@ def test_callbacks_and_loggers_are_made_of_their_classes(tmp_path):
         ({"stop": {"monitor": "x"}}, r"callbacks.stop is \{.*\}. Use \+callbacks.stop._target_=PACKAGE.CLASS"),
         (
             {"stop": STOPPING | {"monitors": 1}},
-            r"callbacks.stop cannot be made: .*unexpected keyword argument 'monitors'",
+            r"callbacks.stop cannot be made: .*unexpected keyword argument 'monitors'. Did you mean monitor\?",
         ),
         ({"csv": CSV}, "callbacks.csv._target_ is a class of .* Callbacks; got .*Such as lightning.*EarlyStopping"),
-        ({"stop": {"_target_": "lightning.nothing.X"}}, "callbacks.stop cannot be made: .*lightning.nothing"),
+        (
+            {"stop": {"_target_": "lightning.nothing.X"}},
+            "callbacks.stop._target_ cannot be imported: .*lightning.nothing",
+        ),
+        (
+            {"stop": {"_target_": "lightning.pytorch.callbacks.EarlyStoping"}},
+            r"imported: lightning.pytorch.callbacks.EarlyStoping \(.*EarlyStoping'.*\). Did you mean EarlyStopping\?",
+        ),
     ],
 )
 def test_what_is_no_callback_is_refused(section, message):
