@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-SEEN_IN = "transformers 5.20 to 5.23, torch 2.6 to 2.15"
+SEEN_IN = "transformers 5.20 to 5.23, torch 2.6 to 2.15, lightning 2.5 to 2.6"
 PRIVATE = {
     "transformers.PreTrainedModel._init_weights": (
         "Hugging Face models could not be made from the meta device: their layers have no initialisation of their own."
@@ -17,6 +17,9 @@ PRIVATE = {
     "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func": (
         "Layers of Hugging Face models would keep activations although activation_checkpointing=True; their public "
         "method changes the whole model for good."
+    ),
+    "lightning.pytorch.Trainer._logger_connector": (
+        "What a step writes into trainer.callback_metrics itself would be that of a microbatch, or nothing."
     ),
     "torch.nn.MultiheadAttention._reset_parameters": (
         "nn.MultiheadAttention could not be made from the meta device: it has no `reset_parameters`."
@@ -45,3 +48,13 @@ def checkpoint_with(model: nn.Module, recompute: Callable[..., Any], patches: Pa
         if getattr(module, "gradient_checkpointing", None) is False:
             patches.set(module, "gradient_checkpointing", True)
             patches.set(module, "_gradient_checkpointing_func", recompute)
+
+
+def metrics_of(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The dicts of metrics of a Lightning Trainer by name; its properties would compute metrics first."""
+    held = getattr(trainer, "_logger_connector", None)
+    found = {name: getattr(held, f"_{name}", None) for name in METRICS}
+    return {name: metrics for name, metrics in found.items() if isinstance(metrics, dict)}
+
+
+METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -316,12 +316,14 @@ class OfTrainer(Base):
         self.trainer.noted = getattr(self.trainer, "noted", 0) + 1
         self.trainer.train_dataloader.dataset.read += 1
         self.trainer.should_stop = self.current_epoch == 1 and batch_idx == 2
+        self.trainer.callback_metrics["mean"] = output.mean().detach()
 
     def found(self):
         trainer = self.trainer
         states = [trainer.optimizers[0].param_groups[0]["lr"], trainer.lr_scheduler_configs[0].scheduler.last_epoch]
         limits = [trainer.limit_val_batches, trainer.fit_loop.max_epochs, trainer.noted, trainer.should_stop]
-        return plain([self.rates, *states, *limits, trainer.train_dataloader.dataset.read, self.global_step])
+        metrics = float(trainer.callback_metrics["mean"])
+        return plain([self.rates, *states, *limits, trainer.train_dataloader.dataset.read, self.global_step, metrics])
 
 
 def make_counter():

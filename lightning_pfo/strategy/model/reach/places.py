@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
+from lightning_pfo.strategy.model.reach.of_trainer import metrics_set_of, others_of, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
     AllBut,
@@ -104,6 +104,8 @@ class Places:
 
         for name, other in others_of(owner, is_named):
             self._object((name,), other)
+        for name, metrics in metrics_set_of(owner, is_named):
+            self._note((name,), metrics)
         self._hooks(owner)
         self.settings = {(name,): holder for name, holder in settings_of(owner, is_named)}
         for path, holder in self.settings.items():
