@@ -151,7 +151,9 @@ MAY_KNOW = {
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
-    "strategy.model.reach": {"core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"},
+    "strategy.model.reach": {
+        *("core", "strategy.model.compat", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
+    },
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.model.variables", "strategy.parallel"},
     "strategy.model.tracing.dividing": {
         *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),

@@ -197,6 +197,26 @@ class CheckpointStrategy(MeshStrategy):
             saving = sharded_checkpoint.save(checkpoint, Path(filepath), beside)
             self._saving = saving if beside is not None else None
 
+    def save_only_together(self, trainer: pl.Trainer, wait_s: float) -> None:
+        """A run has failed: callbacks may save only if all ranks have; those in a step would be waited for in vain.
+
+        Args:
+            trainer: The Trainer.
+            wait_s: How long others have to fail too.
+        """
+        save = trainer.save_checkpoint
+
+        def save_if_all_come(*args: Any, **kwargs: Any) -> None:
+            if self.rank_watch is None or self.rank_watch.have_all_failed(wait_s):
+                save(*args, **kwargs)
+            else:
+                _log.warning(
+                    "No checkpoint is saved at this end: all ranks save together, and others are in the middle of a "
+                    "step, or gone. Those that were saved before are there."
+                )
+
+        self._patches.set(trainer, "save_checkpoint", save_if_all_come)
+
     @together
     def finish_saving(self) -> None:
         """Wait until the checkpoint that is being written beside training is in its place; a collective call.

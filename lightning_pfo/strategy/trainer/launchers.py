@@ -41,30 +41,13 @@ def _guarded(trainer: pl.Trainer, function: Callable[..., Any], *args: Any, **kw
             # what fails because another rank is gone fails a little before the news arrive; a mistake of the user's
             # that all ranks have found is raised by each, also where others have ended by now
             cause = strategy.rank_watch.failed(error, wait_s=2.0 if isinstance(error, RuntimeError) else 0.0)
-            _save_together(trainer, wait_s=1.0 if isinstance(error, InterruptedAtOnce) else 5.0)
+            strategy.save_only_together(trainer, wait_s=1.0 if isinstance(error, InterruptedAtOnce) else 5.0)
             if cause is not None and isinstance(error, Exception) and not isinstance(error, PfoError):
                 raise RankDiedError(cause) from error
         raise
     if strategy.rank_watch is not None:
         strategy.rank_watch.done()
     return result
-
-
-def _save_together(trainer: pl.Trainer, wait_s: float) -> None:
-    """From now on let callbacks save only if all ranks have failed; those in a step would be waited for in vain."""
-    strategy: Any = trainer.strategy
-    save = trainer.save_checkpoint
-
-    def save_if_all_come(*args: Any, **kwargs: Any) -> None:
-        if strategy.rank_watch is None or strategy.rank_watch.have_all_failed(wait_s):
-            save(*args, **kwargs)
-        else:
-            _log.warning(
-                "No checkpoint is saved at this end: all ranks save together, and others are in the middle of a step, "
-                "or gone. Those that were saved before are there."
-            )
-
-    strategy._patches.set(trainer, "save_checkpoint", save_if_all_come)
 
 
 class ScriptLauncher(ScriptLauncherBase):

@@ -36,16 +36,15 @@ def test_mistakes_that_all_ranks_find_are_not_told_by_each_of_the_others(tmp_pat
 
 RAISES = """
 from types import SimpleNamespace
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.launchers import _guarded
 
-strategy = SimpleNamespace(rank_watch=hub, _patches=Patches())
+strategy = SimpleNamespace(rank_watch=hub, save_only_together=lambda trainer, wait_s: None)
 
 def run():
     raise RAISED
 
 try:
-    _guarded(SimpleNamespace(strategy=strategy, save_checkpoint=None), run)
+    _guarded(SimpleNamespace(strategy=strategy), run)
 except Exception as error:
     print("raised", type(error).__name__)
 """
