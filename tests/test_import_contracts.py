@@ -109,10 +109,12 @@ MAY_KNOW = {
         *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.coupling"),
     },
     "strategy.coupling": {"core"},
-    "strategy.divide": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
+    "strategy.earlier": {"core", "strategy.model"},
+    "strategy.divide": {"core", "strategy.earlier", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {
         "core",
         "strategy.divide",
+        "strategy.earlier",
         "strategy.step",
         "strategy.engine",
         "strategy.model",
@@ -123,7 +125,7 @@ MAY_KNOW = {
     "strategy.step.batches": {"core", "strategy.model.tracing.forms.parts"},
     "strategy.step.whole": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel"),
-        *("strategy.step.batches", "strategy.step.programs", "strategy.step.recording"),
+        *("strategy.step.batches", "strategy.step.programs", "strategy.step.recording", "strategy.step.tracing"),
     },
     "strategy.step.memory": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
@@ -147,7 +149,12 @@ MAY_KNOW = {
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
-        *("strategy.step.known_rules", "strategy.step.on_stages", "strategy.step.values", "strategy.step.whole"),
+        *(
+            "strategy.step.first_batch.known_rules",
+            "strategy.step.on_stages",
+            "strategy.step.values",
+            "strategy.step.whole",
+        ),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
@@ -156,6 +163,9 @@ MAY_KNOW = {
     },
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.model.variables", "strategy.parallel"},
     "strategy.model.tracing.dividing": {
+        *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
+    },
+    "strategy.model.tracing.noticing": {
         *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
     },
     "strategy.model.tracing.forms": {

@@ -1,9 +1,9 @@
 """Running a model as a pipeline over torch.distributed, and telling listeners about every instruction.
 
 A batch goes through the rooms in this order, and imports point the same way only: `trainer` (Lightning) or
-`lightning_pfo.loops`, `build` (one rank put together, what `divide` has divided), `step` (a user's step), `engine` (a
-schedule on one rank), `model` (what is split), `parallel` (what processes do together). Beside them: `state`
-(checkpoints) and `watch` (dead ranks).
+`lightning_pfo.loops`, `build` (one rank put together, what `divide` has divided, now or `earlier`), `step` (a user's
+step), `engine` (a schedule on one rank), `model` (what is split), `parallel` (what processes do together). Beside
+them: `state` (checkpoints) and `watch` (dead ranks).
 """
 
 from __future__ import annotations

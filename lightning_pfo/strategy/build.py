@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.divide import divide
+from lightning_pfo.strategy.earlier import remember_split
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.batch_norm import defer_batch_norms
 from lightning_pfo.strategy.model.layers import (
@@ -34,7 +35,6 @@ from lightning_pfo.strategy.model.ownership import (
 )
 from lightning_pfo.strategy.model.partition import describe_partition
 from lightning_pfo.strategy.model.reach.drawing import draw_alike
-from lightning_pfo.strategy.model.split import remember_split
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units

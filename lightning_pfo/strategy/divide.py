@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,21 +13,23 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.earlier import earlier_split
 from lightning_pfo.strategy.model.calls import LayerCalls, check_measurable, layer_calls
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
-from lightning_pfo.strategy.model.split import Split, earlier_split, split_units
+from lightning_pfo.strategy.model.split import Split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
 from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
-from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
+from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Units, find_units
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
-from lightning_pfo.strategy.step.programs import Agree, trace_untouched
+from lightning_pfo.strategy.step.programs import Agree
+from lightning_pfo.strategy.step.tracing import trace_untouched
 
 _log = logging.getLogger(__name__)
 
@@ -231,16 +233,11 @@ def _trace(
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:
         return again(find(opened=in_parts, whole=whole), opened=in_parts)
-    deciding = _deciding(model, units, trace)
-    if deciding is not None:
-        fewer = find(opened=opened, whole=(*whole, deciding))
-        if len(fewer.layers) >= at_least:
-            return again(fewer, whole=(*whole, deciding))
-    differentiating = _differentiating(model, units, trace, at_least)
-    if differentiating is not None:
-        fewer = find(opened=opened, whole=(*whole, differentiating))
-        if len(fewer.layers) >= at_least:
-            return again(fewer, whole=(*whole, differentiating))
+    for runs_whole in (_deciding(model, units, trace), _differentiating(model, units, trace, at_least)):
+        if runs_whole is not None:
+            fewer = find(opened=opened, whole=(*whole, runs_whole))
+            if len(fewer.layers) >= at_least:
+                return again(fewer, whole=(*whole, runs_whole))
     if not trace.marks:
         called = {unit.name for event in trace.events for unit in event.units}
         if may_look_elsewhere and called:
@@ -282,24 +279,27 @@ def _owners_of_applied(model: nn.Module, units: Units, trace: Trace) -> set[str]
 
 def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
     """The name of a module with some of the layers, but not all, whose own code looks at values."""
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    for module in trace.deciding:
-        name = names.get(module, "")
-        within = [unit for unit in units.layers if name and unit.name.startswith(f"{name}.")]
-        if within and len(within) < len(units.layers):
-            return name
-    return None
+    return next(
+        (name for name, within in _with_layers(model, units, trace.deciding) if within < len(units.layers)), None
+    )
 
 
 def _differentiating(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:
     """The name of a module with layers whose own code differentiates, where that leaves too few places to divide."""
     if not trace.differentiations or len(trace.marks) - len(undivided(trace)) >= at_least:
         return None
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    found = [names.get(each.module, "") for each in trace.differentiations]
     return next(
-        (name for name in found if name and any(unit.name.startswith(f"{name}.") for unit in units.layers)), None
+        (name for name, _ in _with_layers(model, units, [each.module for each in trace.differentiations])), None
     )
+
+
+def _with_layers(model: nn.Module, units: Units, modules: Sequence[Any]) -> Iterator[tuple[str, int]]:
+    """The names of those modules that have layers, and of how many."""
+    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
+    for name in (names.get(module, "") for module in modules):
+        within = sum(unit.name.startswith(f"{name}.") for unit in units.layers) if name else 0
+        if within:
+            yield name, within
 
 
 def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:

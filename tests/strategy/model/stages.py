@@ -19,7 +19,7 @@ from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.programs import trace_untouched
+from lightning_pfo.strategy.step.tracing import trace_untouched
 
 CPU = torch.device("cpu")
 SEED = (7,)

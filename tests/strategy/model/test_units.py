@@ -3,9 +3,10 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.earlier import earlier_split, remember_split
 from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.ownership import release_others
-from lightning_pfo.strategy.model.split import earlier_split, remember_split, split_units
+from lightning_pfo.strategy.model.split import split_units
 from lightning_pfo.strategy.model.units import find_units
 from tests.strategy.model.stages import Holder
 

@@ -10,7 +10,7 @@ import torch
 
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Event
 from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
-from lightning_pfo.strategy.model.tracing.noticing import is_value
+from lightning_pfo.strategy.model.tracing.noticing.leaves import is_value
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, natively, value_of
 from lightning_pfo.strategy.model.variables import users_line, users_module
 

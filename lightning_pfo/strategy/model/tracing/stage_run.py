@@ -37,12 +37,9 @@ from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, numbe
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled, whose_values_count
-from lightning_pfo.strategy.model.tracing.noticing import (
-    WeightsFollowed,
-    functions_followed,
-    leave_transform,
-    switches_kept,
-)
+from lightning_pfo.strategy.model.tracing.noticing.applied import functions_followed, leave_transform
+from lightning_pfo.strategy.model.tracing.noticing.held import WeightsFollowed
+from lightning_pfo.strategy.model.tracing.noticing.switches import switches_kept
 from lightning_pfo.strategy.model.tracing.placeholders import has_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,

@@ -51,18 +51,18 @@ from lightning_pfo.strategy.model.tracing.functions import (
     is_in_compiled_function,
     whose_values_count,
 )
-from lightning_pfo.strategy.model.tracing.noticing import (
-    HeldTensors,
-    Place,
-    TensorsSeen,
-    functions_followed,
-    is_transform,
+from lightning_pfo.strategy.model.tracing.noticing.applied import functions_followed, is_transform, leave_transform
+from lightning_pfo.strategy.model.tracing.noticing.held import HeldAsValues, HeldTensors, Place, TensorsSeen
+from lightning_pfo.strategy.model.tracing.noticing.leaves import (
+    any_varies,
+    changed_without_mark,
+    is_ordinary,
     is_value,
-    leave_transform,
-    recomputation_noted,
-    switched_back,
-    switches_noted,
+    mark_of,
+    on_device,
+    trained_by,
 )
+from lightning_pfo.strategy.model.tracing.noticing.switches import recomputation_noted, switched_back, switches_noted
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
@@ -73,20 +73,19 @@ from lightning_pfo.strategy.model.tracing.tracked import (
     tracked,
     untracked,
 )
-from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line, users_module, within_metric
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import (
     CHECKS,
     DisableTorchFunctionSubclass,
     base_of,
-    change_mark,
     has_memory,
     memory_of,
     reserved_memory,
     version_of,
 )
-from lightning_pfo.strategy.parallel.dtensor import alike, writes
+from lightning_pfo.strategy.parallel.dtensor import writes
 
 
 def trace_step(
@@ -152,12 +151,7 @@ class _TraceRun:
         self._rising = rising
         self._selected = selected
         self._held = held
-        self._names: list[str | None] = []  # of the leaves of a call
-        self._held_values: dict[
-            int, str
-        ] = {}  # labels of parameters and buffers that have become values, or their views
-        self._held_memory: dict[int, str] = {}
-        self._changed_weights: dict[str, nn.Parameter] = {}  # that are followed, and have not been used since
+        self._as_values = HeldAsValues(held, self.trace)
         self._reserved: list[object] = []  # so that memory that is gone has another number than what comes after it
         self._device = device
         self._adopted: list[torch.Tensor] = []
@@ -175,20 +169,17 @@ class _TraceRun:
         leaves, structure = tree_flatten(given)
         held = self._held.names(whose_values_count(function, args, leaves))
         event = Event(function, held=held, of_metric=within_metric())
-        self._names = list(map(self._held.name, leaves))
+        self._as_values.given(leaves)
         if any(map(is_placeholder, leaves)):
-            args, kwargs = tree_unflatten([_on(leaf, self._device) for leaf in leaves], structure)
+            args, kwargs = tree_unflatten([on_device(leaf, self._device) for leaf in leaves], structure)
             leaves, _ = tree_flatten((args, kwargs))
         if writes(function, kwargs):
-            self._held.remember(name for name in map(self._name_of, leaves) if name is not None)
+            self._held.remember(name for name in map(self._as_values.name, leaves) if name is not None)
         else:
-            self._use_changed(event)
-        for name, leaf in zip(self._names, leaves, strict=True):
-            if name is not None and has_memory(leaf) and memory_of(leaf) not in self._held_memory:
-                self._held_memory[memory_of(leaf)] = name
-                self._reserved.append(reserved_memory(leaf))  # of a placeholder's zeros, which go
+            self._as_values.use_changed(event)
+        self._as_values.note_memory(leaves)
         self.see(leaves)
-        marks = [_mark(leaf) for leaf in leaves]
+        marks = [mark_of(leaf) for leaf in leaves]
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
@@ -201,27 +192,27 @@ class _TraceRun:
         with self._nothing_drawn(), following(Inside(self, event)), depends:
             result = run(*(without_memory_of_sizes(args, kwargs) if sizes else (args, kwargs)))
         if is_transform(function):  # inside it weights belong to its own level, out of which no gradients are known
-            result = _trained_by(event.units, result)
+            result = trained_by(event.units, result)
         if function is torch.Tensor.backward:
             raise HidingError(calls_backward())
         if depends.by_batch_found:
             self.select()
-        unmarked = _changed_without_mark(function, args)
+        unmarked = changed_without_mark(function, args)
         changed = [
             index
             for index, (leaf, mark) in enumerate(zip(leaves, marks, strict=True))
-            if _mark(leaf) != mark or (_is_ordinary(leaf) and id(leaf) in unmarked)
+            if mark_of(leaf) != mark or (is_ordinary(leaf) and id(leaf) in unmarked)
         ]
         for leaf in leaves:
             is_marked = is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf))
             if is_marked or (is_value(leaf) and id(leaf) in unmarked):
                 self.trace.values[leaf.label].changed_at = position
                 self._note_gradients(leaf, position)
-                self._change(self._held_values.get(leaf.label))
+                self._as_values.change(self._as_values.name(leaf))
         found, structure = tree_flatten(result)
         self.trace.has_sizes |= depends.by_stages_found
         varying: Sequence[frozenset[int]] = ()
-        if (depends.by_stages_found or sizes or _any_varies(leaves)) and not all(
+        if (depends.by_stages_found or sizes or any_varies(leaves)) and not all(
             leaf is None or id(leaf) in set(map(id, leaves)) for leaf in found
         ):
             with self._nothing_drawn():
@@ -233,8 +224,8 @@ class _TraceRun:
         leave_transform()
         leaves, _ = tree_flatten((args, kwargs))
         event = Event(unit, units=[unit], held=self._held.names(leaves))
-        self._names = list(map(self._held.name, leaves))
-        self._use_changed(event)
+        self._as_values.given(leaves)
+        self._as_values.use_changed(event)
         if unit.is_listened and unit not in self.trace.listened:
             self.trace.listened.append(unit)
         if unit.is_layer:
@@ -252,7 +243,7 @@ class _TraceRun:
         if outline.guessed_after:
             self.trace.guessed_after.append(outline.guessed_after)
         varying: Sequence[frozenset[int]] = outline.varying
-        if sizes or _any_varies(leaves):
+        if sizes or any_varies(leaves):
             with self._nothing_drawn(), following(None):
                 selects_all = self._selected is Selected.ALL
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
@@ -268,7 +259,7 @@ class _TraceRun:
             if is_value(leaf):  # it is kept somewhere, and changed there
                 self.trace.values[leaf.label].changed_at = position
         found = [self._values_of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
-        changed = [index for index in outline.changed if _is_ordinary(leaves[index])]
+        changed = [index for index in outline.changed if is_ordinary(leaves[index])]
         numbers = outline.from_values or any(type(leaf) in NUMBERS for leaf in leaves)
         result = self._end(event, leaves, found, outline.structure, changed, varying, sends_numbers=numbers)
         self._left.note(event, result)
@@ -398,7 +389,7 @@ class _TraceRun:
         position = len(self.trace.events)
         self.trace.events.append(event)
         self.trace.use(leaves, position)
-        self._taken += [(position, leaf) for leaf in leaves if _is_ordinary(leaf) and leaf.requires_grad]
+        self._taken += [(position, leaf) for leaf in leaves if is_ordinary(leaf) and leaf.requires_grad]
         if not self.trace.compiled and is_in_compiled_function():
             self.trace.compiled = users_line()
         self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
@@ -463,29 +454,10 @@ class _TraceRun:
         self._has_read |= not all(isinstance(leaf, (bool, str, type(None))) for leaf in found)
         return found
 
-    def _change(self, name: str | None) -> None:
-        if name is None:
-            return
-        self.trace.changes.setdefault(name, []).append((len(self.trace.events) - 1, users_line()))
-        weight = self._held.tensor(name)
-        if self.trace.weights and isinstance(weight, nn.Parameter):
-            self._changed_weights[name] = weight
-
-    def _name_of(self, leaf: Any) -> str | None:
-        return self._held_values.get(leaf.label) if is_value(leaf) else self._held.name(leaf)
-
-    def _use_changed(self, event: Event) -> None:
-        """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
-        changed = self._changed_weights
-        parameters = [parameter for unit in event.units if changed for parameter in unit.module.parameters()]
-        if not changed.keys().isdisjoint({*event.held, *self._held.names(parameters)}):
-            self.trace.optimize(None, changed.values(), changed, users_line())
-            self._changed_weights = {}
-
     def _adopt(self, event: Event, tensor: torch.Tensor, index: int) -> None:
         """Follow an ordinary tensor from now on, and what it is a view of; other views of that cannot be found."""
-        name = self._names[index]
-        self._change(name)
+        name = self._as_values.names[index]
+        self._as_values.change(name)
         if type(tensor) is not torch.Tensor:
             return
         base = base_of(tensor)
@@ -495,13 +467,12 @@ class _TraceRun:
                 adopted = tracked(each)
                 self._adopted.append(adopted)
                 event.adopted.append(Adopted(index, is_base, self._new(adopted)))
-                if name is not None:
-                    self._held_values[adopted.label] = name
+                self._as_values.note(adopted, name)
 
     def see(self, leaves: list[Any]) -> None:
         """Notice ordinary tensors whose values a stage has changed through another view of theirs."""
         for leaf in leaves if self._changed_memory else ():
-            if _is_ordinary(leaf) and has_memory(leaf) and memory_of(leaf) in self._changed_memory:
+            if is_ordinary(leaf) and has_memory(leaf) and memory_of(leaf) in self._changed_memory:
                 self.trace.stale.append((self._changed_memory[memory_of(leaf)], users_line()))
 
     def _new(self, value: Tracked, varying: frozenset[int] = frozenset()) -> int:
@@ -514,8 +485,7 @@ class _TraceRun:
             memory = 0 if value.held is not None else memory_of(value)
             if memory:
                 self._reserved.append(reserved_memory(value))
-            if memory in self._held_memory:
-                self._held_values[value.label] = self._held_memory[memory]
+            self._as_values.note_view(value, memory)
             form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
             self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
@@ -527,45 +497,3 @@ class _TraceRun:
         with random_state.isolated(self._device) as before:
             yield
             random_state.notice_draws_on_host(before)
-
-
-def _trained_by(units: Iterable[Any], result: Any) -> Any:
-    """What a function has computed with units inside, needing gradients if their weights do."""
-    if not (torch.is_grad_enabled() and any(p.requires_grad for unit in units for p in unit.module.parameters())):
-        return result
-
-    def trained(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
-
-    return tree_map_only(torch.Tensor, trained, result)
-
-
-def _on(leaf: Any, device: torch.device) -> Any:
-    """A leaf of arguments with a value: zeros for a placeholder, a parameter for that of one, as other ranks have."""
-    if not is_placeholder(leaf):
-        return leaf
-    zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(zeros, leaf.requires_grad)
-    return zeros.requires_grad_(leaf.requires_grad)
-
-
-def _changed_without_mark(function: Any, args: tuple[Any, ...]) -> set[int]:
-    """The ids of what is changed by functions of lists, which count no version while torch's dispatch is looked at."""
-    name = getattr(function, "__name__", "")
-    return set(map(id, alike(args[0]))) if name.startswith("_foreach") and name.endswith("_") and args else set()
-
-
-def _mark(leaf: Any) -> object:
-    """Another one after a change of an ordinary tensor, or of a parameter's `data`."""
-    if not _is_ordinary(leaf):
-        return None
-    return change_mark(leaf) if isinstance(leaf, nn.Parameter) else version_of(leaf)
-
-
-def _is_ordinary(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked)
-
-
-def _any_varies(leaves: list[Any]) -> bool:
-    return any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves)

@@ -3,4 +3,5 @@
 `comparison` has a `rehearsal` run the step both ways; `losses` and `numbers` say what differs by more than `rounding`
 explains, and what follows. `not_a_number` refuses to train on a loss that is NaN; `sizes` tells of steps that fail
 because microbatches are smaller than their batch.
+`known_rules` keeps what is learned of values that steps leave.
 """

@@ -12,7 +12,8 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
-from lightning_pfo.strategy.step.programs import Programs, Whole, logs_noted
+from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.tracing import logs_noted
 from lightning_pfo.strategy.step.whole.joining import Join, find_blocks, joins_of
 
 

@@ -17,7 +17,7 @@ from lightning_pfo.strategy.model.tracing.dividing.phases import Phase
 from lightning_pfo.strategy.model.tracing.dividing.undifferentiated import undifferentiated
 from lightning_pfo.strategy.model.tracing.events import Event, New, Trace
 from lightning_pfo.strategy.model.tracing.forms.values import strides_of
-from lightning_pfo.strategy.model.tracing.noticing import AppliedFunction
+from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.variables import told_of_error
 

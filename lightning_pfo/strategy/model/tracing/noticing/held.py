@@ -1,35 +1,26 @@
-"""What is to be noticed while a step is traced and is no function of torch with a tracked tensor."""
+"""The parameters and buffers of a module in a trace of its step: which are used, changed, or followed as values are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfo.strategy.model.tracing.ends import differentiates_later
-from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError
+from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
+from lightning_pfo.strategy.model.tracing.noticing.leaves import is_value
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
-from lightning_pfo.strategy.parallel.compat import (
-    Recompute,
-    change_mark,
-    memory_of,
-    named_tensors,
-    recompute_with,
-    transform_with,
-)
+from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.parallel.compat import change_mark, has_memory, memory_of, named_tensors, reserved_memory
 from lightning_pfo.strategy.parallel.dtensor import writes
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class HeldTensors:
@@ -201,187 +192,63 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-@contextmanager
-def functions_followed(run: Run) -> Iterator[None]:
-    """Let a run follow what is no function of torch: `autograd.Function`s, scripted functions, `torch.vmap`."""
-    original = torch.autograd.Function.__dict__["apply"]
-    script = torch.jit.ScriptFunction
-    original_script = script.__call__
+class HeldAsValues:
+    """Which values of a trace are parameters and buffers, or views of them, and how the step changes them.
 
-    def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
-        current = current_run()
-        if current is None or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs))):
-            return original_script(function, *args, **kwargs)
-        return current.operation(AppliedFunction(function, original_script), args, kwargs)
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        current = current_run()
-        call = AppliedFunction(cls, original)
-        if (
-            current is None
-            or _keeps_inputs(cls)
-            or not any(isinstance(v, Tracked) for v in tree_leaves((args, kwargs)))
-        ):
-            return call(*args, **kwargs)
-        return current.operation(call, args, kwargs)
-
-    def transform(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        function = AppliedFunction(name, original)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            current = current_run()
-            given = args, kwargs, _captured(args[0])
-            goes_on = name == "vjp"  # in a function that it returns
-            _transforms.append(name)
-            try:
-                if goes_on or current is None or not any(isinstance(v, Tracked) for v in tree_leaves(given)):
-                    return original(*args, **kwargs)
-                return current.operation(function, given, {})
-            except InTransformError:
-                if current is None or len(_transforms) > 1:  # who called the outermost one follows it
-                    raise
-                if goes_on:
-                    raise HidingError(differentiates_later()) from None
-                return current.operation(function, given, {})
-            finally:
-                _transforms.pop()
-
-        return call
-
-    patches = Patches()
-    transform_with(transform, patches)
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    script.__call__ = call_script  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        patches.close()
-        script.__call__ = original_script  # type: ignore[method-assign]
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-_transforms: list[str] = []
-
-
-def _captured(function: Any) -> list[Any]:
-    """What a function has of the code around it."""
-    cells = getattr(function, "__closure__", None) or ()
-    found = []
-    for cell in cells:
-        with suppress(ValueError):  # it is empty
-            found.append(cell.cell_contents)
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tracked)]
-
-
-class InTransformError(Exception):
-    """A unit is called inside of `torch.vmap` and the like, which nobody has followed yet."""
-
-
-def in_transform() -> bool:
-    """Whether `torch.vmap` or the like is under way."""
-    return bool(_transforms)
-
-
-def leave_transform() -> None:
-    """Let `torch.vmap` and the like be followed as a whole, if a unit is called inside of it.
-
-    Raises:
-        InTransformError: If it is not followed yet; who called it follows it then.
-    """
-    if _transforms:
-        raise InTransformError(_transforms[-1])
-
-
-def _keeps_inputs(cls: Any) -> bool:
-    """Whether it only keeps what a checkpoint recomputes from, as one without reentrance has done up to torch 2.9."""
-    checkpoint = torch.utils.checkpoint
-    return cls.__module__ == checkpoint.__name__ and cls is not checkpoint.CheckpointFunction
-
-
-def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, int]]) -> Patches:
-    """Note which events of a trace are recomputed together, until what is returned is closed."""
-
-    def make(original: Recompute) -> Recompute:
-        def around(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-            start = len(events)
-            yield from original(*args, **kwargs)
-            if current_run() is run and len(events) > start + 1:
-                found.append((start, len(events)))
-
-        return around
-
-    patches = Patches()
-    recompute_with(make, patches)
-    return patches
-
-
-ABSENT = object()
-"""Stands for an attribute that a module does not have."""
-_SWITCHES = (bool, int, float, str, type(None), Enum)
-
-
-def switches_noted(run: Run, found: dict[tuple[nn.Module, str], Any]) -> Patches:
-    """Note what was in the plain attributes of modules that the step itself sets, until what is returned is closed."""
-    original: Any = nn.Module.__setattr__
-
-    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if current_run() is run and isinstance(value, _SWITCHES):
-            before = vars(module).get(name, ABSENT)
-            if before is ABSENT or (isinstance(before, _SWITCHES) and before != value):
-                found.setdefault((module, name), before)
-        original(module, name, value)
-
-    patches = Patches()
-    patches.set(nn.Module, "__setattr__", set_attribute)
-    return patches
-
-
-def switched_back(found: Mapping[tuple[nn.Module, str], Any]) -> list[tuple[nn.Module, str]]:
-    """Of noted attributes those that are again as they were; of an absent one, where it is gone."""
-    return [place for place, before in found.items() if vars(place[0]).get(place[1], ABSENT) == before]
-
-
-@contextmanager
-def switches_kept(places: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Put attributes back, however the context is left: a stage that ends a step early does not do what is behind."""
-    before = [(vars(module), name, vars(module).get(name, ABSENT)) for module, name in places]
-    try:
-        yield
-    finally:
-        for attributes, name, value in before:
-            if value is ABSENT:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = value
-
-
-@dataclass(frozen=True)
-class AppliedFunction:
-    """An `autograd.Function`, a scripted function of the user, or `torch.vmap` and the like, as a function of torch.
+    Args:
+        held: The parameters and buffers.
+        trace: The trace.
 
     Attributes:
-        cls: The function; of torch's own the name.
-        original: torch's own `apply`, as it stands in the class; of scripted functions their `__call__`.
+        names: Of what the call under way is given.
     """
 
-    cls: Any
-    original: Any = field(compare=False)
+    def __init__(self, held: HeldTensors, trace: Trace) -> None:
+        self.names: list[str | None] = []
+        self._held = held
+        self._trace = trace
+        self._of_values: dict[int, str] = {}
+        self._of_memory: dict[int, str] = {}
+        self._reserved: list[object] = []  # so that memory that is gone has another number than what comes after it
+        self._changed: dict[str, nn.Parameter] = {}  # weights that are followed, and have not been used since
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply it."""
-        if isinstance(self.cls, type):
-            return self.original.__get__(None, self.cls)(*args, **kwargs)
-        if isinstance(self.cls, str):
-            given, named, _ = args
-            return self.original(*given, **named)
-        return self.original(self.cls, *args, **kwargs)
+    def given(self, leaves: Iterable[Any]) -> None:
+        """A call is given something."""
+        self.names = [*map(self._held.name, leaves)]
 
+    def note_memory(self, leaves: Iterable[Any]) -> None:
+        """Remember where what the call is given lies, of a placeholder the zeros that stand for it."""
+        for name, leaf in zip(self.names, leaves, strict=True):
+            if name is not None and has_memory(leaf) and memory_of(leaf) not in self._of_memory:
+                self._of_memory[memory_of(leaf)] = name
+                self._reserved.append(reserved_memory(leaf))
 
-def is_transform(function: Any) -> bool:
-    """Whether a function is `torch.vmap` or the like."""
-    return isinstance(function, AppliedFunction) and isinstance(function.cls, str)
+    def note(self, value: Tracked, name: str | None) -> None:
+        """A value is one of them."""
+        if name is not None:
+            self._of_values[value.label] = name
 
+    def note_view(self, value: Tracked, memory: int) -> None:
+        """A value lies somewhere, perhaps where one of them does."""
+        self.note(value, self._of_memory.get(memory))
 
-def is_value(leaf: Any) -> bool:
-    """Whether something is a tracked tensor that the trace knows."""
-    return isinstance(leaf, Tracked) and leaf.label >= 0
+    def name(self, leaf: Any) -> str | None:
+        """The name of what a function is given."""
+        return self._of_values.get(leaf.label) if is_value(leaf) else self._held.name(leaf)
+
+    def change(self, name: str | None) -> None:
+        """The latest event has changed one."""
+        if name is None:
+            return
+        self._trace.changes.setdefault(name, []).append((len(self._trace.events) - 1, users_line()))
+        weight = self._held.tensor(name)
+        if self._trace.weights and isinstance(weight, nn.Parameter):
+            self._changed[name] = weight
+
+    def use_changed(self, event: Event) -> None:
+        """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
+        changed = self._changed
+        parameters = [parameter for unit in event.units if changed for parameter in unit.module.parameters()]
+        if not changed.keys().isdisjoint({*event.held, *self._held.names(parameters)}):
+            self._trace.optimize(None, changed.values(), changed, users_line())
+            self._changed = {}

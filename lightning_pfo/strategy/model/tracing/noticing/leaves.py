@@ -1,0 +1,64 @@
+"""What a function of a traced step is given: ordinary tensors, placeholders and values, and what it changes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.tracked import Tracked
+from lightning_pfo.strategy.model.tracing.trees import tree_map_only
+from lightning_pfo.strategy.parallel.compat import change_mark, version_of
+from lightning_pfo.strategy.parallel.dtensor import alike
+
+
+def trained_by(units: Iterable[Any], result: Any) -> Any:
+    """What a function has computed with units inside, needing gradients if their weights do."""
+    if not (torch.is_grad_enabled() and any(p.requires_grad for unit in units for p in unit.module.parameters())):
+        return result
+
+    def trained(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, trained, result)
+
+
+def on_device(leaf: Any, device: torch.device) -> Any:
+    """A leaf of arguments with a value: zeros for a placeholder, a parameter for that of one, as other ranks have."""
+    if not is_placeholder(leaf):
+        return leaf
+    zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(zeros, leaf.requires_grad)
+    return zeros.requires_grad_(leaf.requires_grad)
+
+
+def changed_without_mark(function: Any, args: tuple[Any, ...]) -> set[int]:
+    """The ids of what is changed by functions of lists, which count no version while torch's dispatch is looked at."""
+    name = getattr(function, "__name__", "")
+    return set(map(id, alike(args[0]))) if name.startswith("_foreach") and name.endswith("_") and args else set()
+
+
+def mark_of(leaf: Any) -> object:
+    """Another one after a change of an ordinary tensor, or of a parameter's `data`."""
+    if not is_ordinary(leaf):
+        return None
+    return change_mark(leaf) if isinstance(leaf, nn.Parameter) else version_of(leaf)
+
+
+def is_ordinary(leaf: Any) -> bool:
+    """Whether something is a tensor that is not tracked."""
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tracked)
+
+
+def any_varies(leaves: list[Any]) -> bool:
+    """Whether a tracked tensor among some objects has sizes that depend on values."""
+    return any(isinstance(leaf, Tracked) and leaf.varies for leaf in leaves)
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether something is a tracked tensor that the trace knows."""
+    return isinstance(leaf, Tracked) and leaf.label >= 0
