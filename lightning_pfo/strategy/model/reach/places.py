@@ -161,14 +161,17 @@ class Places:
     def _hooks(self, owner: Any) -> None:
         """Note what is known to the user's hooks on layers, such as what a callback keeps of them by name.
 
-        So are attributes of these layers that they do not know of themselves.
+        So are attributes of layers that they do not know of themselves, where hooks follow their forward; hooks before
+        it make weights (`layer.weight = layer.weight_orig * scale`).
         """
         for number, module in enumerate(modules_of(owner) if isinstance(owner, nn.Module) else ()):
-            hooks = [*forward_pre_hooks_of(module).values(), *forward_hooks_of(module)]
-            hooks = [hook for hook in hooks if not self._is_of_library(hook)] if hooks else []
-            for index, hook in enumerate(hooks):
-                self._note((_HOOKS, number, index), hook)
-            if hooks and module is not owner:
+            before, after = forward_pre_hooks_of(module).values(), forward_hooks_of(module)
+            if not before and not after:
+                continue
+            for index, hook in enumerate((*before, *after)):
+                if not self._is_of_library(hook):
+                    self._note((_HOOKS, number, index), hook)
+            if module is not owner and not all(map(self._is_of_library, after)):
                 kind: Any = type(module)
                 self._attributes((_HOOKED, number), AllBut(vars(module), partial(_is_known_to, kind)))
 
