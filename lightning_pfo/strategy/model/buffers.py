@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from lightning_pfo.strategy.parallel.groups import Shared, global_rank
 
 Changes = Mapping[str, int | None]
 """The stage whose values change a tensor, by its name; None where all stages change it alike."""
+NO_USERS: Mapping[str, frozenset[int]] = MappingProxyType({})
 
 
 class StepBuffers:
@@ -33,6 +35,7 @@ class StepBuffers:
         owner: The user's module.
         changes: What its step changes.
         num_stages: Number of stages of this rank; with several of them each needs a copy.
+        users: The stages that use a tensor, by its name; those that are not named may use it.
         looks: Whether it is noted which buffers change again with later microbatches.
 
     Attributes:
@@ -40,10 +43,19 @@ class StepBuffers:
         differing: Parameters into which one has written something else.
     """
 
-    def __init__(self, owner: nn.Module, changes: Changes, num_stages: int, *, looks: bool = False) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        changes: Changes,
+        num_stages: int,
+        users: Mapping[str, frozenset[int]] = NO_USERS,
+        *,
+        looks: bool = False,
+    ) -> None:
         self._owner = owner
         self._changes = changes
         self._several = num_stages > 1
+        self._users = users
         self._of_stage: dict[int, dict[str, torch.Tensor]] = {}
         changed = dict(self._changed())
         self._parameters = {
@@ -63,7 +75,7 @@ class StepBuffers:
     def of(self, stage: int) -> Iterator[None]:
         """Let a stage change its own while the context is open."""
         with following(None):
-            self.put_back()
+            self.put_back(stage)
             if self._several:  # other objects, as autograd may have saved those of another microbatch
                 for name, value in self._before.items():
                     own = self._of_stage.get(stage, {})
@@ -99,13 +111,20 @@ class StepBuffers:
             if self._changes[name] in (None, stage) and not isinstance(tensor, nn.Parameter)
         }
 
-    def put_back(self) -> None:
-        """Give parameters the values that they had before.
+    def _goes_on(self, name: str, stage: int) -> bool:
+        """Whether a stage finds a parameter as another one has changed it, or does not use it at all."""
+        changing = self._changes[name]
+        return changing not in (None, stage) and (stage > changing or stage not in self._users.get(name, {stage}))
+
+    def put_back(self, stage: int | None = None) -> None:
+        """Give parameters the values that they had before; for a run of a stage, those that it finds so.
 
         Backward takes them as the step leaves them, as on one device; if it has used them before it wrote into them,
         torch says so, by their version.
         """
         for name, (tensor, before, restore_version) in self._parameters.items():
+            if stage is not None and self._goes_on(name, stage):
+                continue
             tensor.data.copy_(before)
             if name not in self.differing:  # else a backward would take the values of another microbatch
                 restore_version()

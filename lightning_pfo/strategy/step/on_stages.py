@@ -85,6 +85,7 @@ class StepOnStages:
         self.skipped: list[set[int]] = []
         self.differentiates = False
         self._shared = shared
+        self._users = split.held
         self._deferred = deferred
         self._ends = Ends(engine, owner, self.programs)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
@@ -180,7 +181,7 @@ class StepOnStages:
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
             looks = train and effects is not None and self.earlier.number > 0
-            buffers = StepBuffers(self.owner, changes, len(engine.stages), looks=looks)
+            buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
                 of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
                 with of_batch, earlier_runs.undone_if_it_fails():

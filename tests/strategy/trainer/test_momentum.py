@@ -41,6 +41,14 @@ def test_parameters_that_steps_and_hooks_write_into_are_those_of_one_device(trai
     assert names == alone["held"].keys()
 
 
+@pytest.mark.parametrize("case", ["Assigns", "InPlace", "AtTheEnd", "constrains", "constrains, several stages"])
+def test_ranks_hold_no_weights_that_are_changed_elsewhere(trained, case):
+    first, last = (trained[rank][case]["held"] for rank in ("2_0", "2_1"))
+    twice = first.keys() & last.keys()
+    # the last stage moves the teacher by the student's weights
+    assert {name.partition(".")[0] for name in twice} == (set() if "constrains" in case else {"student"})
+
+
 @pytest.mark.parametrize("case", ["Alone", "LogsNorm", "LogsNormOfState"])
 def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(trained, case):
     assert not trained["1_0"]["refused"]

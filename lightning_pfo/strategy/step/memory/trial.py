@@ -125,7 +125,7 @@ def try_stages(
             sizes = tried.sizes if tried.end is None else (sum(tried.sizes),)
             leavings = Leavings(owner, sizes, tried.batch_dim, wanted=tried.wants_outputs, is_sent=engine.num_ranks > 1)
             leavings.leave_alone(tried.changes)
-            buffers = StepBuffers(owner, tried.changes, len(engine.stages))
+            buffers = StepBuffers(owner, tried.changes, len(engine.stages), split.held)
         beside = living.now
         costs = {}
         trained: set[nn.Parameter] = set()

@@ -249,6 +249,8 @@ class HeldAsValues:
         """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
         changed = self._changed
         parameters = [parameter for unit in event.units if changed for parameter in unit.module.parameters()]
+        if getattr(self._held.owner, "automatic_optimization", True):
+            return
         if not changed.keys().isdisjoint({*event.held, *self._held.names(parameters)}):
             self._trace.optimize(None, changed.values(), changed, users_line())
             self._changed = {}
