@@ -14,18 +14,20 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.earlier import earlier_split
-from lightning_pfo.strategy.model.calls import LayerCalls, check_measurable, layer_calls
+from lightning_pfo.strategy.model.calls import LayerCalls, calls_by_need, check_measurable, layer_calls
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, split_units
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
+from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases
 from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
-from lightning_pfo.strategy.model.units import Units, find_units
+from lightning_pfo.strategy.model.units import Unit, Units, find_units
+from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
 from lightning_pfo.strategy.step.programs import Agree
@@ -81,7 +83,6 @@ def divide(
             before.units,
             partition,
             num_stages,
-            [],
             uncalled,
             before.calls,
             None,
@@ -110,8 +111,18 @@ def divide(
         measure = partial(measure_training_step, model, units, partial(step, device), device) if step else None
         times_s = agree_on_layer_times(measure)
     divide_by = partial(
-        _split, model, units, partition, num_stages, times_s, uncalled, follows_weights=follows_weights, look=look
+        _split,
+        model,
+        units,
+        partition,
+        num_stages,
+        uncalled,
+        times_s=times_s,
+        follows_weights=follows_weights,
+        look=look,
     )
+    if trains and trace is not None and follows_weights:
+        return _holding_least(model, trace, divide_by, _orders(units, trace, times_s))
     if trains or trace is None:
         return divide_by(layer_calls(units, trace), trace), times_s
     called = [unit for unit, _ in trace.marks]
@@ -125,16 +136,52 @@ def divide(
         return divide_by(layer_calls(units, None), None), times_s
 
 
+def _orders(units: Units, trace: Trace, times_s: list[float]) -> list[tuple[LayerCalls, list[float]]]:
+    """The orders in which layers may be divided, with their times (s): that of their calls, and that of their need."""
+    by_call = layer_calls(units, trace)
+    called = [unit for unit, _ in trace.marks]
+    may_differ = len(set(called)) < len(called) or bool(trace.weights)
+    if trace.failure is not None or has_phases(trace) or not may_differ:
+        return [(by_call, times_s)]
+    by_need = calls_by_need(trace)
+    of_layers: dict[Unit, float] = {}
+    for unit, time_s in zip(by_call.layers, times_s, strict=False):
+        of_layers[unit] = of_layers.get(unit, 0.0) + time_s
+    return [(by_call, times_s), (by_need, [of_layers[unit] for unit in by_need.layers] if times_s else [])]
+
+
+def _holding_least(
+    model: nn.Module,
+    trace: Trace,
+    divide_by: Callable[..., Split],
+    orders: Sequence[tuple[LayerCalls, list[float]]],
+) -> tuple[Split, list[float]]:
+    """Divide the layers in the order in which ranks hold least together."""
+    splits: list[tuple[Split, list[float]]] = []
+    errors: list[ConfigurationError] = []
+    for calls, times_s in orders:
+        try:
+            splits.append((divide_by(calls, trace, times_s=times_s), times_s))
+        except ConfigurationError as error:
+            errors.append(error)
+    if not splits:
+        raise errors[0]
+    sizes = {name: tensor.numel() for name, tensor in named_tensors(model).items()}
+    return min(
+        splits, key=lambda found: sum(sizes.get(name, 0) * (len(of) - 1) for name, of in found[0].held.items() if of)
+    )
+
+
 def _split(
     model: nn.Module,
     units: Units,
     partition: str,
     num_stages: int,
-    times_s: list[float],
     uncalled: str,
     calls: LayerCalls,
     trace: Trace | None,
     *,
+    times_s: Sequence[float] = (),
     follows_weights: bool,
     look: str = "",
 ) -> Split:

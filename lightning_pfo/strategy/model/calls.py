@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import first_differentiated, undivided
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
+from lightning_pfo.strategy.model.tracing.dividing.homes import followed_layers
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.units import Unit, Units
@@ -49,7 +51,7 @@ def layer_calls(units: Units, trace: Trace | None, *, once: bool = False) -> Lay
         once: Whether of several calls of a layer the first one counts.
     """
     if trace is not None and trace.failure is None and has_phases(trace):
-        return _calls_of_phases(units, trace)
+        return calls_by_need(trace)
     sequence: list[tuple[Unit, bool]] = []  # units, and whether the call of a layer begins with it
     if trace is None or not trace.marks:
         sequence = [(unit, unit.is_layer) for unit in units.all]
@@ -95,8 +97,12 @@ def check_measurable(trace: Trace | None) -> None:
         )
 
 
-def _calls_of_phases(units: Units, trace: Trace) -> LayerCalls:
-    """The layers of a step that optimizes several times, each once, where another needs it after those."""
+def calls_by_need(trace: Trace) -> LayerCalls:
+    """The layers of a step, each once, where another needs it after those.
+
+    So a step that calls layers several times, for each of two views, needs each on one stage. Layers whose weights
+    follow those of others (a teacher's, moved by the step) are beside these, of one stage with them.
+    """
     flow = Flow(trace)
     sequence = {position: unit for unit, position in trace.marks}
     layer_of: list[Unit | None] = []
@@ -127,7 +133,7 @@ def _calls_of_phases(units: Units, trace: Trace) -> LayerCalls:
         within = {unit for unit in layer_of[first_differentiated(trace, each) : each.position] if unit is not None}
         for unit in within:
             before[unit] |= within - {unit}
-    groups = _in_order_of_need(before)
+    groups = _in_order_of_need(before, followed_layers(trace, flow))
     layers = [unit for group in groups for unit in group]
     starts = {group[0] for group in groups}
     return LayerCalls(
@@ -137,8 +143,8 @@ def _calls_of_phases(units: Units, trace: Trace) -> LayerCalls:
     )
 
 
-def _in_order_of_need(before: dict[Unit, set[Unit]]) -> list[list[Unit]]:
-    """Put units behind those that come before them; those that come before each other are together."""
+def _in_order_of_need(before: dict[Unit, set[Unit]], follows: Mapping[Unit, Unit]) -> list[list[Unit]]:
+    """Put units behind those that come before them; those that come before each other, or follow, are together."""
     reached = {unit: set(found) for unit, found in before.items()}
     changed = True
     while changed:
@@ -150,8 +156,15 @@ def _in_order_of_need(before: dict[Unit, set[Unit]]) -> list[list[Unit]]:
     groups: list[list[Unit]] = []
     waiting = list(before)
     while waiting:
-        unit = next(each for each in waiting if all(each in reached[other] for other in reached[each] & {*waiting}))
+        ready = [each for each in waiting if all(each in reached[other] for other in reached[each] & {*waiting})]
+        latest = groups[-1] if groups else []
+        partners = {follows.get(each) for each in latest} | {each for each in follows if follows[each] in latest}
+        following = [each for each in ready if each in partners]
+        unit = (following or ready)[0]
         group = [each for each in waiting if each is unit or (each in reached[unit] and unit in reached[each])]
-        groups.append(group)
+        if following:
+            latest += group
+        else:
+            groups.append(group)
         waiting = [each for each in waiting if each not in group]
     return groups

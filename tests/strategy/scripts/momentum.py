@@ -176,6 +176,17 @@ class AllOfMine(InAHook):
             p.mul_(0.99).clamp_(-1, 1).add_(torch.full(p.shape, 1e-3))
 
 
+class TwoViews(InAHook):
+    """Calls each layer twice, without any teacher."""
+
+    def training_step(self, batch, batch_idx):
+        one, other = (self.predictor(self.student(x)) for x in (batch[0], batch[0].flip(1)))
+        return (one - other.detach()).square().mean() - other.var(1).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+
+
 CASES = {
     "in a hook": (InAHook, {}),
     "copied": (Copies, {}),
@@ -183,6 +194,8 @@ CASES = {
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),
+    "two views": (TwoViews, {}),
+    "two views, several stages": (TwoViews, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains": (Constrains, {}),
     "constrains, several stages": (Constrains, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "of several stages": (AtTheEnd, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
+from lightning_pfo.strategy.model.units import Unit
+from lightning_pfo.strategy.parallel.compat import named_tensors
 
 _SMALLER = 16
 """What is so much smaller than the weights that it was made from is sent."""
@@ -57,3 +59,24 @@ def homes_of(trace: Trace, flow: Flow, layers: Mapping[str, OfLayer]) -> dict[in
 
 def _made_bytes(trace: Trace, event: Event) -> int:
     return sum(trace.values[label].num_bytes for label in event.made)
+
+
+def followed_layers(trace: Trace, flow: Flow) -> dict[Unit, Unit]:
+    """The layers whose weights the step makes of those of one other layer, and that one.
+
+    Args:
+        trace: The step, with weights followed.
+        flow: What its events need.
+    """
+    of_name = (
+        {f"{unit.name}.{name}": unit for unit, _ in trace.marks for name in named_tensors(unit.module)}
+        if trace.changes
+        else {}
+    )
+    found: dict[Unit, set[Unit]] = {}
+    for name, changes in trace.changes.items():
+        if name in of_name:
+            needed = flow.closure({event for event, _ in changes})
+            used = {of_name[each] for event in needed for each in trace.events[event].held if each in of_name}
+            found.setdefault(of_name[name], set()).update(used - {of_name[name]})
+    return {unit: next(iter(others)) for unit, others in found.items() if len(others) == 1}
