@@ -180,7 +180,8 @@ class LogRecorder:
         how = self.arguments[key].get("reduce_fx", "mean")
         name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
         found = [value for _, value in values]
-        by_rule = merged_by(rules.of(place_of_log(*key), found[0], ask=all(map(_is_count, found))), found)
+        asks = all(map(_is_count, found)) and any(found)
+        by_rule = merged_by(rules.of(place_of_log(*key), found[0], ask=asks), found)
         if by_rule is not None and key[0] not in self.metrics:
             return torch.as_tensor(by_rule[0], dtype=torch.float64)
         counts_samples = found == list(self.sizes) and max(found) > 1

@@ -292,7 +292,8 @@ def _weighted_mean(stacked: torch.Tensor, how: _Merger) -> torch.Tensor:
 def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     first = values[0]
     is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
-    by_rule = merged_by(how.rule(path, first, ask=is_count), values) if is_count or isinstance(first, _FLOATS) else None
+    asks = is_count and any(values)  # an epoch's number is 0 in all batches of the first one, which tells nothing
+    by_rule = merged_by(how.rule(path, first, ask=asks), values) if is_count or isinstance(first, _FLOATS) else None
     if by_rule is not None:
         return by_rule[0]
     if is_count and how.said and all(value == first for value in values):

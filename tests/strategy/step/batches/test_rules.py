@@ -59,3 +59,21 @@ def test_sizes_that_were_not_seen_are_looked_at_a_few_times():
         with rules.comparing(lambda name=name: looks.append(name)):
             rules.of(f"output[{name}]", 1)
     assert len(looks) == 64
+
+
+def test_zeros_tell_nothing_and_use_up_no_look():
+    rules, looked = Rules(), []
+
+    def look():
+        looked.append(1)
+        rules.learn("an epoch's number", 2, 2, 2, 2)
+
+    def merged(value):
+        with rules.comparing(look):
+            return merge_outputs([value, value], (2, 2), rules=rules, path="an epoch's number")
+
+    assert [merged(0) for _ in range(20)] == [0] * 20
+    assert not looked
+    assert merged(2) == 2  # although microbatches have two samples
+    assert merged(3) == 3
+    assert len(looked) == 1
