@@ -113,7 +113,7 @@ def test_model_data_trainer_and_gpu_are_checked_too(section, settings, message):
 def test_more_stages_than_layers_are_refused_before_processes_start():
     gpt = load_example("gpt")
     many = config("emulated", num_microbatches=64, devices=64)
-    with pytest.raises(PfoError, match=r"has 34 layers for 64 stages\. Use devices=34 or fewer"):
+    with pytest.raises(PfoError, match=r"has 34 layers for 64 stages\. Use 34 or fewer \(devices, times"):
         check_experiment(many, lambda: gpt.model.Gpt(gpt.model.GptConfig()), lambda: gpt.data.StdlibText(TEXT))
 
 

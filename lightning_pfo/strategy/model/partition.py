@@ -69,8 +69,9 @@ def partition_layers(
     if num_layers < num_stages:
         raise PartitionError(
             f"Each stage needs at least one layer; the pipelined module has {counted(num_layers, 'layer')} for "
-            f"{counted(num_stages, 'stage')}. Use devices={num_layers} or fewer, split the module into more layers, or "
-            f"name one whose parts are layers by pipeline_module='...'."
+            f"{counted(num_stages, 'stage')}. Use {num_layers} or fewer (devices, times stages per rank where a "
+            f"schedule has several), split the module into more layers, or name one whose parts are layers by "
+            f"pipeline_module='...'."
         )
     check_partition(spec)
     kind, _, argument = spec.partition(":")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import numbers
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
+from lightning_pfo.strategy.parallel.groups import spread, tell_each_other
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
@@ -230,3 +233,43 @@ def _stack(values: Sequence[Any]) -> torch.Tensor:
     if all(isinstance(value, torch.Tensor) and value.dtype == on_device.dtype for value in values):
         return torch.stack(list(values)).to(torch.float64)
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])
+
+
+# ---- what replicas log ----
+#
+# Lightning reduces what was logged in its order, name by name. Replicas have other batches, and steps may log by what
+# these are (`if task == 0: self.log("small", ...)`): values of other names would come together, or nobody would come.
+
+
+def logged_by_any(logged: Sequence[Any], device: torch.device, hosts: dist.ProcessGroup | None) -> list[Logged]:
+    """What a step logs on this replica, and what it logs on others only; a collective call of the replicas.
+
+    The latter counts nothing in a mean or a sum, and is what others have found in a maximum or a minimum.
+
+    Args:
+        logged: What was logged here.
+        device: Where values are.
+        hosts: The replicas, for tensors on the CPU; see `Groups.hosts`.
+
+    Returns:
+        The same names on all replicas, in one order.
+    """
+    mine: dict[tuple[str, int], Logged] = {}
+    for one in (Logged(*each) for each in logged):
+        mine[one.name, sum(name == one.name for name, _ in mine)] = one
+    code = zlib.crc32(repr(list(mine)).encode())
+    largest, smallest = spread(torch.tensor([code, -code]), torch.maximum, hosts).tolist()
+    if largest == -smallest:
+        return [*mine.values()]
+    everyone = tell_each_other({key: one._replace(value=one.value.detach().cpu()) for key, one in mine.items()}, hosts)
+    keys = dict.fromkeys(key for of_replica in everyone for key in of_replica)
+    return [mine.get(key) or _of_others([each[key] for each in everyone if key in each], device) for key in keys]
+
+
+def _of_others(found: Sequence[Logged], device: torch.device) -> Logged:
+    values = [float(one.value) for one in found]
+    how = found[0].arguments.get("reduce_fx", "mean")
+    name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+    value = {"sum": 0.0, "max": max(values), "min": min(values)}.get(name, sum(values) / len(values))
+    of_none = found[0].arguments | {"batch_size": 0}
+    return found[0]._replace(has_value=False, arguments=of_none, value=torch.tensor(value, device=device))

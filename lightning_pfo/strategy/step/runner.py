@@ -51,7 +51,7 @@ from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
-from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped
+from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped, logged_by_any
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
 
 T = TypeVar("T")
@@ -403,7 +403,10 @@ class StepRunner:
         for (root, *path), args, _ in outcome["calls"]:
             if root == OF_BATCH:
                 put(batch, path, args[0])
-        for name, place, has_value, arguments, number in outcome["logged"]:
+        logged = outcome["logged"]
+        if train and self._means is not None:
+            logged = logged_by_any(logged, self.engine.device, self._means.hosts)
+        for name, place, has_value, arguments, number in logged:
             value: Any = number.to(torch.get_default_dtype())
             if place is not None:
                 metric = metric_at(self.owner, place)

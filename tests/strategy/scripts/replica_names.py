@@ -1,0 +1,77 @@
+"""Two replicas of two stages, whose batches log other names; usage: replica_names.py FOLDER."""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+
+
+class Data(Dataset):
+    """Replica 0 has even samples, replica 1 odd ones."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.ones(8) * index / 32, index
+
+
+class Module(L.LightningModule):
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        self.case, self.losses = case, []
+
+    def training_step(self, batch, batch_idx):
+        x, numbers = batch
+        loss = self.layers(x).square().mean()
+        is_odd = bool(numbers[0] % 2)
+        if self.case == "other names":
+            self.log("odd" if is_odd else "even", 1000.0 if is_odd else 1.0, on_step=True, on_epoch=True)
+            self.log("most of odd" if is_odd else "sum of even", 1.0 + batch_idx, reduce_fx="max" if is_odd else "sum")
+        elif self.case == "missing" and is_odd:
+            self.log("odd", 1000.0, on_step=False, on_epoch=True)
+        elif self.case == "once" and 5 in numbers:
+            self.log("five", 5.0, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def run():
+    found = {}
+    for case in ("other names", "missing", "once"):
+        module = Module(case)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=4,
+            strategy=PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, DataLoader(Data(), batch_size=4))
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found[case] = metrics | {"mean": float(sum(module.losses)) / len(module.losses)}
+    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+run_ranks(run, 4)
