@@ -73,7 +73,7 @@ def test_the_description_says_what_each_stage_has_and_how_unequal_they_are():
 @pytest.mark.parametrize(
     ("spec", "num_layers", "num_stages", "message"),
     [
-        ("uniform", 3, 4, "3 layers for 4 stages. Use 3 or fewer (devices, times stages per rank"),
+        ("uniform", 3, 4, "3 layers for 4 stages. Use 3 or fewer"),
         ("unifrom", 8, 4, "got 'unifrom'.*Try partition='uniform'"),
         ("uniform:2", 8, 4, "got 'uniform:2'"),
         ("custom:0,4,8", 8, 4, "lists 5 rising boundaries.*partition='custom:0,2,4,6,8'"),
