@@ -261,7 +261,7 @@ def logged_by_any(logged: Sequence[Any], device: torch.device, hosts: dist.Proce
     largest, smallest = spread(torch.tensor([code, -code]), torch.maximum, hosts).tolist()
     if largest == -smallest:
         return [*mine.values()]
-    everyone = tell_each_other({key: one._replace(value=one.value.detach().cpu()) for key, one in mine.items()}, hosts)
+    everyone = tell_each_other({key: Logged(*one[:-1], one.value.detach().cpu()) for key, one in mine.items()}, hosts)
     keys = dict.fromkeys(key for of_replica in everyone for key in of_replica)
     return [mine.get(key) or _of_others([each[key] for each in everyone if key in each], device) for key in keys]
 
@@ -272,4 +272,4 @@ def _of_others(found: Sequence[Logged], device: torch.device) -> Logged:
     name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
     value = {"sum": 0.0, "max": max(values), "min": min(values)}.get(name, sum(values) / len(values))
     of_none = found[0].arguments | {"batch_size": 0}
-    return found[0]._replace(has_value=False, arguments=of_none, value=torch.tensor(value, device=device))
+    return Logged(found[0].name, found[0].metric, False, of_none, torch.tensor(value, device=device))
