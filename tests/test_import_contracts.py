@@ -163,7 +163,7 @@ MAY_KNOW = {
     },
     "strategy.model.tracing": {"core", "strategy.model.units", "strategy.model.variables", "strategy.parallel"},
     "strategy.model.tracing.dividing": {
-        *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),
+        *("core", "strategy.model.tracing", "strategy.model.units", "strategy.model.variables", "strategy.parallel"),
     },
     "strategy.model.tracing.noticing": {
         *("core", "strategy.model.tracing", "strategy.model.variables", "strategy.parallel"),

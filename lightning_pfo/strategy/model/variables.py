@@ -28,8 +28,8 @@ _NOT_THE_USERS = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "li
 _NOT_THE_USERS_FILES = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent), "<"
 _CHANGE_BY_THEMSELVES = frozenset(
     (
-        *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "logging", "threading"),
-        *("queue", "multiprocessing", "concurrent", "asyncio", "weakref", "subprocess", "socket", "tqdm"),
+        *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "accelerate", "logging"),
+        *("threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "subprocess", "socket", "tqdm"),
         *("builtins", "functools", "enum", "re", "types", "typing", "abc", "pathlib", "datetime", "decimal", "numpy"),
     )
 )

@@ -150,7 +150,7 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
         ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),
         ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),
         ("logs_an_object", "ValueError", ["self.log(object, ", "`object` values cannot be logged"]),
-        ("few_layers", "PartitionError", ["2 layers for 3 stages", "devices=2"]),
+        ("few_layers", "PartitionError", ["2 layers for 3 stages", "Use 2 or fewer"]),
         ("other_batches", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
         ("split_before", "ConfigurationError", ["split before", "Build the model anew"]),
         ("few_microbatches", "ConfigurationError", ["num_microbatches=2 for 3 stages", "num_microbatches=3 or more"]),
