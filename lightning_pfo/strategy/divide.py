@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.earlier import earlier_split
 from lightning_pfo.strategy.model.calls import LayerCalls, calls_by_need, check_measurable, layer_calls
+from lightning_pfo.strategy.model.memory import memory_of
 from lightning_pfo.strategy.model.partition import partition_layers
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, split_units
@@ -27,7 +28,6 @@ from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units
-from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
 from lightning_pfo.strategy.step.programs import Agree
@@ -166,10 +166,7 @@ def _holding_least(
             errors.append(error)
     if not splits:
         raise errors[0]
-    sizes = {name: tensor.numel() for name, tensor in named_tensors(model).items()}
-    return min(
-        splits, key=lambda found: sum(sizes.get(name, 0) * (len(of) - 1) for name, of in found[0].held.items() if of)
-    )
+    return min(splits, key=lambda found: memory_of(model, found[0], range(found[0].num_stages)).held_twice.num_bytes)
 
 
 def _split(

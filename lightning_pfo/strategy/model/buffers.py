@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from lightning_pfo.strategy.parallel.groups import Shared, global_rank
 
 Changes = Mapping[str, int | None]
 """The stage whose values change a tensor, by its name; None where all stages change it alike."""
-NO_USERS: Mapping[str, frozenset[int]] = MappingProxyType({})
 
 
 class StepBuffers:
@@ -48,7 +46,7 @@ class StepBuffers:
         owner: nn.Module,
         changes: Changes,
         num_stages: int,
-        users: Mapping[str, frozenset[int]] = NO_USERS,
+        users: Mapping[str, frozenset[int]],
         *,
         looks: bool = False,
     ) -> None:

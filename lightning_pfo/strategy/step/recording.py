@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -180,8 +181,7 @@ class LogRecorder:
 
     def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
-        how = self.arguments[key].get("reduce_fx", "mean")
-        name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
+        name = _reduction_in(self.arguments[key])
         found = [value for _, value in values]
         asks = all(map(_is_count, found)) and any(found)
         by_rule = merged_by(rules.of(place_of_log(*key), found[0], ask=asks), found)
@@ -222,6 +222,12 @@ def check_skipped(of_stages: Sequence[set[int]], on_last: Sequence[int]) -> None
         )
 
 
+def _reduction_in(arguments: Mapping[str, Any]) -> str:
+    """The name of what reduces over batches, in the arguments of `self.log`."""
+    how = arguments.get("reduce_fx", "mean")
+    return how if isinstance(how, str) else getattr(how, "__name__", "mean")
+
+
 def _is_count(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point()
@@ -255,8 +261,10 @@ def logged_by_any(logged: Sequence[Any], device: torch.device, hosts: dist.Proce
         The same names on all replicas, in one order.
     """
     mine: dict[tuple[str, int], Logged] = {}
+    times = Counter[str]()
     for one in (Logged(*each) for each in logged):
-        mine[one.name, sum(name == one.name for name, _ in mine)] = one
+        mine[one.name, times[one.name]] = one
+        times[one.name] += 1
     code = zlib.crc32(repr(list(mine)).encode())
     largest, smallest = spread(torch.tensor([code, -code]), torch.maximum, hosts).tolist()
     if largest == -smallest:
@@ -268,8 +276,7 @@ def logged_by_any(logged: Sequence[Any], device: torch.device, hosts: dist.Proce
 
 def _of_others(found: Sequence[Logged], device: torch.device) -> Logged:
     values = [float(one.value) for one in found]
-    how = found[0].arguments.get("reduce_fx", "mean")
-    name = how if isinstance(how, str) else getattr(how, "__name__", "mean")
-    value = {"sum": 0.0, "max": max(values), "min": min(values)}.get(name, sum(values) / len(values))
+    of_counts = {"sum": 0.0, "max": max(values), "min": min(values)}
+    value = of_counts.get(_reduction_in(found[0].arguments), sum(values) / len(values))
     of_none = found[0].arguments | {"batch_size": 0}
     return Logged(found[0].name, found[0].metric, False, of_none, torch.tensor(value, device=device))

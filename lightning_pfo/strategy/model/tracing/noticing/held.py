@@ -248,9 +248,9 @@ class HeldAsValues:
     def use_changed(self, event: Event) -> None:
         """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
         changed = self._changed
-        parameters = [parameter for unit in event.units if changed for parameter in unit.module.parameters()]
-        if getattr(self._held.owner, "automatic_optimization", True):
-            return
+        if not changed or getattr(self._held.owner, "automatic_optimization", True):
+            return  # one that optimizes by itself has phases
+        parameters = [parameter for unit in event.units for parameter in unit.module.parameters()]
         if not changed.keys().isdisjoint({*event.held, *self._held.names(parameters)}):
             self._trace.optimize(None, changed.values(), changed, users_line())
             self._changed = {}

@@ -80,15 +80,13 @@ class _Print:
             return tuple(value.shape), change_mark(value)
         if isinstance(value, np.ndarray):
             return value.shape, value.tobytes() if value.nbytes <= _SMALL_BYTES and value.dtype != object else None
-        if type(value).__module__ != "builtins" and changes_by_itself(type(value)):  # to look may change it
-            return None
         if isinstance(value, dict):
             return len(value), [(str(key), self.of(item, depth - 1)) for key, item in list(value.items())[:_MOST]]
         if isinstance(value, (list, tuple, deque)):
             return len(value), [self.of(item, depth - 1) for item in list(value)[-_MOST:]]
         if isinstance(value, io.IOBase):
             return _position(value)
-        if isinstance(value, type) or type(value).__module__ == "builtins":
+        if isinstance(value, type) or changes_by_itself(type(value)):
             return None
         attributes = [self.of(item, depth - 1) for item in list(getattr(value, "__dict__", {}).values())]
         return _length(value), attributes or _digest(value)
