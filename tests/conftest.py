@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
+from lightning_pfo.strategy.parallel import random_state
 from tests.launch import start_script_server
 
 # How long an example takes says how busy the machine is; and the same tests run each time, on every machine.
@@ -84,6 +86,12 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     rank = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(LONGEST)))  # stable: others stay as they are
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers():
+    """Weights that a test draws are the same each time, on every machine."""
+    random_state.seed(torch.device("cpu"), 0)
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,12 @@ def run(script):
 def import_all():
     for name in IMPORTS.split():
         importlib.import_module(name)
+    import torch
+
+    from lightning_pfo.strategy.parallel import random_state
     from lightning_pfo.strategy.trainer.clones import keep_memory_shared
+
+    random_state.seed(torch.device("cpu"), 0)  # so that weights that a script draws are the same each time
 
     threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     others = [name for name in threads if name not in HARMLESS]
