@@ -105,6 +105,7 @@ MAY_KNOW = {
         "strategy.watch",
     },
     "strategy.trainer.callbacks": {"core", "strategy.model", "strategy.parallel", "strategy.trainer.compat"},
+    "strategy.trainer.logged": {"strategy.parallel"},
     "strategy.trainer.manual": {
         *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.coupling"),
     },

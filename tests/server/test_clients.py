@@ -71,8 +71,10 @@ def test_a_job_is_scanned_planned_verified_and_held_while_it_trains(fake_driver,
     assert steps[0] == steps[1]  # all ranks change plans at the same step
     labels = list(dict.fromkeys(label for *_, label in steps[0]))
     windows = ["window 1 of 2: top clocks", "window 2 of 2: no_slowdown"]
-    assert labels[:-1] == ["1410 MHz", "900 MHz", "390 MHz", *windows]
-    assert "no_slowdown" in labels[-1]  # held, or what is instead: the host's noise decides
+    assert labels[:5] == ["1410 MHz", "900 MHz", "390 MHz", *windows]
+    others = labels[5:]  # held, or what is tried instead first: the host's noise decides
+    assert others
+    assert all("no_slowdown" in label for label in others)
     assert fake_driver.locked_gpus() == {}
     profile = next((tmp_path / "state.jobs").glob("*/profile.csv")).read_text().splitlines()
     assert len(profile) == 1 + 4 * 3

@@ -57,4 +57,9 @@ def metrics_of(trainer: Any) -> dict[str, dict[str, Any]]:
     return {name: metrics for name, metrics in found.items() if isinstance(metrics, dict)}
 
 
+def hold_metrics(trainer: Any, name: str, metrics: dict[str, Any]) -> None:
+    """Let a Lightning Trainer have another of these dicts."""
+    setattr(trainer._logger_connector, f"_{name}", metrics)
+
+
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

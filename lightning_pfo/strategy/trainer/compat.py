@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,7 +22,6 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.distributed.device_mesh import DeviceMesh
@@ -110,9 +109,6 @@ PRIVATE = {
     ),
     "lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._slurm_sigusr_handler_fn": (
         "SLURM's request to be requeued would save from within a signal handler, on each rank at another batch."
-    ),
-    "lightning.pytorch.trainer.connectors.logger_connector.result._ResultCollection.log": (
-        "A layer that has kept `self.log` would log on the rank of its stage only, and what has no value in a trace."
     ),
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": (
         "With val_check_interval as a time, each rank would validate when its own clock says so."
@@ -401,17 +397,3 @@ class Restoring:
 def end_after_batch(trainer: pl.Trainer) -> None:
     """Let Lightning end the run when this batch is done, as it does after SIGTERM."""
     trainer._signal_connector.received_sigterm = True
-
-
-_OF_RESULTS = ("sync_dist_fn",)
-
-
-def logs_by(log: Callable[[str, Any, Mapping[str, Any]], bool], patches: Patches) -> None:
-    """Let what is logged by a method of the module that somebody has kept go another way, where `log` takes it."""
-    original = _ResultCollection.log
-
-    def log_result(results: _ResultCollection, fx: str, name: str, value: Any, **kwargs: Any) -> None:
-        if not log(name, value, {key: given for key, given in kwargs.items() if key not in _OF_RESULTS}):
-            original(results, fx, name, value, **kwargs)
-
-    patches.set(_ResultCollection, "log", log_result)

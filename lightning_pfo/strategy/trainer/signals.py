@@ -26,7 +26,9 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.parallel.compat import abort_process_group
+from lightning_pfo.strategy.parallel.groups import tell_each_other
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.trainer.compat import (
     Handler,
     after_batches,
@@ -34,6 +36,7 @@ from lightning_pfo.strategy.trainer.compat import (
     handle_signals,
     validate_together,
 )
+from lightning_pfo.strategy.trainer.logged.compat import log_what_any_logs
 from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
 
 _log = logging.getLogger("lightning.pytorch.lightning_pfo")  # which shows what a user is told, as its others do
@@ -198,3 +201,7 @@ class SignalsAtBatchEnd:
         while self._anyone_evaluates:
             self._evaluated(trainer, False, has_all)
         self._anyone_evaluates = True  # when the next evaluation begins
+        strategy: Any = trainer.strategy
+        if strategy.mesh.replica_group is not None and not trainer.predicting:
+            hosts = strategy.mesh.groups.hosts(strategy.mesh.replica_group)
+            log_what_any_logs(trainer, partial(tell_each_other, hosts=hosts), without_replicas)

@@ -53,10 +53,10 @@ from lightning_pfo.strategy.trainer.checks import (
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
     allow_skipping,
-    logs_by,
     move_optimizers,
     set_device_mesh,
 )
+from lightning_pfo.strategy.trainer.logged.compat import logs_by
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd

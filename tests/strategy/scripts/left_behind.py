@@ -591,6 +591,25 @@ class Idioms(Base):
         }
 
 
+class ReadsLogged(Base):
+    """What it has logged it finds in the Trainer's metrics at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def note(self, x, output, batch_idx):
+        self.log("loss", output.square().mean(), on_epoch=True)
+        self.log("index", batch_idx)
+        self.log("of_epoch", output.mean(), on_step=False, on_epoch=True)
+        metrics = self.trainer.callback_metrics
+        self.seen.append([float(metrics["loss"]), float(metrics["index"]), float(metrics["loss_step"])])
+        self.seen.append(self.trainer.logged_metrics["index"].item())
+
+    def found(self):
+        return plain([self.seen, {k: float(v) for k, v in self.trainer.callback_metrics.items()}])
+
+
 class Evaluates(Base):
     """In validation, with everything that a step may return and log."""
 
@@ -915,6 +934,7 @@ CASES = {
     "lengths": Lengths,
     "by_class": ByClass,
     "idioms": Idioms,
+    "reads_logged": ReadsLogged,
     "evaluates": Evaluates,
     "draws": Draws,
     "extremes": Extremes,

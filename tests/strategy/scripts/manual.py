@@ -167,6 +167,19 @@ class SetsRates(Module):
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
 
+class ReadsLogged(SetsRates):
+    """A plateau of what it has logged, as Lightning's docs have it in a hook."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step(self.trainer.callback_metrics["loss"])
+
+
 class TwoLosses(Module):
     """Two backwards before one step add up."""
 
@@ -798,7 +811,7 @@ EQUAL = {
     for kind in (Module, TwoOptimizers)
     for name, options in SCHEDULES.items()
 } | {
-    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (Accumulates, Toggles, TogglesModel, SetsRates)},
+    **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (Accumulates, Toggles, TogglesModel, SetsRates, ReadsLogged)},
     **{f"{kind.__name__}, 1f1b": (kind, {}) for kind in (TwoLosses, Skips, Looks, OnlyLooks)},
     "Accumulates, gpipe": (Accumulates, {"schedule": "gpipe"}),
     "Toggles, gpipe": (Toggles, {"schedule": "gpipe"}),

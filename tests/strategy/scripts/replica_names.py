@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import BinaryAccuracy
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
@@ -31,7 +32,7 @@ class Module(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
-        self.case, self.losses = case, []
+        self.case, self.losses, self.accuracy = case, [], BinaryAccuracy()
 
     def training_step(self, batch, batch_idx):
         x, numbers = batch
@@ -46,6 +47,25 @@ class Module(L.LightningModule):
             self.log("five", 5.0, on_step=False, on_epoch=True)
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, numbers = batch
+        is_odd = bool(numbers[0] % 2)
+        self.log("of odd" if is_odd else "of even", 1000.0 if is_odd else 1.0)
+        self.log("both", 1.0 + is_odd)
+        if batch_idx == 1 or not is_odd:
+            self.log("most", 1.0 + batch_idx, reduce_fx="max")
+        if is_odd:
+            self.accuracy.update(torch.ones(len(x)), torch.ones(len(x)))
+            self.log("accuracy", self.accuracy)
+            self.log("count", 1, on_step=True, on_epoch=True, reduce_fx="sum")
+        else:
+            self.log("least", 3.0 - batch_idx, reduce_fx="min")
+        self.layers(x)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        if batch[1][0] % 2:
+            self.log("alone", 2.0)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"])
@@ -71,6 +91,10 @@ def run():
         trainer.fit(module, DataLoader(Data(), batch_size=4))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found[case] = metrics | {"mean": float(sum(module.losses)) / len(module.losses)}
+    trainer.validate(module, DataLoader(Data(), batch_size=4), verbose=False)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    trainer.validate(module, DataLoader(Data(), batch_size=4), verbose=False)
+    found["validation"] = [metrics, {name: float(value) for name, value in trainer.callback_metrics.items()}]
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

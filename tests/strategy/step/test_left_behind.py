@@ -26,6 +26,7 @@ CASES = (
     "lengths",
     "by_class",
     "idioms",
+    "reads_logged",
     "evaluates",
     "extremes",
     "queues",

@@ -27,7 +27,7 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("Skips", "Half", "Resumed", "ReusesFake", "Adversarial", "Critics", "BothLosses")),
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, 1f1b" for kind in ("Penalised", "Switches", "Gains", "WeightNorm", "Parametrized")),
-    *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows")),
+    *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows", "ReadsLogged")),
     *mostly((), "Policy, gpipe", "Policy, interleaved"),
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole", "SpectralNorm", "ParametrizedSpectralNorm")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),

@@ -31,3 +31,11 @@ def test_names_of_one_replica_have_its_values_on_all(found, case):
         assert rank[case] == EXPECTED[case]
         if kept:
             assert kept["most of odd"] == 4
+
+
+def test_an_evaluation_reduces_names_of_one_replica_with_its_values(found):
+    expected = {"of odd": 1000, "of even": 1, "both": 1.5, "most": 4, "accuracy": 1, "count": 4, "least": 0}
+    for metrics in (metrics for rank in found for metrics in rank["validation"]):
+        assert metrics.pop("alone", 2) == 2  # logged by a hook, of its own rank
+        assert metrics.pop("count_epoch") == 4
+        assert metrics == expected

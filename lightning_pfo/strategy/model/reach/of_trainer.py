@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_pfo.strategy.model.compat import METRICS, metrics_of
-
 _OF_OPTIMIZERS = ("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups")
 _LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
 
@@ -72,12 +70,3 @@ def others_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str
     for name in _LOADERS if is_named("dataset") else ():
         if is_named(name):
             yield f"trainer.{name}.dataset", getattr(getattr(trainer, name, None), "dataset", None)
-
-
-def metrics_set_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The Trainer's dicts of metrics that a step names, which it may write into, and how they are told."""
-    named = [name for name in METRICS if is_named(name)]
-    if named:
-        for name, metrics in metrics_of(trainer_of(owner)).items():
-            if name in named:
-                yield f"trainer.{name}", metrics

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.model.reach.of_trainer import metrics_set_of, others_of, settings_of
+from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
+from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
     AllBut,

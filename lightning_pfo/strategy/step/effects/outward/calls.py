@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.metrics import ShowingLogged, shown_logged
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -69,6 +70,7 @@ class Outlets:
         self.may_log = self.trainer is None or not self.trainer.predicting
         self.may_print = hasattr(type(owner), "print")
         self.may_save = hasattr(type(self.trainer), "save_checkpoint")
+        self.shown = shown_logged(self.trainer)
 
 
 class _Replaced(NamedTuple):
@@ -95,7 +97,8 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._outlets = outlets
         self._note = note
         self._replaced: list[_Replaced] = []
-        self._log = log
+        self._showing = ShowingLogged(log, outlets.shown) if outlets.shown else None
+        self._log = log = self._showing or log
         if outlets.may_log:
             self._replaced.append(_Replaced(outlets.attributes, "log", log))
         if outlets.may_print:
@@ -111,6 +114,8 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
             replaced.attributes[replaced.name] = replaced.by
         _notes.append(self._note)
         _logs.append(self._log)
+        if self._showing:
+            self._showing.__enter__()
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
@@ -119,6 +124,8 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         loggers = self._outlets.loggers
         _notes.pop()
         _logs.pop()
+        if self._showing:
+            self._showing.__exit__()
         if loggers:
             self._outlets.trainer.loggers = loggers
         for replaced, before in zip(self._replaced, self._before, strict=True):

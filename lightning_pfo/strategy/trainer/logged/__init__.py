@@ -1,0 +1,1 @@
+"""What Lightning has of logged values until it reduces them."""
