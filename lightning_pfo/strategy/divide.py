@@ -230,6 +230,7 @@ def _trace(
     may_look_elsewhere: bool,
     opened: frozenset[str] = frozenset(),
     whole: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
 ) -> tuple[Units, Trace]:
     """The step on a first microbatch, and the units that it needs.
 
@@ -237,7 +238,8 @@ def _trace(
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
     enough are left, and so is one that calls its layers in an autograd.Function, as a reversible one does. Where the
     step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in what
-    it does call.
+    it does call. Where it calls too few, as of a network that grows or one that an autograd.Function runs, all that it
+    calls beside are layers too.
 
     Args:
         model: The user's module.
@@ -249,6 +251,7 @@ def _trace(
         may_look_elsewhere: Whether layers may be others than those of a module that was named.
         opened: Layers that have been found not to be called.
         whole: Modules that have been found to look at values.
+        beside: Modules that are layers too, as of others the step calls too few.
     """
     again = partial(
         _trace,
@@ -260,6 +263,7 @@ def _trace(
         may_look_elsewhere=may_look_elsewhere,
         opened=opened,
         whole=whole,
+        beside=beside,
     )
     split = Split(units, layer_calls(units, None), (), {}, {})
     trace_once = partial(trace_untouched, model, step, torch.device("cpu"), Caches(), follows_weights=follows_weights)
@@ -287,8 +291,14 @@ def _trace(
         if may_look_elsewhere and called:
             with suppress(ConfigurationError):  # what is said of those that were found first helps more
                 others = find(called=called)
-                if len(others.layers) >= at_least:
+                if len(others.layers) >= at_least and {*others.layers} != {*units.layers}:
                     return again(others, may_look_elsewhere=False)
+    if may_look_elsewhere and not beside and len({unit for unit, _ in trace.marks}) < at_least:
+        called_by_itself = {event.what: None for event in trace.events if isinstance(event.what, Unit)}
+        names = tuple(unit.name for unit in called_by_itself if not unit.is_layer and unit.num_parameters)
+        if names:
+            return again(find(opened=opened, whole=whole, beside=names), beside=names)
+    if not trace.marks:
         inside = [event.what for event in trace.events if not set(units.layers).isdisjoint(event.units)]
         if inside:
             name = inside[0].cls if isinstance(inside[0], AppliedFunction) else inside[0]

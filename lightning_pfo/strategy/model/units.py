@@ -103,6 +103,7 @@ def find_units(
     called: Collection[str] | None = None,
     opened: Collection[str] = (),
     whole: Collection[str] = (),
+    beside: Collection[str] = (),
 ) -> Units:
     """Find the units of the user's module.
 
@@ -113,6 +114,7 @@ def find_units(
         called: Names of modules; lists of layers that have nothing to do with them are not looked at. None: all are.
         opened: Names of layers that are not called themselves; their parts are layers instead.
         whole: Names of modules that are a layer in place of those within them.
+        beside: Names of modules that are layers too, where they have nothing to do with others.
 
     Raises:
         ConfigurationError: If there is no module of that name with layers, or none with parameters for several stages.
@@ -124,6 +126,10 @@ def find_units(
         layers = _as_one(root, path, layers)
     if whole and len(layers) < at_least:
         layers = _in_order(root, [*layers, *_beside(root, layers)])
+    for path in beside:
+        if not any(_is_within(path, name) for name, _ in layers):
+            layers = [*layers, (path, root.get_submodule(path))]
+    layers = _in_order(root, layers) if beside else layers
     if not layers and at_least > 1:
         raise ConfigurationError(
             f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "

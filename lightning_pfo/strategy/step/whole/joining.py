@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram, growing
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram, counts_sequences, growing
 
 _LARGEST_ERROR = 0.05
 """Of values in the right order, relative to their size: what rounding may do in 16 bits ..."""
@@ -35,20 +36,31 @@ class Join:
         dim: The dimension along which samples lie in a row; None: the values are no samples, and their mean counts.
         rows: How many rows each sample has of it.
         blocks: In how many blocks of all samples the rows lie; None: it is not known.
+        counts: Whether it is how many sequences have how many steps, as in a `PackedSequence`: that of all is the sum.
     """
 
     dim: int | None
     rows: int = 1
     blocks: int | None = 1
+    counts: bool = False
 
     def __call__(self, values: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
         """Join the values of microbatches of these numbers of samples; gradients flow.
 
         Raises:
-            ConfigurationError: If they should be the same and are not.
+            ConfigurationError: If they should be the same and are not, or of one size.
         """
+        if self.counts:
+            longest = max(map(len, values))
+            return torch.stack([pad(value, (0, longest - len(value))) for value in values]).sum(0)
         if self.dim is None:
             return _mean(values, sizes)
+        others = {tuple(value.movedim(self.dim, 0).shape[1:]) for value in values}
+        if len(others) > 1:
+            raise ConfigurationError(
+                f"{_RULE} a value has other sizes in each, depending on values: {sorted(others)} beside the samples. "
+                f"Pad all to one length (pad_packed_sequence(..., total_length=...)). {_WAY_OUT}"
+            )
         if self.blocks in (None, 1):
             return torch.cat(list(values), self.dim)
         apart = [value.unflatten(self.dim, (self.blocks, -1)) for value in values]  # type: ignore[no-untyped-call]
@@ -66,22 +78,23 @@ def joins_of(parts: Sequence[StageProgram], end: StageProgram, sizes: Sequence[i
     Raises:
         ConfigurationError: If a value is none of samples in a row.
     """
-    for label in end.received:
-        if label in end.varying and end.forms[label].varies:
-            raise ConfigurationError(
-                f"{_RULE} the size of one of its values (dimension {min(end.forms[label].varies)} of "
-                f"{end.forms[label].dim()}) depends on values, as after x[mask], so that nobody knows which rows "
-                f"belong to which sample. Put them back into a tensor that has all samples (index_add, masked_scatter) "
-                f"before the last layers, or leave loss_over='batch' out."
-            )
-    return {
-        label: _join_of([program.forms[label].shape for program in parts], end.forms[label].shape, sizes)
-        for label in end.received
-    }
+    return {label: _join_of(label, parts, end, sizes) for label in end.received}
 
 
-def _join_of(parts: Sequence[torch.Size], whole: torch.Size, sizes: Sequence[int]) -> Join:
+def _join_of(label: int, programs: Sequence[StageProgram], end: StageProgram, sizes: Sequence[int]) -> Join:
+    parts, whole = [program.forms[label].shape for program in programs], end.forms[label].shape
     dims = growing(parts[0], whole)
+    if label in end.varying and (varies := end.forms[label].varies):
+        if counts_sequences(label, end.events):
+            return Join(None, counts=True)
+        dims = [dim for dim in dims if dim not in varies]
+        if not dims or end.forms[label].dim() != len(parts[0]):
+            raise ConfigurationError(
+                f"{_RULE} the size of one of its values (dimension {min(varies)} of {end.forms[label].dim()}) depends "
+                f"on values, as after x[mask], so that nobody knows which rows belong to which sample. Put them back "
+                f"into a tensor that has all samples (index_add, masked_scatter, pad_packed_sequence) before the last "
+                f"layers, or leave loss_over='batch' out."
+            )
     if not dims:
         return Join(None)
     dim = dims[0]

@@ -5,6 +5,7 @@ import torch
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.strategy.model.tracing.events import New
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.whole.joining import Join, find_blocks, joins_of
 
@@ -22,6 +23,30 @@ def test_samples_are_joined_along_the_dimension_that_grows():
     assert joins([(7, 3), (7, 2)], (7, 5)) == Join(1)
     assert joins([(7, 3), (7, 3)], (7, 3)) == Join(None)
     assert joins([(12,), (8,)], (20,)) == Join(0, 4, None)
+
+
+def varying(whole, parts, varies, events=()):
+    """The same of a value of which some dimensions depend on values."""
+    forms = [torch.empty(shape) for shape in (whole, *parts)]
+    forms[0].varies = frozenset(varies)
+    end, *programs = (SimpleNamespace(forms={0: form}, received=(0,), varying={0}, events=events) for form in forms)
+    return joins_of(programs, end, SIZES)[0]
+
+
+def test_other_dimensions_than_that_of_samples_may_depend_on_values():
+    join = varying((5, 9), [(3, 9), (2, 9)], {1})
+    assert join == Join(0)
+    assert join([torch.zeros(3, 7), torch.ones(2, 7)], SIZES).shape == (5, 7)
+    with pytest.raises(ConfigurationError, match=r"other sizes in each.*total_length"):
+        join([torch.zeros(3, 7), torch.ones(2, 6)], SIZES)
+    with pytest.raises(ConfigurationError, match=r"dimension 0 of 2\) depends on values"):
+        varying((45, 4), [(27, 4), (18, 4)], {0})
+
+
+def test_sequences_of_microbatches_have_their_steps_together():
+    packed = SimpleNamespace(what=torch._VF._pack_padded_sequence, results=[New(1), New(0)])
+    join = varying((9,), [(9,), (9,)], {0}, events=[packed])
+    assert join([torch.tensor([3, 2, 2, 1]), torch.tensor([2, 1])], SIZES).tolist() == [5, 3, 2, 1]
 
 
 @pytest.mark.parametrize("whole", [(5, 5), (5, 3, 1), (4, 3)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -304,8 +304,16 @@ def _compares(part: Trace, whole: Trace, position: int) -> bool:
         return True
     mine, other = _made(part.events[position]), _made(whole.events[position])
     return mine != other or any(
-        len(growing(part.values[label].form.shape, whole.values[label].form.shape)) != 1 for label in mine
+        len(growing(part.values[label].form.shape, whole.values[label].form.shape)) != 1
+        and not counts_sequences(label, part.events[position : position + 1])
+        for label in mine
     )
+
+
+def counts_sequences(label: int, events: Iterable[Event]) -> bool:
+    """Whether a value is the second of what `pack_padded_sequence` makes: for each step the sequences that have it."""
+    packs = [event for event in events if getattr(event.what, "__name__", "") == "_pack_padded_sequence"]
+    return any(isinstance(made := event.results[1], New) and made.label == label for event in packs)
 
 
 def _made(event: Event) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
@@ -165,6 +166,9 @@ def varying_of_call(
         device: Where the module runs.
         selects_all: See `outline_call`.
     """
+    if isinstance(module, nn.RNNBase) and isinstance(arguments[0][0] if arguments[0] else None, PackedSequence):
+        # it would not run on sizes that contradict each other; their steps vary, the states they end with do not
+        return [frozenset({0}) if index == 0 else frozenset() for index in range(len(outline.leaves))]
     leaves, structure = tree_flatten(arguments)
     try:
         larger = tree_unflatten(larger_arguments(leaves), structure)

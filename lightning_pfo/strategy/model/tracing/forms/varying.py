@@ -187,6 +187,8 @@ def varying_of_operation(
         found: The leaves of what it returned.
         from_values: Whether it makes such a size itself.
     """
+    if getattr(function, "__name__", "") == "_pad_packed_sequence":
+        return _of_padded(*args)
     leaves, structure = tree_flatten((args, kwargs))
 
     def ask(convert: Callable[[Any], Any], selected: Selected = Selected.BY_VALUES) -> list[Any]:
@@ -205,6 +207,15 @@ def varying_of_operation(
         return varying if any(varying) else all_varying(found)
     except Exception:  # what does not run so may depend on anything
         return all_varying(found)
+
+
+def _of_padded(data: Any, batch_sizes: Any, batch_first: bool, value: float, length: int) -> list[frozenset[int]]:
+    """Of sequences that are padded again, and their lengths: as many as before, of the length that is asked for.
+
+    It would not run on sizes that contradict each other.
+    """
+    time = frozenset({1 if batch_first else 0})
+    return [time if isinstance(length, _Number) else frozenset(), frozenset()]
 
 
 def larger_arguments(leaves: Iterable[Any]) -> list[Any]:
