@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
 from lightning_pfo.strategy.step.programs import Agree
 from lightning_pfo.strategy.step.tracing import trace_untouched
+from lightning_pfo.strategy.step.values import ALIKE, Prints
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +123,40 @@ def divide(
         follows_weights=follows_weights,
         look=look,
     )
-    if trains and trace is not None and follows_weights:
-        return _holding_least(model, trace, divide_by, _orders(units, trace, times_s))
+    by_name = step is not None and agree(None, None, _prints_of_order(trace))
+    divided: tuple[Split, list[float]] | None = None
+    refused: Exception | None = None
+    try:
+        if trains and trace is not None and follows_weights:
+            divided = _holding_least(model, trace, divide_by, _orders(units, trace, times_s, by_name=by_name))
+        else:
+            divided = _divided(units, trace, divide_by, times_s, trains=trains)
+    except Exception as failed:
+        refused = failed
+    if step is not None:
+        agree(refused, None, ALIKE if divided is None else _prints_of(divided[0]))
+    if divided is None:
+        assert refused is not None
+        raise refused
+    return divided
+
+
+def _prints_of(split: Split) -> Prints:
+    """What is another one where stages have other weights."""
+    number = zlib.crc32(repr(sorted((name, sorted(of)) for name, of in split.held.items())).encode())
+    return Prints(number, number, number)
+
+
+def _prints_of_order(trace: Trace | None) -> Prints:
+    """What is another one where layers are called in another order."""
+    names = [unit.name for unit, _ in trace.marks] if trace is not None else []
+    return Prints(by_order=zlib.crc32(repr(names).encode()))
+
+
+def _divided(
+    units: Units, trace: Trace | None, divide_by: Callable[..., Split], times_s: list[float], *, trains: bool
+) -> tuple[Split, list[float]]:
+    """Divide the layers in the order of their calls, or of the module."""
     if trains or trace is None:
         return divide_by(layer_calls(units, trace), trace), times_s
     called = [unit for unit, _ in trace.marks]
@@ -136,18 +170,22 @@ def divide(
         return divide_by(layer_calls(units, None), None), times_s
 
 
-def _orders(units: Units, trace: Trace, times_s: list[float]) -> list[tuple[LayerCalls, list[float]]]:
-    """The orders in which layers may be divided, with their times (s): that of their calls, and that of their need."""
+def _orders(units: Units, trace: Trace, times_s: list[float], *, by_name: bool) -> list[tuple[LayerCalls, list[float]]]:
+    """The orders in which layers may be divided, with their times (s): that of their calls, and that of their need.
+
+    If `by_name`, ranks call them in different orders: those that do not need each other are as the module has them.
+    """
     by_call = layer_calls(units, trace)
     called = [unit for unit, _ in trace.marks]
     may_differ = len(set(called)) < len(called) or bool(trace.weights)
-    if trace.failure is not None or has_phases(trace) or not may_differ:
+    if trace.failure is not None or has_phases(trace) or not (may_differ or by_name):
         return [(by_call, times_s)]
-    by_need = calls_by_need(trace)
+    by_need = calls_by_need(trace, units.layers if by_name else None)
     of_layers: dict[Unit, float] = {}
     for unit, time_s in zip(by_call.layers, times_s, strict=False):
         of_layers[unit] = of_layers.get(unit, 0.0) + time_s
-    return [(by_call, times_s), (by_need, [of_layers[unit] for unit in by_need.layers] if times_s else [])]
+    found = [(by_call, times_s), (by_need, [of_layers[unit] for unit in by_need.layers] if times_s else [])]
+    return found[1:] if by_name else found
 
 
 def _holding_least(

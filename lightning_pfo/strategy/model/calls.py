@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -97,11 +97,15 @@ def check_measurable(trace: Trace | None) -> None:
         )
 
 
-def calls_by_need(trace: Trace) -> LayerCalls:
+def calls_by_need(trace: Trace, order: Sequence[Unit] | None = None) -> LayerCalls:
     """The layers of a step, each once, where another needs it after those.
 
     So a step that calls layers several times, for each of two views, needs each on one stage. Layers whose weights
     follow those of others (a teacher's, moved by the step) are beside these, of one stage with them.
+
+    Args:
+        trace: The step.
+        order: The layers in the order of those that do not need each other; None: that of their first calls.
     """
     flow = Flow(trace)
     sequence = {position: unit for unit, position in trace.marks}
@@ -133,6 +137,8 @@ def calls_by_need(trace: Trace) -> LayerCalls:
         within = {unit for unit in layer_of[first_differentiated(trace, each) : each.position] if unit is not None}
         for unit in within:
             before[unit] |= within - {unit}
+    if order is not None:
+        before = {unit: before[unit] for unit in order if unit in before}
     groups = _in_order_of_need(before, followed_layers(trace, flow))
     layers = [unit for group in groups for unit in group]
     starts = {group[0] for group in groups}

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.signatures import signature_of
 from lightning_pfo.strategy.step.tracing import can_be_followed, place_of, trace_untouched
+from lightning_pfo.strategy.step.values import ALIKE, Prints
 
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
@@ -52,8 +53,9 @@ class Whole:
     sizes: tuple[int, ...]
 
 
-Agree = Callable[..., None]
-"""Agrees with other ranks on what was raised, on what a traced step has raised, and on how it is divided."""
+Agree = Callable[..., bool]
+"""Agrees with other ranks on what was raised, on what a traced step has raised, and on how it is divided; tells whether
+values are to be sent in the order of their contents."""
 
 
 class Programs:
@@ -85,7 +87,7 @@ class Programs:
         self._device = device
         self._patches = patches
         self._agree = agree
-        self._has_traced = False
+        self._traced: list[Any] = []
         self._failure: BaseException | None = None
         self._caches = Caches()
         self._known: OrderedDict[Any, Phases] = OrderedDict()
@@ -137,7 +139,7 @@ class Programs:
             torch.is_autocast_enabled(self._device.type),
             None if whole is None else signature_of(whole.batch),
         )
-        self._has_traced, self._failure = False, None
+        self._traced, self._failure = [], None
         error: Exception | None = None
         found = []
         try:
@@ -148,10 +150,12 @@ class Programs:
         except Exception as failed:
             error = failed
         try:
-            if self._has_traced:
-                self._agree(error, self._failure, 0 if error is not None else _print_of(found))
+            if self._traced:
+                by_content = self._agree(error, self._failure, ALIKE if error is not None else _prints_of(found))
             if error is not None:
                 raise error
+            if self._traced and by_content:
+                found = self._put_by_content(found)
         except Exception as raised:
             self._known.clear()  # that all ranks trace the next one
             told = self._split.with_look(raised) if kind == "train" else raised
@@ -166,6 +170,16 @@ class Programs:
                 "numbers of backwards. Decide by what microbatches have in common, such as batch_idx."
             )
         return found
+
+    def _put_by_content(self, found: list[Phases]) -> list[Phases]:
+        """What has been traced now, with what stages send each other in the order of its contents."""
+        ordered: dict[int, Phases] = {}
+        for key in {*self._traced} & self._known.keys():
+            phases = self._known[key]
+            self._known[key] = ordered[id(phases)] = [
+                (_by_content(stages, len(stages)), _by_content(whole, len(stages))) for stages, whole in phases
+            ]
+        return [ordered.get(id(phases), phases) for phases in found]
 
     def follow(self, kind: str) -> bool:
         """Trace each microbatch of a kind of step from now on: they do other things, though all have the same form.
@@ -212,6 +226,7 @@ class Programs:
         found = self._known.pop(key, None)
         # where the step draws numbers midway, these may decide what it calls; where a mask selects, its values sizes
         if found is None or found[0][0][0].draws or found[0][0][0].selects:
+            self._traced.append(key)
             trace = self._trace(step, seed, train)
             if whole is None:
                 found = [(programs, []) for programs in self._programs(trace, step, seed, train)]
@@ -230,7 +245,6 @@ class Programs:
         return found
 
     def _trace(self, step: Callable[[], Any], seed: tuple[int, ...], train: bool) -> Trace:
-        self._has_traced = True
         take_backward_hooks(self._owner, self._split.units.all, self._patches)
         with torch.set_grad_enabled(train):
             trace = self._trace_once(step, seed)
@@ -293,15 +307,27 @@ class Programs:
         )
 
 
-def _print_of(found: Sequence[Phases]) -> int:
-    """A number that is another one where ranks would send or expect something else."""
-    told = [
-        (len(program.events), program.received, program.sent, sorted(program.kept), sorted(program.changes))
-        for phases in found
-        for stages, whole in phases
-        for program in (*stages, *whole)
+def _by_content(programs: Sequence[StageProgram], num_stages: int) -> list[StageProgram]:
+    """But what the last stage comes to: it is joined with what it has come to for other microbatches."""
+    return [
+        program.by_content(received=stage < num_stages, sent=stage < num_stages - 1)
+        for stage, program in enumerate(programs)
     ]
-    return zlib.crc32(repr(told).encode())
+
+
+def _prints_of(found: Sequence[Phases]) -> Prints:
+    programs = [program for phases in found for stages, whole in phases for program in (*stages, *whole)]
+    alike = [(len(program.events), sorted(program.changes)) for program in programs]
+    by_label = [(program.received, program.sent, sorted(program.kept)) for program in programs]
+    by_order = [
+        (
+            [[program.contents[label] for label in labels] for labels in of_program],
+            [e.content for e in program.computed],
+        )
+        for program, of_program in zip(programs, by_label, strict=True)
+    ]
+    by_content = [[sorted(contents) for contents in (*values, events)] for values, events in by_order]
+    return Prints(*(zlib.crc32(repr((alike, told)).encode()) for told in (by_label, by_order, by_content)))
 
 
 def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:

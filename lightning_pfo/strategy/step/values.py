@@ -12,7 +12,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ class StepFailedError(PfoError, RuntimeError):
     """The user's step raised an error on another rank."""
 
 
+_RULE_OF_TEXTS = (
+    "Or the step walks over a set of texts (for kind in set(kinds)), which each process does in an order of its own: "
+    "walk over sorted(kinds) or dict.fromkeys(kinds), or start all with the environment variable PYTHONHASHSEED=0."
+)
 _APART = (
     "The ranks of a pipeline divide a step alike, but here they do not, and would wait for each other. Please report "
     "this step; with partition='custom:...' it is divided at other layers."
@@ -174,9 +178,31 @@ def share_error(error: BaseException | None, hosts: dist.ProcessGroup | None, wh
         _raise_first(tell_each_other(_told(error), hosts), error, hosts, what=what)
 
 
+class Prints(NamedTuple):
+    """Numbers that are others where ranks have divided a step otherwise.
+
+    Attributes:
+        by_label: Which values stages send, by their numbers in the order of the step.
+        by_order: What these are made of, in that order, and what stages compute.
+        by_content: The same, in whatever order.
+    """
+
+    by_label: int = 0
+    by_order: int = 0
+    by_content: int = 0
+
+
+ALIKE = Prints()
+"""Where nothing is divided."""
+
+
 def agree_on_trace(
-    error: BaseException | None, failure: BaseException | None, divided: int = 0, *, hosts: dist.ProcessGroup | None
-) -> None:
+    error: BaseException | None,
+    failure: BaseException | None,
+    prints: Prints = ALIKE,
+    *,
+    hosts: dist.ProcessGroup | None,
+) -> bool:
     """What goes wrong with a trace on any rank is everybody's; a collective call.
 
     A step that fails in the trace of all ranks may do so because of what traces are made of, and run. If it fails on
@@ -185,21 +211,31 @@ def agree_on_trace(
     Args:
         error: What was raised on this rank.
         failure: What the traced step has raised, which need not be an error.
-        divided: A number that tells how this rank divides the step.
+        prints: How this rank divides the step.
         hosts: The processes; see `Groups.hosts`.
+
+    Returns:
+        Whether ranks do the same in other orders, so that values are to be sent in the order of their contents.
 
     Raises:
         BaseException: As by `ValueExchange.share`.
         RanksApartError: If ranks divide it differently.
     """
-    said = [error is not None, failure is not None, failure is None, divided, -divided]
-    any_error, any_failed, any_ran, most, least = spread(torch.tensor(said), torch.maximum, hosts).tolist()
+    others = (*prints, hash(_RULE_OF_TEXTS) >> 1)
+    said = [error is not None, failure is not None, failure is None, *others, *(-each for each in others)]
+    any_error, any_failed, any_ran, *found = spread(torch.tensor(said), torch.maximum, hosts).tolist()
     if any_failed and any_ran:
         _raise_first(tell_each_other(_told(failure), hosts), failure, hosts)
     if any_error:
         _raise_first(tell_each_other(_told(error), hosts), error, hosts)
-    if most != -least:  # they would wait for each other
-        raise RanksApartError(_APART)
+    by_label, by_order, by_content, by_hash = (most == -least for most, least in zip(found[:4], found[4:], strict=True))
+    if by_label and by_order:
+        return False
+    if by_content:
+        return True
+    if not by_label:  # they would wait for each other
+        raise RanksApartError(_APART if by_hash else f"{_APART} {_RULE_OF_TEXTS}")
+    return False
 
 
 def _told(error: BaseException | None) -> tuple[str, str, bytes]:

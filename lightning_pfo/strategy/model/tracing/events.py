@@ -66,6 +66,7 @@ class Value:
         varies: Whether its shape depends on the values of other tensors, or may do so.
         gradient_from: The event that has written something with gradients into it, if it had none before; else -1.
         uses: The events that take it, in order.
+        content: What it is told apart by from others, on all ranks alike; see `noticing.content`.
     """
 
     form: Tracked
@@ -76,6 +77,7 @@ class Value:
     varies: bool = False
     gradient_from: int = -1
     uses: list[float] = field(default_factory=list)
+    content: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -133,6 +135,7 @@ class Event:
         left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
         numbers: Of units, the value in which all numbers that they make are sent; None: they make none.
         of_metric: Whether a torchmetrics object calls it, which counts on the last stage.
+        content: What it is told apart by from others, on all ranks alike; see `noticing.content`.
     """
 
     what: Any
@@ -151,6 +154,7 @@ class Event:
     left: tuple[Place, ...] = ()
     numbers: int | None = None
     of_metric: bool = False
+    content: int = 0
 
     @property
     def made(self) -> list[int]:

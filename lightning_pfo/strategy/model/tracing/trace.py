@@ -52,6 +52,7 @@ from lightning_pfo.strategy.model.tracing.functions import (
     whose_values_count,
 )
 from lightning_pfo.strategy.model.tracing.noticing.applied import functions_followed, is_transform, leave_transform
+from lightning_pfo.strategy.model.tracing.noticing.content import Contents, number_of
 from lightning_pfo.strategy.model.tracing.noticing.held import HeldAsValues, HeldTensors, Place, TensorsSeen
 from lightning_pfo.strategy.model.tracing.noticing.leaves import (
     any_varies,
@@ -159,6 +160,7 @@ class _TraceRun:
         self._glue_state: Any = None
         self._has_read = False
         self._left = LeftInTrace()
+        self._contents, self._num_made = Contents(), 0
         self._taken: list[tuple[int, torch.Tensor]] = []  # ordinary tensors with gradients, by events
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -387,6 +389,7 @@ class _TraceRun:
         if self._glue_state is None:
             self._glue_state = random_state.get_state(self._device)
         position = len(self.trace.events)
+        event.content, self._num_made = self._contents.of_call(event.what, event.held, leaves), 0
         self.trace.events.append(event)
         self.trace.use(leaves, position)
         self._taken += [(position, leaf) for leaf in leaves if is_ordinary(leaf) and leaf.requires_grad]
@@ -436,6 +439,9 @@ class _TraceRun:
             self.trace.use(value, FOREVER)  # numbers do not tell who uses them
         for index in changed:
             self._adopt(event, leaves[index], index)
+        for index, leaf in enumerate(leaves):
+            if is_value(leaf) and self.trace.values[leaf.label].changed_at == len(self.trace.events) - 1:
+                self._contents.of_values[leaf.label] = number_of((event.content, "changed", index))
         returns_tensors = any(isinstance(leaf, torch.Tensor) for leaf in found)
         nothing = all(leaf is None for leaf in found)
         if not (returns_tensors or event.adopted or event.units or event.what in HOOKS or nothing):
@@ -488,7 +494,11 @@ class _TraceRun:
             self._as_values.note_view(value, memory)
             form, varies = Tracked.absent(value), bool(varying) or self.trace.decided_by_sizes
             form.varies = varying
-            self.trace.values.append(Value(form, position, memory=memory or -value.label, varies=varies))
+            self._num_made += 1
+            content = number_of((self.trace.events[position].content if position >= 0 else 0, self._num_made))
+            self._contents.of_values[value.label] = content
+            memory = memory or -value.label
+            self.trace.values.append(Value(form, position, memory=memory, varies=varies, content=content))
         return value.label
 
     @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,7 @@ class StageProgram:
         undifferentiated: Labels of the values that the loss does not depend on, though their forms have gradients.
         received_before: Of what is received, what gets its gradients later, from something that is written into it.
         sent_before: The same of what is sent.
+        contents: What values are told apart by on all ranks alike, by label; see `noticing.content`.
         differentiated: Labels of the values that have had gradients in some iteration, on the stage that received them.
         lacks: Whether units that it has called are on another rank.
     """
@@ -86,6 +87,7 @@ class StageProgram:
     undifferentiated: frozenset[int] = frozenset()
     received_before: frozenset[int] = frozenset()
     sent_before: frozenset[int] = frozenset()
+    contents: Sequence[int] = field(default=(), repr=False)
     differentiated: set[int] = field(default_factory=set, repr=False, compare=False)
     lacks: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
 
@@ -107,6 +109,14 @@ class StageProgram:
         """How what it receives lies in memory where it is computed, if not as new tensors do."""
         found = {label: strides_of(self.forms[label]) for label in self.received if label not in self.varying}
         return {label: strides for label, strides in found.items() if strides is not None}
+
+    def by_content(self, *, received: bool, sent: bool) -> StageProgram:
+        """The same with what it receives, or sends, in an order that all ranks have, whatever they call first."""
+        return replace(
+            self,
+            received=tuple(sorted(self.received, key=self.contents.__getitem__)) if received else self.received,
+            sent=tuple(sorted(self.sent, key=self.contents.__getitem__)) if sent else self.sent,
+        )
 
     @property
     def computed(self) -> list[Event]:
@@ -246,6 +256,7 @@ def programs_by_stage(
                 without_gradients,
                 before[stage],
                 frozenset() if is_last else before[stage + 1],
+                [value.content for value in trace.values],
             )
         )
     return programs
