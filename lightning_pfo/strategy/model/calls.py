@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.dividing.cutting import first_differentiated, undivided
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
-from lightning_pfo.strategy.model.tracing.dividing.homes import followed_layers
+from lightning_pfo.strategy.model.tracing.dividing.homes import followed_units
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases, phases_of
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.units import Unit, Units
@@ -101,26 +101,23 @@ def calls_by_need(trace: Trace, order: Sequence[Unit] | None = None) -> LayerCal
     """The layers of a step, each once, where another needs it after those.
 
     So a step that calls layers several times, for each of two views, needs each on one stage. Layers whose weights
-    follow those of others (a teacher's, moved by the step) are beside these, of one stage with them.
+    follow those of others (a teacher's, moved by the step) are beside these, of one stage with them; so is what goes
+    along with layers, such as an embedding.
 
     Args:
         trace: The step.
         order: The layers in the order of those that do not need each other; None: that of their first calls.
     """
     flow = Flow(trace)
+    follows = followed_units(trace, flow)
+    first_units, others = _beside(trace, follows)
+    goes_with = {unit: layer for layer, units in others.items() for unit in units} | dict.fromkeys(first_units)
     sequence = {position: unit for unit, position in trace.marks}
     layer_of: list[Unit | None] = []
-    others: dict[Unit, list[Unit]] = {}
-    first_units: list[Unit] = []
-    seen = {unit for unit, _ in trace.marks}
     layer: Unit | None = None
     for position, event in enumerate(trace.events):
         layer = sequence.get(position, layer)
-        layer_of.append(layer if event.units else None)
-        for unit in event.units:
-            if unit not in seen:
-                seen.add(unit)
-                (first_units if layer is None else others.setdefault(layer, [])).append(unit)
+        layer_of.append(goes_with.get(event.units[0], layer) if event.units else None)
     before: dict[Unit, set[Unit]] = {unit: set() for unit, _ in trace.marks}
     for phase in phases_of(trace, flow):
         reached: dict[int, set[Unit]] = {}
@@ -139,7 +136,7 @@ def calls_by_need(trace: Trace, order: Sequence[Unit] | None = None) -> LayerCal
             before[unit] |= within - {unit}
     if order is not None:
         before = {unit: before[unit] for unit in order if unit in before}
-    groups = _in_order_of_need(before, followed_layers(trace, flow))
+    groups = _in_order_of_need(before, {unit: other for unit, other in follows.items() if {unit, other} <= {*before}})
     layers = [unit for group in groups for unit in group]
     starts = {group[0] for group in groups}
     return LayerCalls(
@@ -147,6 +144,28 @@ def calls_by_need(trace: Trace, order: Sequence[Unit] | None = None) -> LayerCal
         tuple((*(first_units if index == 0 else ()), *others.get(unit, ())) for index, unit in enumerate(layers)),
         frozenset(index for index, unit in enumerate(layers) if unit not in starts),
     )
+
+
+def _beside(trace: Trace, follows: Mapping[Unit, Unit]) -> tuple[list[Unit], dict[Unit, list[Unit]]]:
+    """Further units that go along with the first layer, and with each, as they are called, or as they follow others."""
+    sequence = {position: unit for unit, position in trace.marks}
+    layers = {unit for unit, _ in trace.marks}
+    first_units: list[Unit] = []
+    others: dict[Unit, list[Unit]] = {unit: [] for unit in layers}
+    seen = set(layers)
+    there = first_units
+    for position, event in enumerate(trace.events):
+        there = others[sequence[position]] if position in sequence else there
+        there += [unit for unit in event.units if unit not in seen]
+        seen.update(event.units)
+    for unit, other in follows.items():
+        lists = [first_units, *others.values()]
+        its, its_other = (next((each for each in lists if one in each), others.get(one)) for one in (unit, other))
+        is_apart = not any(f"{unit.name}.".startswith(f"{layer.name}.") for layer in layers)
+        if is_apart and its is not None and its_other is not None and its is not its_other:
+            its.remove(unit)
+            its_other.append(unit)
+    return first_units, others
 
 
 def _in_order_of_need(before: dict[Unit, set[Unit]], follows: Mapping[Unit, Unit]) -> list[list[Unit]]:
@@ -167,6 +186,9 @@ def _in_order_of_need(before: dict[Unit, set[Unit]], follows: Mapping[Unit, Unit
         partners = {follows.get(each) for each in latest} | {each for each in follows if follows[each] in latest}
         following = [each for each in ready if each in partners]
         unit = (following or ready)[0]
+        if not following:  # what follows it may need others before it can be there too
+            its = [each for each in waiting if follows.get(each) is unit or follows.get(unit) is each]
+            unit = next((each for each in ready if each is not unit and any(each in reached[f] for f in its)), unit)
         group = [each for each in waiting if each is unit or (each in reached[unit] and unit in reached[each])]
         if following:
             latest += group

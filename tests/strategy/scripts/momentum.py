@@ -73,6 +73,33 @@ class AtTheEnd(Assigns):
         return loss
 
 
+class Beside(Assigns):
+    """Student and teacher have layers of unlike kinds, an embedding and a head each, moved by one loop."""
+
+    def __init__(self):
+        super().__init__()
+        parts = [nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()]
+        self.student, self.embed, self.head = nn.Sequential(*parts), nn.Linear(8, 8), nn.Linear(8, 4)
+        copies = copy.deepcopy([self.student, self.embed, self.head])
+        self.teacher, self.embed_too, self.head_too = (each.requires_grad_(False) for each in copies)
+
+    @torch.no_grad()
+    def move(self):
+        ours = [p for each in (self.student, self.embed, self.head) for p in each.parameters()]
+        theirs = [p for each in (self.teacher, self.embed_too, self.head_too) for p in each.parameters()]
+        for p, q in zip(ours, theirs, strict=True):
+            q.data = 0.9 * q.data + 0.1 * p.data
+
+    def loss(self, batch):
+        rows = self.head(self.student(self.embed(batch[0])))
+        with torch.no_grad():
+            target = self.head_too(self.teacher(self.embed_too(batch[0].roll(1, 1))))
+        return (rows - target).square().mean() + self.predictor(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
 class Constrains(Assigns):
     """Writes into a weight that is trained, with gradients noted, as a constraint of its norm."""
 
@@ -194,6 +221,7 @@ CASES = {
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),
+    "beside": (Beside, {}),
     "two views": (TwoViews, {}),
     "two views, several stages": (TwoViews, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains": (Constrains, {}),

@@ -1,4 +1,4 @@
-"""Steps that walk over a set, in another order on each rank, as Python does with texts; usage: other_orders.py FOLDER."""
+"""Steps that walk over a set, in another order on each rank, as Python does with texts; usage: SCRIPT FOLDER."""
 
 import json
 import sys
@@ -37,7 +37,11 @@ class Own(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.rotary, self.layers, self.head = Rotary(), nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)
+        self.rotary, self.layers, self.head = (
+            Rotary(),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+            nn.Linear(8, 3),
+        )
         self.seen = []
 
     def places(self, x):

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 CASES = (
     *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
     *(
+        "beside",
         "two views",
         "two views, several stages",
         "in a hook",
@@ -50,7 +51,7 @@ def test_parameters_that_steps_and_hooks_write_into_are_those_of_one_device(trai
 
 
 @pytest.mark.parametrize(
-    "case", ["Assigns", "InPlace", "AtTheEnd", "two views", "constrains", "constrains, several stages"]
+    "case", ["Assigns", "InPlace", "AtTheEnd", "beside", "two views", "constrains", "constrains, several stages"]
 )
 def test_ranks_hold_no_weights_that_are_used_elsewhere(trained, case):
     first, last = (trained[rank][case]["held"] for rank in ("2_0", "2_1"))

@@ -61,18 +61,18 @@ def _made_bytes(trace: Trace, event: Event) -> int:
     return sum(trace.values[label].num_bytes for label in event.made)
 
 
-def followed_layers(trace: Trace, flow: Flow) -> dict[Unit, Unit]:
-    """The layers whose weights the step makes of those of one other layer, and that one.
+def followed_units(trace: Trace, flow: Flow) -> dict[Unit, Unit]:
+    """The units whose weights the step makes of those of one other unit, and that one.
 
     Args:
         trace: The step, with weights followed.
         flow: What its events need.
     """
-    of_name = (
-        {f"{unit.name}.{name}": unit for unit, _ in trace.marks for name in named_tensors(unit.module)}
-        if trace.changes
-        else {}
-    )
+    layers = dict.fromkeys(unit for unit, _ in trace.marks)
+    called = dict.fromkeys(unit for event in trace.events for unit in event.units if unit not in layers)
+    # of what lies in a layer, the layer
+    units = [*called, *layers] if trace.changes else []
+    of_name = {f"{unit.name}.{name}": unit for unit in units for name in named_tensors(unit.module)}
     found: dict[Unit, set[Unit]] = {}
     for name, changes in trace.changes.items():
         if name in of_name:
