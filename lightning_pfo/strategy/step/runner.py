@@ -201,7 +201,7 @@ class StepRunner:
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
             self._is_first_batch = False  # a batch that is skipped is none
-        self._leave_behind(outcome, batch, microbatches.size, train=True)
+        self._leave_behind(outcome, batch, train=True)
         if loss is None:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
@@ -296,7 +296,7 @@ class StepRunner:
                 rows=self._rows,
             )
             outcome = self._evaluated(of, outputs)
-            self._leave_behind(outcome, given, microbatches.size, train=False)
+            self._leave_behind(outcome, given, train=False)
             return outcome["output"]
 
     def _evaluated(self, of: StepOnBatch, outputs: Outputs) -> dict[str, Any]:
@@ -398,7 +398,7 @@ class StepRunner:
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
         return shared, results
 
-    def _leave_behind(self, outcome: dict[str, Any], batch: Any, batch_size: int, *, train: bool) -> None:
+    def _leave_behind(self, outcome: dict[str, Any], batch: Any, *, train: bool) -> None:
         """Put into the batch what the step has put there, and log what was logged, on every rank."""
         for (root, *path), args, _ in outcome["calls"]:
             if root == OF_BATCH:
@@ -415,4 +415,4 @@ class StepRunner:
             # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a batch
             # that is evaluated are a replica's, unless the user says otherwise, as others may have none
             with nullcontext() if train or arguments.get("sync_dist") else without_replicas():
-                self.owner.log(name, value, **{"batch_size": batch_size, **arguments, "sync_dist": True})  # type: ignore[operator]
+                self.owner.log(name, value, **{**arguments, "sync_dist": True})  # type: ignore[operator]
