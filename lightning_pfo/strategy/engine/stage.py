@@ -210,7 +210,7 @@ class Stage:
         around: dict[str, Any] = {"around": numbers.own} if program.draws else {"enter": numbers.begin}
         if program.is_phase:
             around = {"around": numbers.of_event, "memory": self.memory[microbatch]}
-        with placeholders_on(self._device):
+        with placeholders_on(self._device), nullcontext() if self._train else _as_traced():
             output = run_stage(program, step, received, **around)
             if output is SKIPPED:
                 self.skipped.add(microbatch)
@@ -286,6 +286,22 @@ def _received(program: StageProgram, kind: InstructionType) -> list[tuple[int, T
 def _backward(outputs: list[torch.Tensor], gradients: Tensors) -> None:
     if outputs:
         torch.autograd.backward(outputs, gradients or None)
+
+
+@contextmanager
+def _as_traced() -> Iterator[None]:
+    """Let attention layers take the way of training in evaluations under autocast on CPUs, as they do when traced.
+
+    Torch's faster one returns another dtype there, and is not taken where something watches, or with CUDA.
+    """
+    if not (torch.is_autocast_enabled("cpu") and torch.backends.mha.get_fastpath_enabled()):
+        yield
+        return
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
 
 
 class _NotingFailures:

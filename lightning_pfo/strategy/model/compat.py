@@ -62,4 +62,9 @@ def hold_metrics(trainer: Any, name: str, metrics: dict[str, Any]) -> None:
     setattr(trainer._logger_connector, f"_{name}", metrics)
 
 
+def has_logged(trainer: Any) -> bool:
+    """Whether a Lightning Trainer has results of what was logged in this epoch, out of which it makes metrics."""
+    return bool(trainer._results)
+
+
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")

@@ -66,6 +66,8 @@ _RECOMPUTED: dict[bool | str, str | None] = {False: None, True: "full", "full": 
 _ZERO_STAGES: dict[bool | str, int] = {False: 0, True: 1, "zero1": 1, "zero2": 2, "zero3": 3}
 # several processes log, but all the same values
 _SYNC_DIST_ADVICE = ".*It is recommended to use `self.log.*sync_dist=True.*"
+# averages of weights that are loaded, of which a rank holds those of its own stages
+_NO_COPY = "for .*: copying from a non-meta parameter in the checkpoint to a meta parameter"
 
 
 class PfoPipelineStrategy(StepStrategy):
@@ -308,7 +310,8 @@ class PfoPipelineStrategy(StepStrategy):
             compiles=self._compile,
             shards_checkpoints=bool(self._save_distributed_checkpoint),
         )
-        self._patches.enter_context(unwarned(_SYNC_DIST_ADVICE))
+        for needless in (_SYNC_DIST_ADVICE, _NO_COPY):
+            self._patches.enter_context(unwarned(needless))
         self._signals.take_over(trainer, self._patches)
         self.model = self.precision_plugin.convert_module(self.model)
         is_manual = trainer.state.fn == TrainerFn.FITTING and not self._module().automatic_optimization

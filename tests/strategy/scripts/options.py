@@ -83,6 +83,25 @@ class Descends(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Encoders(Module):
+    """Layers that torch computes in a faster way in evaluations, on what has been added to a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(
+            *(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(4)), nn.Flatten()
+        )
+        self.places, self.head = nn.Parameter(torch.linspace(-1, 1, 24).reshape(3, 8)), nn.Linear(24, 3)
+
+    def loss(self, batch):
+        x, y = batch
+        logits = self.head(self.model(self.stem(x)[:, None] + self.places))
+        return nn.functional.cross_entropy(logits, y), (logits.argmax(1) == y).float().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
 class HasStateFromTheBegin(Module):
     """Adagrad makes its state when it is made, for all parameters."""
 
@@ -218,6 +237,7 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
         {"tensor_parallel_size": 2},
     ),
     "bf16_mixed": (Module, partial(precision, "bf16-mixed"), {}),
+    "bf16_mixed_encoders": (Encoders, partial(precision, "bf16-mixed"), {}),
     "bf16_true": (Module, partial(precision, "bf16-true"), {}),
     "16_true": (Descends, partial(precision, "16-true"), {}),
     "64_true": (Module, partial(precision, "64-true"), {}),

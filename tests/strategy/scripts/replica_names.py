@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import BinaryAccuracy
 
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -74,6 +75,16 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
+class Reads(Module):
+    """Reads what replicas have the mean of when the batch is done."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch[0]).square().mean()
+        self.log("read", loss, sync_dist=batch_idx > 0)
+        self.losses.append(float(self.trainer.callback_metrics["read"]))
+        return loss
+
+
 def run():
     found = {}
     for case in ("other names", "missing", "once"):
@@ -91,6 +102,12 @@ def run():
         trainer.fit(module, DataLoader(Data(), batch_size=4))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         found[case] = metrics | {"mean": float(sum(module.losses)) / len(module.losses)}
+    try:
+        read = Reads("")
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(read, DataLoader(Data(), batch_size=4))
+    except PfoError as error:
+        found["read"] = [len(read.losses), str(error)]
     trainer.validate(module, DataLoader(Data(), batch_size=4), verbose=False)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     trainer.validate(module, DataLoader(Data(), batch_size=4), verbose=False)

@@ -123,6 +123,16 @@ class ZeroAtFirst(Plain):
         return rows.square().mean()
 
 
+class NoneInSome(Plain):
+    """Logs a mean over samples of which a microbatch has none: it is NaN there, and a number on one device."""
+
+    def training_step(self, batch, batch_idx):
+        rows = self.layers(batch[0])
+        few = torch.arange(len(rows)) > 3  # as many as a microbatch has not
+        self.log("few", rows[few].mean())
+        return rows.square().mean()
+
+
 class CodebookInAHook(Codebook):
     """The same as one device has it."""
 
@@ -319,6 +329,7 @@ CASES = (
     FarCodebook,
     SumsAtTheEnd,
     CodebookInAHook,
+    NoneInSome,
     ZeroAtFirst,
     Iterates,
     Prints,

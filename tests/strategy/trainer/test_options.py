@@ -22,6 +22,7 @@ TOLERANCE = {
     "16_mixed_overflow": HALF,
     "16_mixed_divided": HALF,
     "bf16_mixed": 4 * HALF,
+    "bf16_mixed_encoders": 16 * HALF,
     "bf16_true": 16 * HALF,
     "16_true": 4 * HALF,
     "64_true": 1e-8,

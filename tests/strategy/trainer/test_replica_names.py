@@ -39,3 +39,11 @@ def test_an_evaluation_reduces_names_of_one_replica_with_its_values(found):
         assert metrics.pop("alone", 2) == 2  # logged by a hook, of its own rank
         assert metrics.pop("count_epoch") == 4
         assert metrics == expected
+
+
+def test_a_mean_over_replicas_is_not_there_within_the_step_and_says_so(found):
+    for rank in found:
+        number, text = rank["read"]
+        assert number == 2  # of the first batch, where it is that of the replica, and that of the hook
+        assert "the mean over the replicas when the batch is done" in text
+        assert "on_train_batch_end" in text

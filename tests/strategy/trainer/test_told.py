@@ -56,6 +56,12 @@ def test_numbers_that_are_zero_at_first_are_looked_at_again(said):
         assert all(re.search(r"neither their mean nor.*'spread'", text) for text in said[rank]["ZeroAtFirst"])
 
 
+def test_numbers_that_microbatches_do_not_have_are_named(said):
+    for rank in ("1_0", "2_0"):
+        (text,) = said[rank]["NoneInSome"]
+        assert re.search(r"'few' \(nan instead of -?\d", text)
+
+
 def test_a_buffer_that_the_step_moves_between_layers_is_named_once_with_a_way_out(said):
     assert [len(found["Codebook"]) for found in said.values()] == [1, 1, 0]  # on the rank that has its values
     assert re.search(

@@ -8,16 +8,20 @@ is put together as for values that it has itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from lightning_pfo.strategy.model.compat import METRICS, hold_metrics, metrics_of
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.compat import METRICS, has_logged, hold_metrics, metrics_of
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
+from lightning_pfo.strategy.model.variables import users_line
 
 _ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
 """Those of `self.log` that may be given by position."""
+_OF_TENSORS = ("callback_metrics", "logged_metrics")
+"""The others are numbers, which only the last stage has."""
+_ABSENT = object()
 
 
 def metrics_set_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -29,27 +33,70 @@ def metrics_set_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tupl
     """
     named = [name for name in METRICS if is_named(name)]
     trainer = trainer_of(owner) if named else None
+    shown = shown_logged(trainer) if named else {}
     for name, metrics in metrics_of(trainer).items() if named else ():
         if name in named:
-            if type(metrics) is dict and name != "progress_bar_metrics":  # of numbers, which only the last stage has
-                metrics = _Shown(metrics)
-                hold_metrics(trainer, name, metrics)
-            yield f"trainer.{name}", metrics
+            yield f"trainer.{name}", shown.get(name, metrics)
 
 
 class _Shown(dict[str, Any]):
-    """Metrics of the Trainer, with what the step under way has logged, which Lightning's updates do not know yet.
+    """Metrics of the Trainer, with what the step under way has logged: Lightning updates them when they are asked for.
 
     Attributes:
-        logged: That.
+        logged: What it has logged: names, values and arguments.
+        before: What was there instead.
+        apart: Names of what replicas will have the mean of, which nobody knows within a step.
     """
 
-    logged: Mapping[str, Any] = MappingProxyType({})
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.logged: list[tuple[str, Any, dict[str, Any]]] = []
+        self.before: dict[str, Any] = {}
+        self.apart: set[str] = set()
+        self.needs_logger = False
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update them."""
         super().update(*args, **kwargs)
-        super().update(self.logged)
+        self.show()
+
+    def show(self) -> None:
+        """Have what was logged."""
+        for name, value, arguments in self.logged:
+            of_step = f"{name}_step" if arguments.get("on_epoch") else name
+            value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
+            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            if self.needs_logger and arguments.get("logger") is False:
+                continue
+            for key in {of_step} if self.needs_logger else {name, of_step}:
+                self.before.setdefault(key, self.get(key, _ABSENT))
+                self[key] = value
+
+    def put_back(self) -> None:
+        """The step is over."""
+        for key, value in self.before.items():
+            if value is _ABSENT:
+                self.pop(key, None)
+            else:
+                self[key] = value
+        self.logged, self.before, self.apart = [], {}, set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._check(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """One of them."""
+        self._check(key)
+        return super().get(key, default)
+
+    def _check(self, key: str) -> None:
+        if key in self.apart:
+            raise ConfigurationError(
+                f"What a step logs with sync_dist=True is the mean over the replicas when the batch is done; within "
+                f"the step there is none yet, but it reads trainer.callback_metrics[{key!r}]: {users_line()} Do that "
+                f"in on_train_batch_end, where it is the same on all ranks."
+            )
 
     def __reduce__(self) -> Any:  # others get a plain one, which may be in a checkpoint
         return dict, (dict(self),)
@@ -60,20 +107,15 @@ class ShowingLogged:
 
     Args:
         log: What logs.
-        metrics: The Trainer's dicts of them, by name.
+        trainer: The Trainer.
+        metrics: Its dicts of them, by name.
     """
 
-    def __init__(self, log: Callable[..., Any], metrics: Mapping[str, _Shown]) -> None:
+    def __init__(self, log: Callable[..., Any], trainer: Any, metrics: Mapping[str, _Shown]) -> None:
         self._log = log
+        self._trainer = trainer
         self._metrics = metrics
-
-    def __enter__(self) -> None:
-        for metrics in self._metrics.values():
-            metrics.logged = {}
-
-    def __exit__(self, *_: object) -> None:
-        for metrics in self._metrics.values():
-            vars(metrics).pop("logged", None)
+        self._replicates = getattr(trainer.strategy, "data_parallel_size", 1) > 1
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Log a value."""
@@ -82,21 +124,30 @@ class ShowingLogged:
         is_number = isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if not is_number or arguments.get("on_step") is False:  # metric objects say themselves what they have
             return result
-        value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
-        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-        of_step = f"{name}_step" if arguments.get("on_epoch") else name
-        self._show("callback_metrics", {name: value, of_step: value})
-        if arguments.get("logger") is not False:
-            self._show("logged_metrics", {of_step: value})
+        for metrics in self._metrics.values():
+            metrics.logged.append((name, value, arguments))
+            if self._replicates and arguments.get("sync_dist"):
+                metrics.apart |= {name, f"{name}_step"}
+            if not has_logged(self._trainer):  # Lightning would not look
+                metrics.show()
         return result
 
-    def _show(self, where: str, values: dict[str, Any]) -> None:
-        if (metrics := self._metrics.get(where)) is not None:
-            metrics.logged = {**metrics.logged, **values}
-            metrics.update()
+    def close(self) -> None:
+        """The step is over."""
+        for metrics in self._metrics.values():
+            metrics.put_back()
 
 
 def shown_logged(trainer: Any) -> dict[str, _Shown]:
     """Where a step of now finds what it logs; nowhere in evaluations, which log for their epoch."""
-    held = metrics_of(trainer) if getattr(trainer, "training", False) else {}
-    return {name: metrics for name, metrics in held.items() if isinstance(metrics, _Shown)}
+    if not getattr(trainer, "training", False):
+        return {}
+    found: dict[str, _Shown] = {}
+    for name, metrics in metrics_of(trainer).items():
+        if name in _OF_TENSORS:
+            if not isinstance(metrics, _Shown):
+                metrics = _Shown(metrics)
+                metrics.needs_logger = name == "logged_metrics"
+                hold_metrics(trainer, name, metrics)
+            found[name] = metrics
+    return found

@@ -153,8 +153,10 @@ def _difference(
     if forms[0] != forms[1]:
         return f"{_form(merged)} instead of {_form(whole)}"
     ours, theirs = torch.stack(merged), torch.stack(whole)
-    if not ours.numel() or not bool(torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
+    if not ours.numel() or not bool(torch.isfinite(theirs).all()):
         return ""
+    if not bool(torch.isfinite(ours).all()):  # as the deviation of a single sample, the mean over a mask of none
+        return _in_words(place, ours[0], theirs[0], int((~torch.isfinite(ours)).any(0).int().argmax()))
     difference = (ours.mean(0) - theirs.mean(0)).abs()
     chance = _RANDOM * (ours.amax(0) - ours.amin(0) + theirs.amax(0) - theirs.amin(0))
     seen = [numbers[place].abs().max() for numbers in of_parts if place in numbers and numbers[place].numel()]
@@ -162,9 +164,12 @@ def _difference(
     beyond = difference - chance - max(tolerance, _LEAST_TOLERANCE) * scale
     if not bool((beyond > 0).any()):
         return ""
-    index = int(beyond.argmax())
-    one, other = apart(float(merged[0].reshape(-1)[index]), float(whole[0].reshape(-1)[index]))
-    how = "grows by " if place.endswith(GROWN) else f"at position {index} " if merged[0].numel() > 1 else ""
+    return _in_words(place, merged[0], whole[0], int(beyond.argmax()))
+
+
+def _in_words(place: str, ours: torch.Tensor, theirs: torch.Tensor, index: int) -> str:
+    one, other = apart(float(ours.reshape(-1)[index]), float(theirs.reshape(-1)[index]))
+    how = "grows by " if place.endswith(GROWN) else f"at position {index} " if ours.numel() > 1 else ""
     return f"{how}{one} instead of {other}"
 
 

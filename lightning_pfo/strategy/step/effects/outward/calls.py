@@ -97,7 +97,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._outlets = outlets
         self._note = note
         self._replaced: list[_Replaced] = []
-        self._showing = ShowingLogged(log, outlets.shown) if outlets.shown else None
+        self._showing = ShowingLogged(log, outlets.trainer, outlets.shown) if outlets.shown else None
         self._log = log = self._showing or log
         if outlets.may_log:
             self._replaced.append(_Replaced(outlets.attributes, "log", log))
@@ -114,8 +114,6 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
             replaced.attributes[replaced.name] = replaced.by
         _notes.append(self._note)
         _logs.append(self._log)
-        if self._showing:
-            self._showing.__enter__()
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
             self._outlets.trainer.loggers = noted
@@ -125,7 +123,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         _notes.pop()
         _logs.pop()
         if self._showing:
-            self._showing.__exit__()
+            self._showing.close()
         if loggers:
             self._outlets.trainer.loggers = loggers
         for replaced, before in zip(self._replaced, self._before, strict=True):
