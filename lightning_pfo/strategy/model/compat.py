@@ -21,6 +21,9 @@ PRIVATE = {
     "lightning.pytorch.Trainer._logger_connector": (
         "What a step writes into trainer.callback_metrics itself would be that of a microbatch, or nothing."
     ),
+    "lightning.pytorch.Trainer._results": (
+        "A training step would find nothing of what it has logged in trainer.callback_metrics in the first batch."
+    ),
     "torch.nn.MultiheadAttention._reset_parameters": (
         "nn.MultiheadAttention could not be made from the meta device: it has no `reset_parameters`."
     ),
@@ -64,7 +67,7 @@ def hold_metrics(trainer: Any, name: str, metrics: dict[str, Any]) -> None:
 
 def has_logged(trainer: Any) -> bool:
     """Whether a Lightning Trainer has results of what was logged in this epoch, out of which it makes metrics."""
-    return bool(trainer._results)
+    return bool(getattr(trainer, "_results", None))
 
 
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
