@@ -146,16 +146,28 @@ class _Making:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for hook in forward_pre_hooks_of(self._module).values():
-            if isinstance(hook, _Within):
+            if type(hook) is _Within:
                 hook.hook(self._module, args)
         return self._forward(*args, **kwargs)
 
 
 class _Within:
-    """Is called in place of a hook that is called in the forward; copies of the module have the hook."""
+    """Is called in place of a hook that is called in the forward; copies of the module have the hook.
+
+    Who looks for the hook finds it here, as `torch.nn.utils.prune.remove` does.
+    """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self.hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "hook":
+            raise AttributeError(name)
+        return getattr(self.hook, name)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         pass

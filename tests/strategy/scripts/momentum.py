@@ -194,6 +194,24 @@ class Prunes(InAHook):
                 prune.l1_unstructured(self.student[0][0], "weight", amount=0.3)
 
 
+class Pruned(Assigns):
+    """Has been pruned, and makes it permanent, with the run still on."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.student:
+            prune.l1_unstructured(layer[0], "weight", amount=0.4)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for number, layer in enumerate(self.student):
+            if batch_idx == 3 + number % 2:
+                prune.remove(layer[0], "weight")
+
+
 class AllOfMine(InAHook):
     """Writes into all parameters what needs no others."""
 
@@ -218,6 +236,7 @@ CASES = {
     "in a hook": (InAHook, {}),
     "copied": (Copies, {}),
     "all of mine": (AllOfMine, {}),
+    "pruned": (Pruned, {}),
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),

@@ -19,6 +19,7 @@ CASES = (
         "in a hook",
         "copied",
         "all of mine",
+        "pruned",
         "constrains",
         "constrains, several stages",
     ),
