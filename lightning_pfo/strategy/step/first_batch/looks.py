@@ -62,5 +62,6 @@ class FirstLooks:
             warn_once(
                 "A step that optimizes several times in a batch trains on the means of its microbatches' losses, "
                 "and nothing compares these with the loss of the whole batch: let losses, and what is logged, be means "
-                "over samples (no reduction='sum', nothing that compares samples)."
+                "over samples (no reduction='sum', nothing that compares samples, or weighs losses by gradients). "
+                "With num_microbatches=1 and schedule='gpipe' all is that of one device."
             )
