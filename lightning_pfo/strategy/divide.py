@@ -329,13 +329,13 @@ def _trace(
         if may_look_elsewhere and called:
             with suppress(ConfigurationError):  # what is said of those that were found first helps more
                 others = find(called=called)
-                if len(others.layers) >= at_least and {*others.layers} != {*units.layers}:
+                if len(others.layers) >= at_least and _names(others) != _names(units):
                     return again(others, may_look_elsewhere=False)
     if may_look_elsewhere and not beside and len({unit for unit, _ in trace.marks}) < at_least:
         called_by_itself = {event.what: None for event in trace.events if isinstance(event.what, Unit)}
-        names = tuple(unit.name for unit in called_by_itself if not unit.is_layer and unit.num_parameters)
-        if names:
-            return again(find(opened=opened, whole=whole, beside=names), beside=names)
+        further = tuple(unit.name for unit in called_by_itself if not unit.is_layer and unit.num_parameters)
+        if further:
+            return again(find(opened=opened, whole=whole, beside=further), beside=further)
     if not trace.marks:
         inside = [event.what for event in trace.events if not set(units.layers).isdisjoint(event.units)]
         if inside:
@@ -350,6 +350,10 @@ def _trace(
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
         )
     return units, trace
+
+
+def _names(units: Units) -> list[str]:
+    return [unit.name for unit in units.layers]
 
 
 def _owners_of_applied(model: nn.Module, units: Units, trace: Trace) -> set[str]:

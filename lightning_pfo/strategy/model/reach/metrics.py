@@ -43,17 +43,18 @@ class _Shown(dict[str, Any]):
     """Metrics of the Trainer, with what the step under way has logged: Lightning updates them when they are asked for.
 
     Attributes:
-        logged: What it has logged: names, values and arguments.
+        of_loggers: Whether it has what goes to loggers, by the names that it has there.
+        logged: What the step has logged: names, values and arguments.
         before: What was there instead.
         apart: Names of what replicas will have the mean of, which nobody knows within a step.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.of_loggers = False
         self.logged: list[tuple[str, Any, dict[str, Any]]] = []
         self.before: dict[str, Any] = {}
         self.apart: set[str] = set()
-        self.needs_logger = False
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update them."""
@@ -63,13 +64,13 @@ class _Shown(dict[str, Any]):
     def show(self) -> None:
         """Have what was logged."""
         for name, value, arguments in self.logged:
+            if self.of_loggers and arguments.get("logger") is False:
+                continue
             of_step = f"{name}_step" if arguments.get("on_epoch") else name
             value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
             value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-            if self.needs_logger and arguments.get("logger") is False:
-                continue
-            for key in {of_step} if self.needs_logger else {name, of_step}:
-                self.before.setdefault(key, self.get(key, _ABSENT))
+            for key in {of_step} if self.of_loggers else {name, of_step}:
+                self.before.setdefault(key, super().get(key, _ABSENT))
                 self[key] = value
 
     def put_back(self) -> None:
@@ -147,7 +148,7 @@ def shown_logged(trainer: Any) -> dict[str, _Shown]:
         if name in _OF_TENSORS:
             if not isinstance(metrics, _Shown):
                 metrics = _Shown(metrics)
-                metrics.needs_logger = name == "logged_metrics"
+                metrics.of_loggers = name == "logged_metrics"
                 hold_metrics(trainer, name, metrics)
             found[name] = metrics
     return found
