@@ -34,6 +34,6 @@ def test_all_is_given_back_after_each_run(tmp_path):
             "validation.run",
         ]
         assert run["after"] == []
-        assert (run["filters while training"], run["filters after"]) == (2, True)
+        assert (run["filters while training"], run["filters after"]) == (3, True)
         assert (run["callbacks while training"], run["callbacks after"]) == (0, 0)
         assert run["example"] == [True, True]

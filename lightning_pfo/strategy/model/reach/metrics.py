@@ -7,6 +7,7 @@ is put together as for values that it has itself.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -99,8 +100,8 @@ class _Shown(dict[str, Any]):
                 f"in on_train_batch_end, where it is the same on all ranks."
             )
 
-    def __reduce__(self) -> Any:  # others get a plain one, which may be in a checkpoint
-        return dict, (dict(self),)
+    def __reduce__(self) -> Any:  # others get what may be in a checkpoint that is loaded with weights_only=True
+        return OrderedDict, (dict(self),)
 
 
 class ShowingLogged:
