@@ -45,6 +45,8 @@ class _Shown(dict[str, Any]):
 
     Attributes:
         of_loggers: Whether it has what goes to loggers, by the names that it has there.
+        of_replicas: Whether there are several.
+        is_first: Whether nothing has been logged yet in this epoch, so that Lightning would not update it.
         logged: What the step has logged: names, values and arguments.
         before: What was there instead.
         apart: Names of what replicas will have the mean of, which nobody knows within a step.
@@ -52,7 +54,7 @@ class _Shown(dict[str, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.of_loggers = False
+        self.of_loggers = self.of_replicas = self.is_first = False
         self.logged: list[tuple[str, Any, dict[str, Any]]] = []
         self.before: dict[str, Any] = {}
         self.apart: set[str] = set()
@@ -81,7 +83,8 @@ class _Shown(dict[str, Any]):
                 self.pop(key, None)
             else:
                 self[key] = value
-        self.logged, self.before, self.apart = [], {}, set()
+        if self.logged:
+            self.logged, self.before, self.apart = [], {}, set()
 
     def __getitem__(self, key: str) -> Any:
         self._check(key)
@@ -109,15 +112,12 @@ class ShowingLogged:
 
     Args:
         log: What logs.
-        trainer: The Trainer.
-        metrics: Its dicts of them, by name.
+        metrics: The Trainer's dicts of them, by name.
     """
 
-    def __init__(self, log: Callable[..., Any], trainer: Any, metrics: Mapping[str, _Shown]) -> None:
+    def __init__(self, log: Callable[..., Any], metrics: Mapping[str, _Shown]) -> None:
         self._log = log
-        self._trainer = trainer
         self._metrics = metrics
-        self._replicates = getattr(trainer.strategy, "data_parallel_size", 1) > 1
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Log a value."""
@@ -128,9 +128,9 @@ class ShowingLogged:
             return result
         for metrics in self._metrics.values():
             metrics.logged.append((name, value, arguments))
-            if self._replicates and arguments.get("sync_dist"):
+            if metrics.of_replicas and arguments.get("sync_dist"):
                 metrics.apart |= {name, f"{name}_step"}
-            if not has_logged(self._trainer):  # Lightning would not look
+            if metrics.is_first:
                 metrics.show()
         return result
 
@@ -150,6 +150,8 @@ def shown_logged(trainer: Any) -> dict[str, _Shown]:
             if not isinstance(metrics, _Shown):
                 metrics = _Shown(metrics)
                 metrics.of_loggers = name == "logged_metrics"
+                metrics.of_replicas = getattr(trainer.strategy, "data_parallel_size", 1) > 1
                 hold_metrics(trainer, name, metrics)
+            metrics.is_first = not has_logged(trainer)
             found[name] = metrics
     return found

@@ -27,7 +27,7 @@ def test_what_is_logged_is_there_until_the_step_is_over():
     shown = shown_logged(trainer)
     assert shown_logged(trainer)["callback_metrics"] is shown["callback_metrics"]
     metrics, logged = shown["callback_metrics"], shown["logged_metrics"]
-    log = ShowingLogged(lambda *args, **kwargs: None, trainer, shown)
+    log = ShowingLogged(lambda *args, **kwargs: None, shown)
     log("loss", torch.tensor([3.0]), on_epoch=True)
     log("count", 2, logger=False)
     log("of_epoch", 5.0, on_step=False)

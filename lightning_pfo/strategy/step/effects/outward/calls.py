@@ -97,7 +97,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._outlets = outlets
         self._note = note
         self._replaced: list[_Replaced] = []
-        self._showing = ShowingLogged(log, outlets.trainer, outlets.shown) if outlets.shown else None
+        self._showing = ShowingLogged(log, outlets.shown) if outlets.shown else None
         self._log = log = self._showing or log
         if outlets.may_log:
             self._replaced.append(_Replaced(outlets.attributes, "log", log))
