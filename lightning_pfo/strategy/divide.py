@@ -94,13 +94,13 @@ def divide(
         held = split.held | {n: s for n, s in before.held.items() if n in split.held}  # it had a trace
         return replace(split, held=held, weights=before.weights, holds_once=before.holds_once), []
     trace: Trace | None = None
-    look = ""
+    look, by_name = "", False
     if step is not None:
         on_cpu = partial(step, torch.device("cpu"))
         find = partial(find_units, model, pipeline_module, num_stages)
         make = partial(_trace, model, units, on_cpu, find, at_least=num_stages, follows_weights=follows_weights)
         try:
-            units, found = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+            units, found, by_name = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
             look = "" if found.failure is None else told_of_look(found.failure)
             trace = _telling(found)
         except ConfigurationError as error:
@@ -123,7 +123,6 @@ def divide(
         follows_weights=follows_weights,
         look=look,
     )
-    by_name = step is not None and agree(None, None, _prints_of_order(trace))
     divided: tuple[Split, list[float]] | None = None
     refused: Exception | None = None
     try:
@@ -147,10 +146,9 @@ def _prints_of(split: Split) -> Prints:
     return Prints(number, number, number)
 
 
-def _prints_of_order(trace: Trace | None) -> Prints:
+def _prints_of_order(trace: Trace) -> Prints:
     """What is another one where layers are called in another order."""
-    names = [unit.name for unit, _ in trace.marks] if trace is not None else []
-    return Prints(by_order=zlib.crc32(repr(names).encode()))
+    return Prints(by_order=zlib.crc32(repr([unit.name for unit, _ in trace.marks]).encode()))
 
 
 def _divided(
@@ -231,19 +229,19 @@ def _split(
     )
 
 
-def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace]:
-    """Units and a trace, with what all ranks have."""
+def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace, bool]:
+    """Units and a trace, with what all ranks have; and whether ranks call layers in different orders."""
     found: tuple[Units, Trace] | None = None
     error: Exception | None = None
     try:
         found = make()
     except Exception as failed:
         error = failed
-    agree(error, None if found is None else found[1].failure)
+    by_name = agree(error, *((None, ALIKE) if found is None else (found[1].failure, _prints_of_order(found[1]))))
     if found is None:
         assert error is not None
         raise error
-    return found
+    return *found, by_name
 
 
 def _telling(trace: Trace) -> Trace | None:

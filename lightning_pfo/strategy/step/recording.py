@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
+from lightning_pfo.strategy.model.reach.metrics import BY_POSITION
 from lightning_pfo.strategy.parallel.groups import spread, tell_each_other
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
@@ -97,8 +98,7 @@ class LogRecorder:
             value = int(value) if isinstance(value, numbers.Integral) else float(value)
         else:
             raise self._refused(name, value, *args, **kwargs)
-        if args:  # prog_bar, logger, on_step, on_epoch may be given by position
-            kwargs.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+        kwargs.update(zip(BY_POSITION, args, strict=False))
         key = (name, 0)
         while any(index == self.index for index, _ in self.values.get(key, ())):
             key = (name, key[1] + 1)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -133,10 +134,7 @@ def run(number):
             devices=number,
             strategy=PfoPipelineStrategy(num_microbatches=4) if number > 1 else "auto",
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         try:
             trainer.fit(module, DataLoader(data, batch_size=8))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -100,10 +101,7 @@ def run(number):
             devices=number,
             strategy=strategy if number > 1 else "auto",
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         try:
             trainer.fit(module, DataLoader(TensorDataset(words, LENGTHS, labels), batch_size=8))

@@ -13,6 +13,7 @@ from torchmetrics.classification import BinaryAccuracy
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -94,10 +95,7 @@ def run():
             devices=4,
             strategy=PfoPipelineStrategy(num_microbatches=2, data_parallel_size=2),
             max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **QUIET,
         )
         trainer.fit(module, DataLoader(Data(), batch_size=4))
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

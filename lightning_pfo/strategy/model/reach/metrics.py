@@ -18,7 +18,7 @@ from lightning_pfo.strategy.model.compat import METRICS, has_logged, hold_metric
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.variables import users_line
 
-_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch")
+BY_POSITION = ("prog_bar", "logger", "on_step", "on_epoch")
 """Those of `self.log` that may be given by position."""
 _OF_TENSORS = ("callback_metrics", "logged_metrics")
 """The others are numbers, which only the last stage has."""
@@ -122,7 +122,7 @@ class ShowingLogged:
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         """Log a value."""
         result = self._log(name, value, *args, **kwargs)
-        arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        arguments = dict(zip(BY_POSITION, args, strict=False)) | kwargs
         is_number = isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
         if not is_number or arguments.get("on_step") is False:  # metric objects say themselves what they have
             return result

@@ -367,7 +367,7 @@ class _Followed:
             _beyond.call(unit, args, kwargs)
         if unit.followed_into:
             return self._forward(*args, **kwargs)
-        args, kwargs = plain_in_place(args), plain_in_place(kwargs) if kwargs else kwargs
+        args, kwargs = plain_in_place(args), plain_in_place(kwargs)
         if unit.outside is not None:
             return unit.outside(unit, args, kwargs)
         if unit.is_elsewhere:

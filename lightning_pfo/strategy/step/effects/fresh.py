@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -63,12 +64,13 @@ class FreshBatches:
         return run
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True)
+class Held:
     """What a part of a batch was before a step: the object, the mark of a tensor, and its own parts."""
 
     value: Any
     mark: object
-    parts: Mapping[Name, Held]  # type: ignore[misc]
+    parts: Mapping[Name, Held]
 
     def is_written_into(self, *, within: bool = False) -> bool:
         """Whether something has been written into it, if it is a tensor; also into tensors within, if these count."""
@@ -79,8 +81,6 @@ class Held(NamedTuple):
 
 def held(value: Any) -> Held:
     """What a batch is before a step."""
-    if type(value) is torch.Tensor:  # most parts are
-        return Held(value, change_mark(value), {})
     mark = change_mark(value) if isinstance(value, torch.Tensor) else None
     return Held(value, mark, {name: held(part) for name, part in _items_of(value)})
 
@@ -90,7 +90,7 @@ def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...],
     if before is None or value is not before.value or before.is_written_into():
         yield (), value
         return
-    for name, part in () if type(value) is torch.Tensor else _items_of(value):
+    for name, part in _items_of(value):
         for path, found in written(part, before.parts.get(name)):
             yield (name, *path), found
 
