@@ -151,7 +151,7 @@ def _numbers_in(values: dict[str, Any]) -> Numbers:
 
 
 def _as_number(leaf: Any) -> torch.Tensor | None:
-    if isinstance(leaf, (bool, np.bool_)) or not isinstance(leaf, (int, float, np.number, np.ndarray, torch.Tensor)):
+    if not isinstance(leaf, (int, float, np.number, np.bool_, np.ndarray, torch.Tensor)):
         return None
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "iufb":
         return None

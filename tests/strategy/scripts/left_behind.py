@@ -591,6 +591,39 @@ class Idioms(Base):
         }
 
 
+class Texts(Base):
+    """Texts and truth values, of samples and of all of them; of losses there are as many as on one device."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self.latest, self.earliest, self.line = [], "", "", ""
+        self.any_large = self.all_small = self.ends_large = False
+        self.of_loss, self.of_size = "", ""
+
+    def note(self, x, output, batch_idx):
+        loss = output.square().mean()
+        self.earliest, self.latest = f"{x[0, 0]:.3f}", f"{x[-1, 0]:.3f}"
+        self.lines.append(f"batch {batch_idx} begins with {x[0, 1].item():.3f}")
+        self.any_large, self.all_small = bool((output > 0.7).any()), bool((output < 0.75).all())
+        self.ends_large = (output[-1, 0] > 0.25).item()
+        self.line = "low" if output.mean() < 10 else "high"
+        self.of_loss, self.of_size = f"{loss:.3f}", f"{len(x)} samples"
+        self.told.append(f"loss {loss}")
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "first": f"{batch[0][0, 2]:.2f}", "is_large": bool(batch[0].max() > 2)}
+
+    def on_fit_start(self):
+        self.told, self.outs = [], []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outs.append((outputs["first"], outputs["is_large"], self.any_large, self.all_small, self.ends_large))
+
+    def found(self):
+        return plain([self.outs, self.lines, self.latest, self.earliest, self.line, len(self.told)])
+
+
 class ReadsLogged(Base):
     """What it has logged it finds in the Trainer's metrics at once."""
 
@@ -934,6 +967,7 @@ CASES = {
     "lengths": Lengths,
     "by_class": ByClass,
     "idioms": Idioms,
+    "texts": Texts,
     "reads_logged": ReadsLogged,
     "evaluates": Evaluates,
     "draws": Draws,

@@ -26,6 +26,7 @@ CASES = (
     "lengths",
     "by_class",
     "idioms",
+    "texts",
     "reads_logged",
     "evaluates",
     "extremes",
@@ -88,3 +89,10 @@ def test_texts_of_microbatches_in_files_are_named(found):
     for name in ("of sizes", "of losses"):
         assert found["output"].count(f"A step writes into the file self.named['{name}']") == 2
     assert found["output"].count("A step writes into the file") == 4
+
+
+def test_texts_that_microbatches_make_of_their_values_are_named(found):
+    for name in ("of_loss", "of_size", "told"):
+        assert found["output"].count(f"What a step leaves in self.{name} cannot be put together") == 2, name
+    assert found["output"].count("cannot be put together from that of microbatches") == 6
+    assert "bool that differs" not in found["output"]

@@ -151,6 +151,10 @@ class Tracked(torch.Tensor):
             return answer if _current is None else _current.told(func, args, kwargs, answer)
         return _current.operation(func, args, kwargs)
 
+    def __format__(self, format_spec: str) -> str:
+        """As an ordinary tensor of one number, where torch would not take a subclass for one."""
+        return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

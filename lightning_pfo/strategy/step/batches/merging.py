@@ -293,7 +293,9 @@ def _merge_numbers(values: list[Any], how: _Merger, path: str) -> Any:
     first = values[0]
     is_count = isinstance(first, (int, np.integer)) and not isinstance(first, bool)
     asks = is_count and any(values)  # an epoch's number is 0 in all batches of the first one, which tells nothing
-    by_rule = merged_by(how.rule(path, first, ask=asks), values) if is_count or isinstance(first, _FLOATS) else None
+    is_number = isinstance(first, (int, np.integer, np.bool_, *_FLOATS))
+    rule = how.rule(path, first, ask=asks or isinstance(first, str)) if is_number or isinstance(first, str) else None
+    by_rule = merged_by(rule, values)
     if by_rule is not None:
         return by_rule[0]
     if is_count and how.said and all(value == first for value in values):

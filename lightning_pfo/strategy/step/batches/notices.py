@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
 """No cache of a function: traces clear those, and the same would be said again."""
+_is_trial = False
 
 
 def warn_once(message: str) -> None:
     """Log a warning, unless this process has logged the same one before: batches come again and again."""
-    if message not in _said:
+    if message not in _said and not _is_trial:
         _said.add(message)
         _log.warning(message)
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """A batch is put together to see how while the context is open: what is to be said is said when it counts."""
+    global _is_trial
+    before, _is_trial = _is_trial, True
+    try:
+        yield
+    finally:
+        _is_trial = before
 
 
 def tell_of_counted(model: nn.Module) -> None:

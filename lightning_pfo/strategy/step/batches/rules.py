@@ -24,7 +24,7 @@ Rule = str | int
 """Numbers: `sum`, `mean` (where a sum would be expected), `first` (they are equal), `largest`, `least`, `begin` (that
 of the first), `end` (the last). Lists: `items` are joined, `parts` are merged. Tensors: the dimension along which they
 are joined, `fixed` (floating-point numbers of which nothing is known), `counts` (such integers), or one for numbers.
-Texts: `first`, or `apart`: that of both as one batch is another."""
+Texts: `first` (they are equal), `begin`, `end`, or `apart`: that of both as one batch is another."""
 OF_NUMBERS = frozenset(("sum", "mean", "first", "largest", "least", "begin", "end", "fixed", "counts"))
 """Rules that say something of numbers, and of tensors and arrays of them."""
 CHOSEN = ("largest", "least", "begin", "end")
@@ -63,7 +63,7 @@ def _form(value: Any) -> tuple[Form, Size]:
 
 
 _OF_NUMBERS: dict[type, Form] = {int: (0, "i"), float: (0, "f"), complex: (0, "f"), bool: (0, "b")}
-_KINDS = "if"
+_KINDS = "ifb"
 ByValues = dict[tuple[str, Form], Rule | None]
 _OF_ARRAYS = {"u": "i", "c": "f"}
 
@@ -211,7 +211,9 @@ def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any) -> Rule | 
 def _rule_of_texts(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
     if small != first:  # a trace does not know it
         return None
-    return "first" if first == second == large else "apart" if large != small else None
+    if large == first:
+        return "first" if second == first else "begin"
+    return "end" if large == second else "apart"
 
 
 def _rule_of_lists(first: int, second: int, small: int, large: int) -> Rule | None:

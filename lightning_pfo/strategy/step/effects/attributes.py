@@ -211,8 +211,9 @@ class Attributes:
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                if len(there) < len(changes) and merge.compares(named(path), values[0]):
-                    values = [each[path][1] if path in each else self._value_at(path) for each in changes]
+                before = self._value_at(path)
+                if len(there) < len(changes) and before is not None and merge.compares(named(path), values[0]):
+                    values = [each[path][1] if path in each else before for each in changes]
                 if len(changes) > 1 and self._is_too_long(path, values[0], sizes[there[0]]):
                     warn_once(
                         f"A step appends to {named(path)} and takes the first items out. Each microbatch finds there "
@@ -221,7 +222,7 @@ class Attributes:
                         f"with num_microbatches=1 and schedule='gpipe'."
                     )
                 of_these = merge if len(values) == len(changes) else merge.only(there)
-                together = of_these.values(values, self._value_at(path), named(path), path[:-1])
+                together = of_these.values(values, before, named(path), path[:-1])
                 merged[path] = (found[0][0], together)
                 if kinds == {"set"} and len(found) == len(changes) > 1:
                     self._note_rows(path, values, together, sizes)

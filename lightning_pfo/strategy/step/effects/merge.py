@@ -14,6 +14,7 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import CHOSEN, Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import holds_tensors
 from lightning_pfo.strategy.step.batches.weights import shares_of
@@ -64,7 +65,9 @@ class Merge:
 
     def compares(self, place: str, like: Any) -> bool:
         """Whether one of the numbers at a place is taken, so that those count too that were not changed."""
-        return self._rules.of(place + GROWN, like, ask=False) in CHOSEN
+        if isinstance(like, (str, bytes)):
+            return self._rules.of(place, like) in CHOSEN
+        return self._rules.of(place + GROWN, int(like) if type(like) is bool else like, ask=False) in CHOSEN
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
         """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
@@ -92,7 +95,10 @@ class Merge:
         if len(self.sizes) == 1:
             return first
         if any(type(value) is not type(first) for value in values):
-            return values[-1]
+            if not all(type(value) in (int, float) for value in values):
+                return self._last(values, place)
+            values = list(map(float, values))
+            first = values[0]
         if type(before) is type(first):
             if self._all_go_on(values, before):
                 return self._gone_on([value[len(before) :] for value in values], before, place)
@@ -103,10 +109,30 @@ class Merge:
             return self._numbers(values, before, place, holder)
         if isinstance(first, (torch.Tensor, np.ndarray)):
             return self._arrays(values, before, place)
+        if type(first) is bool:
+            rule = self._rules.of(place + GROWN if type(before) is bool else place, int(first), ask=False)
+            chosen = merged_by(rule, values) if rule in CHOSEN else None
+            return self._last(values, place) if chosen is None else chosen[0]
+        if isinstance(first, (str, bytes)):
+            return self._last(values, place)
         if isinstance(first, set) and isinstance(before, set):
             return (before & set.intersection(*values)) | (set.union(*values) - before)
         if isinstance(first, (dict, list, tuple)) or is_dataclass(first) or holds_tensors(first):
             return self._outputs(values, place)
+        return values[-1]
+
+    def _last(self, values: list[Any], place: str) -> Any:
+        """What has no merged form: that of the last microbatch, or of the one that has what one device would."""
+        rule = self._rules.of(place, values[0]) if isinstance(values[0], (str, bytes)) else None
+        if rule == "begin":
+            return values[0]
+        if rule == "apart" or (rule != "end" and not _is_one_text(values)):
+            warn_once(
+                f"What a step leaves in {place.split('[')[0]} cannot be put together from that of microbatches: each "
+                f"makes a text, or None, of its own values or sizes, and that of the last one stays. Keep the numbers "
+                f"or tensors that it is made of, which are those of the batch, and make it in a hook such as "
+                f"on_train_batch_end."
+            )
         return values[-1]
 
     def _outputs(self, values: list[Any], place: str) -> Any:
@@ -229,7 +255,9 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
     Of numbers that were 0 before, or of which there were none, nobody can tell.
     """
     is_array = isinstance(value, (torch.Tensor, np.ndarray))
-    if type(value) in (int, float):
+    if type(value) is type(before) is bool:
+        found: dict[str, Any] = {GROWN: value - before, SET: int(value)}
+    elif type(value) in (int, float):
         found = {GROWN: value - before, SET: value} if _is_finite(before) and before else {"": value}
     elif is_array and type(before) is type(value) and value.shape == before.shape and _is_number(before):
         is_known = isinstance(value, np.ndarray) or not value.is_meta
@@ -254,6 +282,12 @@ def _start_of(before: Any) -> torch.Tensor:
 def _are_items(column: list[Any], sizes: list[int]) -> bool:
     """Whether items at one place of lists are of something else in each: names, or numbers that are no sizes."""
     return isinstance(column[0], (str, int)) and len({*column}) > 1 and column != sizes
+
+
+def _is_one_text(values: Sequence[Any]) -> bool:
+    """Whether texts, or None instead, are the same in all; truth values are compared with those of one device."""
+    plain = [value for value in values if value is None or isinstance(value, (str, bytes))]
+    return len({*plain}) <= 1 and len(plain) in (0, len(values))
 
 
 def _is_float(value: Any) -> bool:

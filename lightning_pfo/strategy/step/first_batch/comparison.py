@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
@@ -308,7 +309,8 @@ class Comparison:
 def _tried(function: Callable[[], T]) -> T | None:
     """What a function of values returns, which may be anything; None if it fails, since other ranks must not wait."""
     try:
-        return function()
+        with trial():
+            return function()
     except Exception as error:
         _log.info("What a step leaves is not compared with that of one device. %s: %s", type(error).__name__, error)
         return None
