@@ -16,6 +16,7 @@ import torch
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.compat import METRICS, has_logged, hold_metrics, metrics_of
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
+from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.variables import users_line
 
 BY_POSITION = ("prog_bar", "logger", "on_step", "on_epoch")
@@ -70,8 +71,9 @@ class _Shown(dict[str, Any]):
             if self.of_loggers and arguments.get("logger") is False:
                 continue
             of_step = f"{name}_step" if arguments.get("on_epoch") else name
-            value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
-            value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            if not isinstance(value, Tracked):  # that would be calls of the step, which are made where it logs only
+                value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
+                value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
             for key in {of_step} if self.of_loggers else {name, of_step}:
                 self.before.setdefault(key, super().get(key, _ABSENT))
                 self[key] = value

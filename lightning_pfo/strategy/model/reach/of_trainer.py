@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_pfo.strategy.model.variables import AllBut
+
 _OF_OPTIMIZERS = ("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups")
+_OF_LOADERS = frozenset(("val_check_batch", "_train_start_time", "_last_val_time"))
+"""What Lightning sets together with loaders, which reading `trainer.estimated_stepping_batches` may make."""
 _LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
 
 
@@ -19,7 +23,7 @@ def trainer_of(owner: Any) -> Any:
         return None
 
 
-def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
+def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     """The attributes and groups of parameters that a step may set, and how they are told.
 
     A step that optimizes by itself is left out: what it sets for its optimizers is noted elsewhere.
@@ -32,7 +36,7 @@ def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[s
     if trainer is None:
         return
     if is_named("trainer") and hasattr(trainer, "__dict__"):
-        yield "trainer", vars(trainer)
+        yield "trainer", AllBut(vars(trainer), _OF_LOADERS.__contains__)
     if is_named("fit_loop") and hasattr(trainer, "fit_loop"):
         yield "trainer.fit_loop", vars(trainer.fit_loop)
     if not any(map(is_named, _OF_OPTIMIZERS)) or not getattr(owner, "automatic_optimization", True):

@@ -14,6 +14,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,7 @@ class Places:
     def _module(self, path: Path, module: Any, left_alone: Collection[str]) -> None:
         attributes = vars(module)
         self.containers[path] = attributes
-        for name, value in attributes.items():
+        for name, value in _in_order(attributes):
             if name not in left_alone:
                 self._note((*path, name), value)
 
@@ -156,7 +157,7 @@ class Places:
         if len(self.containers) < _MOST:
             self.containers[path] = attributes
             self.objects.add(path)
-            for name, value in list(attributes.items()):
+            for name, value in _in_order(attributes):
                 self._note((*path, name), value)
 
     def _hooks(self, owner: Any) -> None:
@@ -219,7 +220,7 @@ class Places:
             if len(self.containers) < _MOST and (len(value) <= LONGEST or isinstance(value, list)):
                 self.containers[path] = self.holders[path] = value
             if len(value) <= _MANY and not isinstance(value, set):
-                for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                for key, item in _in_order(value) if isinstance(value, dict) else list(enumerate(value)):
                     self._note((*path, key), item)
             if getattr(value, "__dict__", None):  # of a dict of another class
                 self._note((*path, _BESIDE), vars(value))
@@ -240,6 +241,15 @@ class Places:
         elif not changes_by_itself(type(value)):
             self._seen.add(id(value))
             self.opaque[path] = value
+
+
+def _in_order(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The items of a dict by name: what has several names is known by the first, and each process may set these in
+    another order, as that of a set of texts."""
+    try:
+        return sorted(items.items(), key=itemgetter(0))
+    except TypeError:  # keys of several kinds
+        return list(items.items())
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
