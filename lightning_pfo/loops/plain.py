@@ -24,7 +24,7 @@ from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
-from lightning_pfo.loops.together import Together, refuse_compiled
+from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
@@ -139,6 +139,7 @@ class PipelinedModel(ModelState):
         check_uncalled(hold_uncalled)
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        meet_for_another()
         self.module = module
         self.patches = Patches()
         self.device = device if device is not None else _default_device()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import refuse_forked
@@ -12,6 +14,30 @@ from lightning_pfo.strategy.step.batches.check import check_same_batch
 
 _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
 _CHECK_EVERY = 50  # ... and then once in so many
+_ANOTHER = "making another pipeline"
+_MOST_TRIES = 3
+_hosts_before: list[dist.ProcessGroup | None] = []
+"""The ranks of the pipeline that was made last, which may be gone."""
+
+
+def meet_for_another() -> None:
+    """Let the ranks of the pipeline that was made last come to where another one is made.
+
+    One rank alone may come here, as where it had no memory and tries with less
+    (`accelerate.utils.find_executable_batch_size`). Others are told at what they come to next, in words that let them
+    try again, too.
+
+    Raises:
+        RanksApartError: If they do not come, or have ended.
+    """
+    for hosts in _hosts_before:
+        for tries_left in reversed(range(_MOST_TRIES)):
+            try:
+                _meet(_ANOTHER, hosts)
+                return
+            except RanksApartError as error:
+                if not tries_left or _ANOTHER not in str(error) or error.__cause__ is not None:
+                    raise
 
 
 class Together:
@@ -24,6 +50,7 @@ class Together:
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._hosts = engine.host_group()
+        _hosts_before[:] = [self._hosts]
         self._num_calls: dict[str, int] = {}
         self._is_over = False
 
@@ -36,13 +63,14 @@ class Together:
         """
         refuse_forked(what)
         try:
-            meet(what, self._hosts)
-        except PfoError:
-            raise
-        except RuntimeError as error:
+            _meet(what, self._hosts)
+        except RanksApartError as error:
+            if _ANOTHER not in str(error):
+                raise
             raise RanksApartError(
-                f"The ranks of a pipeline do everything together, but others have ended while this one comes to: "
-                f"{what}. Call on every rank what all take part in."
+                f"Another rank is {_ANOTHER}, while this one comes to: {what}. If it tries again with less after "
+                f"'CUDA out of memory.', so does this one within find_executable_batch_size; else make pipelines on "
+                f"all ranks alike."
             ) from error
 
     def begin(self, kind: str, batch: Any) -> None:
@@ -67,6 +95,18 @@ class Together:
     def end(self) -> None:
         """Let no more batches run."""
         self._is_over = True
+
+
+def _meet(what: str, hosts: dist.ProcessGroup | None) -> None:
+    try:
+        meet(what, hosts)
+    except PfoError:
+        raise
+    except RuntimeError as error:
+        raise RanksApartError(
+            f"The ranks of a pipeline do everything together, but others have ended while this one comes to: "
+            f"{what}. Call on every rank what all take part in."
+        ) from error
 
 
 def refuse_compiled(is_compiling: bool) -> None:
