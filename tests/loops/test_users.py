@@ -40,6 +40,7 @@ def seen(tmp_path_factory):
         "saved_for_others",
         "inputs_with_a_graph",
         "batch_sizes_that_fit",
+        "batch_sizes_that_fit_one_rank",
     ],
 )
 def test_a_loop_gives_what_one_process_gives(seen, loop, rank):

@@ -318,6 +318,40 @@ def batch_sizes_that_fit():
     return [*found, tried, [model() is not None for model in models], left]
 
 
+def batch_sizes_that_fit_one_rank():
+    """One rank alone has no memory, where nobody else takes part: between its backward and the next batch."""
+    accelerator, tried = make_accelerator(), []
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            if tried[-1] > 8 and (accelerator.process_index or not is_pipeline()):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return super().step(closure)
+
+    sizes = iter([12, 8])
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: next(sizes))
+    def train(batch_size):
+        accelerator.free_memory()
+        tried.append(batch_size)
+        net = make_net()
+        model, optimizer, loader = prepare(
+            accelerator, net, Optimizer(net.parameters(), lr=0.1), named(make_loaders(batch_size=batch_size)[0])
+        )
+        losses = []
+        for batch in loader:
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    found = train()
+    accelerator.free_memory()
+    return found, tried
+
+
 def whole_parameters():
     """Code between steps reads and writes parameters of all stages, or of a part; what it writes is trained on."""
     accelerator, model = make_accelerator(), make_net()
@@ -364,4 +398,5 @@ LOOPS = (
     gathered_module,
     inputs_with_a_graph,
     batch_sizes_that_fit,
+    batch_sizes_that_fit_one_rank,
 )

@@ -649,6 +649,10 @@ class Evaluates(Base):
     def __init__(self):
         super().__init__()
         self.kept, self.evaluator, self.meter, self.returned = [], Evaluator(), Meter(), []
+        self.shares = []
+
+    def note(self, x, output, batch_idx):
+        self.shares.append(self.global_step / self.trainer.estimated_stepping_batches)
 
     def validation_step(self, batch, batch_idx):
         (x,) = batch
@@ -670,7 +674,7 @@ class Evaluates(Base):
     def found(self):
         del self.evaluator.child.parent
         logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return plain([self.kept, self.evaluator, self.meter, self.returned, logged])
+        return plain([self.kept, self.evaluator, self.meter, self.returned, logged, self.shares])
 
 
 class Queues(Base):

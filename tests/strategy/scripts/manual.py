@@ -471,6 +471,34 @@ class LooksAgain(Gan):
         self.log("before", loss)
 
 
+class LogsAfterwards(Module):
+    """Steps twice, and logs the first loss at last."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, losses = self.optimizers(), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(self.loss(batch))
+            self.manual_backward(losses[-1])
+            optimizer.step()
+            self.log(f"loss_{len(losses)}", losses[-1])
+        self.log("first", losses[0])
+
+
+class LogsWeights(Module):
+    """Looks at weights after its step."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("first", self.net[0][0].weight.detach().norm())
+        self.log("last", self.net[5].weight.norm())
+        self.log("all", sum(parameter.detach().square().sum() for parameter in self.net.parameters()))
+        self.log("loss", loss)
+
+
 class ThreeOptimizers(Gan):
     """Three parts take turns, the last one first."""
 
@@ -803,7 +831,7 @@ PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst, Policy) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, Penalised, BothLosses, LooksAgain, ThreeOptimizers)),
     *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
-    *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows)),
+    *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows, LogsAfterwards, LogsWeights)),
 ]
 ONCE = {"num_microbatches": 1, "schedule": "gpipe"}
 EQUAL = {

@@ -121,3 +121,16 @@ def test_calls_are_the_users_own_again_after_a_step():
         assert vars(trainer) == own
         assert "log" not in vars(module)
     assert notes == [((("attribute", "trainer"), ("attribute", "save_checkpoint")), ("a.ckpt",), {})] * 2
+
+
+def test_what_has_several_names_is_known_by_the_same_in_whichever_order_they_were_given():
+    places = []
+    for names in ("abc", "cab"):  # as those of a set of texts, in two processes
+        module, shared, keys = nn.Module(), [], dict.fromkeys(names)
+        for name in names:
+            setattr(module, name, shared)
+            keys[name] = (inner := module.__dict__.setdefault("inner", [0]))
+        module.by_name = keys
+        shared.append(inner)
+        places.append({path for path, holder in Attributes(module)._holders.items() if holder is shared})
+    assert places == [{("a",)}, {("a",)}]

@@ -12,7 +12,7 @@ from tests.thorough import mostly
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "manual.py"
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
-FIRST = {1: ["Module, 1f1b", "Gan, 1f1b"], 2: ["Module, 1f1b", "Gan, 1f1b"]}
+FIRST = {1: ["Module, 1f1b", "Gan, 1f1b"], 2: ["Module, 1f1b", "Gan, 1f1b", "LogsAfterwards, 1f1b"]}
 """Cases of so many ranks that `make test` runs."""
 ON_ONE = [
     *(f"{kind}, 1f1b" for kind in ("TwoOptimizers", "Accumulates", "Toggles", "Generates", "Resumed", "JudgeFirst")),
@@ -28,6 +28,7 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, 1f1b" for kind in ("Penalised", "Switches", "Gains", "WeightNorm", "Parametrized")),
     *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows", "ReadsLogged")),
+    "LogsWeights, 1f1b",
     *mostly((), "Policy, gpipe", "Policy, interleaved"),
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole", "SpectralNorm", "ParametrizedSpectralNorm")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),
