@@ -218,6 +218,7 @@ def _call(
     positions = {id(leaf): index for index, leaf in enumerate(inputs) if _is_tensor(leaf)}
     assigned = AssignedBuffers(module)
     bare = Holder(module, assigned.around(forward))
+    bare.given = nn.ModuleList(leaf for leaf in leaves if isinstance(leaf, nn.Module))
     tensors = _held_tensors(bare, device, make, convert_held)
     with Kept(module) as kept, mode:
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
@@ -251,13 +252,19 @@ def _call(
     )
 
 
+_GIVEN = "given."
+
+
 def _held_tensors(
     bare: Holder,
     device: torch.device,
     make: Callable[..., torch.Tensor] = zeros,
     convert: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
 ) -> dict[str, torch.Tensor]:
-    """What stands for parameters and buffers: of these the small ones have their values, if the others have any."""
+    """What stands for parameters and buffers: of these the small ones have their values, if the others have any.
+
+    Those of modules among the arguments, as an embedding whose weight a head uses, are known by what they stand for.
+    """
     found: dict[str, torch.Tensor] = {}
     # each module once: torch would not put back the tensors of a module that is held in two places
     for path, part in bare.named_modules():
@@ -270,6 +277,8 @@ def _held_tensors(
                 value = convert(
                     make(tensor.shape, strides, dtype=tensor.dtype, device=device, requires_grad=needs_grad)
                 )
+            if path.startswith(_GIVEN):
+                value.stands_for = tensor  # type: ignore[attr-defined]
             found[f"{path}.{name}"] = value
     return found
 
@@ -362,6 +371,8 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return value
     try:
         return copy.deepcopy(value)  # a cache for keys and values would remember forms without values
     except Exception:

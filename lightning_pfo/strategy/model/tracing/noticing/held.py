@@ -64,8 +64,8 @@ class HeldTensors:
             self._tensors[name].data = data
 
     def name(self, leaf: Any) -> str | None:
-        """The name of an object, if it is one of them or a view of one."""
-        name = self._names.get(id(leaf))
+        """The name of an object, if it is one of them, stands for one, or is a view of one."""
+        name = self._names.get(id(getattr(leaf, "stands_for", leaf)))
         return self._by_memory.get(memory_of(leaf)) if name is None and _may_have_views(leaf) else name
 
 
