@@ -109,7 +109,7 @@ MAY_KNOW = {
     "strategy.trainer.manual": {
         *("core", "strategy.step", "strategy.model", "strategy.parallel", "strategy.coupling"),
     },
-    "strategy.coupling": {"core"},
+    "strategy.coupling": {"core", "strategy.model"},
     "strategy.earlier": {"core", "strategy.model"},
     "strategy.divide": {"core", "strategy.earlier", "strategy.step", "strategy.model", "strategy.parallel"},
     "strategy.build": {

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.model.reach.untouched import steps_unheard
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def _small(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _tried(optimizer: Optimizer, trial: Callable[[], bool]) -> bool:
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), steps_unheard(optimizer):
             return trial()
     except Exception as error:  # optimizers may hold anything, and ask anything of their parameters
         _log.info("%s is not tried: %s", type(optimizer).__name__, error)

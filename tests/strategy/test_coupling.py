@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_pfo.strategy.coupling import couples_parameters, needs_other_gradients
+from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 
 
 class SharpnessAware(torch.optim.Optimizer):
@@ -134,3 +136,39 @@ def test_who_needs_gradients_at_other_weights_is_found(make):
 @pytest.mark.parametrize("name", ALONE)
 def test_others_call_their_closure_first(name):
     assert not needs_other_gradients(ALONE[name](parameters()))
+
+
+class Counting(torch.optim.SGD):
+    """Notes its steps outside of itself."""
+
+    number = 0
+
+    def step(self, closure=None):
+        Counting.number += 1
+        NOTED.append("step")
+        return super().step(closure)
+
+
+NOTED: list[str] = []
+
+
+def test_trials_leave_nothing_in_what_a_class_counts_and_hooks_of_all_optimizers_hear_nothing():
+    heard = []
+    handles = [
+        register(lambda *args: heard.append(args))
+        for register in (
+            register_optimizer_step_pre_hook,
+            register_optimizer_step_post_hook,
+        )
+    ]
+    optimizer = Counting([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))], lr=0.1)
+    try:
+        assert not couples_parameters(optimizer)
+        assert not needs_other_gradients(optimizer)
+        assert try_optimizers([optimizer], torch.device("cpu")).state_bytes == 0
+        assert (Counting.number, NOTED, heard) == (0, [], [])
+        optimizer.step()
+        assert (Counting.number, NOTED, bool(heard)) == (1, ["step"], True)
+    finally:
+        for handle in handles:
+            handle.remove()

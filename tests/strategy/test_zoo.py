@@ -24,6 +24,7 @@ EQUAL = [
     "list_that_is_not_called",
     "reversible",
     "tied_embedding_and_head",
+    "head_given_the_embedding",
     "layers_called_repeatedly",
     "boolean_mask_from_stem",
     "padding_mask_from_embeddings",

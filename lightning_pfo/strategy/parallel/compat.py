@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -62,6 +63,8 @@ PRIVATE = {
     "torch.utils.flop_counter.flop_registry": (
         "The operations of an instruction could not be counted; `FlopCounterMode`, which is public, hooks into modules."
     ),
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "Hooks would hear of steps of copies of optimizers.",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "Hooks would hear of steps of copies of optimizers.",
     "torch._subclasses.fake_tensor.FakeTensorMode": (
         "What a module returns could only be found by computing it, with the memory that this takes."
     ),
@@ -473,6 +476,20 @@ def clamp_in_place(tensors: list[torch.Tensor], limit: float) -> None:
     """Limit all elements to `-limit` .. `limit`."""
     torch._foreach_clamp_min_(tensors, -limit)
     torch._foreach_clamp_max_(tensors, limit)
+
+
+@contextmanager
+def optimizer_hooks_aside() -> Iterator[None]:
+    """Let the hooks that are for the steps of all optimizers hear nothing while the context is open."""
+    found: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    before = [dict(hooks) for hooks in found]
+    for hooks in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in zip(found, before, strict=True):
+            hooks.update(kept)
 
 
 _CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ from lightning_pfo.core.errors import ConfigurationError
 from tests.strategy.zoo import CASES, Settings, measure
 from tests.strategy.zoo.processes import run_together
 
-ON_FOUR = ("layers_called_repeatedly",)
-"""Stages share its layers in overlapping sets."""
+ON_FOUR = ("layers_called_repeatedly", "head_given_the_embedding")
+"""Stages share its layers in overlapping sets, or some hold neither of two that others share."""
 
 
 def fail(how):

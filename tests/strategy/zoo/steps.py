@@ -179,6 +179,34 @@ def tied_embedding_and_head() -> Any:
 
 
 @case("steps")
+def head_given_the_embedding() -> Any:
+    """As Perceiver's: a module is an argument of another, which uses its weight and one of its own."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+
+        def forward(self, x: Tensor, embedding_layer: nn.Module) -> Tensor:
+            return x @ embedding_layer.weight.transpose(0, 1) + self.bias
+
+    class Given(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.layers, self.head = nn.Embedding(VOCABULARY, WIDTH), blocks(6), Head()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            ids, _ = batch
+            x = self.embedding(ids[:, :-1])
+            for layer in self.layers:
+                x = x + layer(x + x.cumsum(1) / ids.shape[1])
+            x = self.head(x, embedding_layer=self.embedding)
+            return functional.cross_entropy(x.view(-1, VOCABULARY), ids[:, 1:].flatten())
+
+    return Given(), tokens()
+
+
+@case("steps")
 def frozen_backbone() -> Any:
     class Frozen(Module):
         def __init__(self) -> None:

@@ -244,8 +244,7 @@ class Places:
 
 
 def _in_order(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The items of a dict by name: what has several names is known by the first, and each process may set these in
-    another order, as that of a set of texts."""
+    """The items of a dict by name, as each process may set what has several names in another order."""
     try:
         return sorted(items.items(), key=itemgetter(0))
     except TypeError:  # keys of several kinds

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from operator import is_
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_pfo.strategy.model.reach.flags import Flags
 from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_state, state_of
@@ -21,6 +22,7 @@ from lightning_pfo.strategy.model.tracing.tracked import followed_in
 from lightning_pfo.strategy.parallel.compat import (
     children_of,
     memory_of,
+    optimizer_hooks_aside,
     tensors_of,
 )
 
@@ -93,6 +95,16 @@ def places_untouched(places: Places) -> Iterator[None]:
         yield
     finally:
         remembered.put_back()
+
+
+@contextmanager
+def steps_unheard(optimizer: Optimizer) -> Iterator[None]:
+    """Let copies of an optimizer make steps while the context is open, of which nobody hears.
+
+    What its class counts, or writes into variables of its file, is put back; hooks of all optimizers are not called.
+    """
+    with places_untouched(Places(SimpleNamespace(), classes=(type(optimizer),))), optimizer_hooks_aside():
+        yield
 
 
 def _is_made(value: Any, before: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes
+from lightning_pfo.strategy.model.reach.untouched import steps_unheard
 from lightning_pfo.strategy.model.tracing.forms.outline import without_reports
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.step.memory.substitutes import NoValues
@@ -38,6 +39,8 @@ def try_optimizers(
 ) -> OptimizerCosts:
     """Let copies of optimizers take two steps with tensors without values; they themselves remain as they are.
 
+    So does what their classes count, and hooks of all optimizers hear nothing.
+
     Args:
         optimizers: The optimizers.
         device: Where their parameters are.
@@ -48,7 +51,7 @@ def try_optimizers(
         living = LivingBytes(device)
         try:
             twin = _twin(optimizer, device, living, idle)
-            with living, torch.no_grad(), without_reports():
+            with steps_unheard(optimizer), living, torch.no_grad(), without_reports():
                 type(optimizer).step(twin)
                 living.peak = made = living.now
                 type(optimizer).step(twin)
