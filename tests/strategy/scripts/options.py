@@ -166,6 +166,18 @@ class LooksAtGradients(Module):
         self.history["norms"].append({name: float(gradient.norm()) for name, gradient in gradients.items()})
 
 
+class HalvesGradients(Module):
+    """Its optimizer has a `zero_grad` of its own."""
+
+    class Optimizer(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            for gradient in (p.grad for group in self.param_groups for p in group["params"] if p.grad is not None):
+                gradient.mul_(0.5)
+
+    def configure_optimizers(self):
+        return self.Optimizer(self.parameters(), lr=0.01)
+
+
 class Clips(Module):
     """Clips by torch's own function: of all layers, of a layer of each stage, with a parameter that is in no module."""
 
@@ -250,6 +262,7 @@ RUNS = {  # what makes the module, the Trainer's options, the strategy's options
     "recomputed": (Module, dict, {"activation_checkpointing": True, "schedule": "interleaved_zero_bubble"}),
     "recomputed_in_part": (Module, dict, {"activation_checkpointing": "selective"}),
     "looks_at_gradients": (LooksAtGradients, dict, {}),
+    "halves_gradients": (HalvesGradients, dict, {}),
     "adagrad": (HasStateFromTheBegin, lambda: {"max_epochs": 3}, {}),
     "ema": (Module, ema, {}),
     "swa": (Module, swa, {}),

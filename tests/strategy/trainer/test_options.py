@@ -35,6 +35,7 @@ TOLERANCE = {
     "recomputed": 2e-5,
     "recomputed_in_part": 2e-5,
     "looks_at_gradients": 2e-5,
+    "halves_gradients": 2e-5,
     "adagrad": 2e-5,
     "ema": 2e-5,
     "swa": 2e-5,

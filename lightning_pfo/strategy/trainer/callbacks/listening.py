@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.trainer.compat import skips_backward
@@ -60,7 +61,12 @@ def gradients_are_stale(module: pl.LightningModule) -> bool:
         and not _has("optimizer_zero_grad", module)
         and not _has("on_before_zero_grad", module)
         and not any(_has("on_before_zero_grad", callback, pl.Callback) for callback in _callbacks(trainer))
+        and all(map(_zeroes_as_torch, trainer.optimizers))
     )
+
+
+def _zeroes_as_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
