@@ -241,7 +241,9 @@ class Comparison:
         if any(self._rehearsal.tell(is_error)):
             is_error = self._is_error_in_evaluation(first, parts, whole, tolerance) and is_error
         if losses and differ(losses, tolerance):
-            text = describe(losses, None if whole is not None else num_microbatches, tolerance)
+            number = self._number[first.source]
+            which = "the first batch" if number == 1 else f"batch {number}"
+            text = describe(losses, None if whole is not None else num_microbatches, tolerance, which)
             said.append(_Said(is_error, True, text))
         if check is None or any(self._rehearsal.tell(any(each.is_error for each in said))):
             return said

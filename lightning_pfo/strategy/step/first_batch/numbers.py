@@ -100,25 +100,31 @@ class NumberCheck:
             The numbers that no rule explains, and how they differ; each is told once.
         """
 
-        def differing() -> dict[str, str]:
-            return {place: said for each in situations for place, said in self.differing(each, tolerance).items()}
+        def differing() -> tuple[dict[str, str], dict[str, str]]:
+            of_each = [self.differing(each, tolerance) for each in situations]
+            return {place: said for found in of_each for place, said in found.items()}, of_each[0]
 
-        wrong = differing()
+        wrong, at_first = differing()
         asked = dict.fromkeys((*wrong, *self.open))
         fitting: dict[str, list[str]] = {place: [] for place in asked}
+        nearly: dict[str, str] = {}
         for name in _CANDIDATES if asked else ():
             before = self.rules.set({}, 0)
             for place in asked:
                 self._set(place, name)
-            still = differing()
+            still, still_at_first = differing()
             for place in asked:
                 if place not in still and name in self.open.get(place, _CANDIDATES):
                     fitting[place].append(name)
+                if place in at_first and place not in still_at_first:
+                    nearly.setdefault(place, name)
             self.rules.put_back(before)
         self.open = {place: names for place, names in fitting.items() if names}
         for place, names in self.open.items():
             self._set(place, names[0])
         unfit = {place: said for place, said in wrong.items() if place not in self.open}
+        for place in nearly.keys() & unfit.keys():  # as the least loss so far: nearer than what no batch has
+            self._set(place, nearly[place])
         self.unfit |= set(unfit)
         return unfit
 

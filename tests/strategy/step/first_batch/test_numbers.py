@@ -1,0 +1,51 @@
+"""Rules for numbers that a step leaves, found by comparing batches that were run by microbatches and in one piece."""
+
+from types import SimpleNamespace
+
+import torch
+
+from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
+from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
+
+PLACE = "self.best"
+
+
+class ByMicrobatches:
+    """A number that is added up where no rule is known."""
+
+    def __init__(self, *values):
+        self.values, self.recorder = values, SimpleNamespace(sizes=(2,) * len(values))
+
+    def numbers(self, rules):
+        rule = rules.of(PLACE, 1.0, ask=False)
+        by_rule = merged_by(rule, self.values)
+        mean = sum(self.values) / len(self.values)
+        found = by_rule[0] if by_rule else mean if rule == "mean" else sum(self.values)
+        return {PLACE: torch.tensor(found, dtype=torch.float64)}
+
+    def numbers_of(self, index):
+        return {PLACE: torch.tensor(self.values[index], dtype=torch.float64)}
+
+
+def situation(values, whole):
+    numbers = {PLACE: torch.tensor(whole, dtype=torch.float64)}
+    return [Pair(ByMicrobatches(*values), SimpleNamespace(numbers=lambda rules: dict(numbers)))]
+
+
+def test_the_rule_that_fits_all_batches_is_taken():
+    check = NumberCheck(Rules())
+    assert check.find_rules([situation((1.0, 3.0), 2.0), situation((2.0, 3.0), 2.5)], 1e-6) == {}
+    assert check.rules.of(PLACE, 1.0, ask=False) == "mean"
+
+
+def test_of_a_number_that_no_rule_fits_that_of_one_batch_is_nearer_than_none():
+    check = NumberCheck(Rules())
+    found = check.find_rules([situation((1.0, 3.0), 2.0), situation((1.0, 2.0), 1.8)], 1e-6)
+    assert list(found) == [PLACE]
+    assert check.rules.of(PLACE, 1.0, ask=False) == "mean"
+
+
+def test_where_nothing_fits_a_number_stays_as_it_is():
+    check = NumberCheck(Rules())
+    assert check.find_rules([situation((1.0, 3.0), 9.0), situation((1.0, 2.0), 1.8)], 1e-6)
+    assert check.rules.of(PLACE, 1.0, ask=False) is None
