@@ -16,8 +16,8 @@ _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a k
 _CHECK_EVERY = 50  # ... and then once in so many
 _ANOTHER = "making another pipeline"
 _MOST_TRIES = 3
-_hosts_before: list[dist.ProcessGroup | None] = []
-"""The ranks of the pipeline that was made last, which may be gone."""
+_before: list[tuple[Any, dist.ProcessGroup | None]] = []
+"""All processes, and of these the ranks of the pipeline that was made last, which may be gone."""
 
 
 def meet_for_another() -> None:
@@ -30,7 +30,9 @@ def meet_for_another() -> None:
     Raises:
         RanksApartError: If they do not come, or have ended.
     """
-    for hosts in _hosts_before:
+    for world, hosts in _before:
+        if world is not dist.group.WORLD:  # that has been destroyed since
+            continue
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 _meet(_ANOTHER, hosts)
@@ -50,7 +52,7 @@ class Together:
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._hosts = engine.host_group()
-        _hosts_before[:] = [self._hosts]
+        _before[:] = [(dist.group.WORLD, self._hosts)]
         self._num_calls: dict[str, int] = {}
         self._is_over = False
 

@@ -245,10 +245,8 @@ class Places:
 
 def _in_order(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """The items of a dict by name, as each process may set what has several names in another order."""
-    try:
-        return sorted(items.items(), key=itemgetter(0))
-    except TypeError:  # keys of several kinds
-        return list(items.items())
+    found = list(items.items())
+    return sorted(found, key=itemgetter(0)) if all(type(name) is str for name, _ in found) else found
 
 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
