@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -479,17 +479,21 @@ def clamp_in_place(tensors: list[torch.Tensor], limit: float) -> None:
 
 
 @contextmanager
-def optimizer_hooks_aside() -> Iterator[None]:
-    """Let the hooks that are for the steps of all optimizers hear nothing while the context is open."""
-    found: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
-    before = [dict(hooks) for hooks in found]
-    for hooks in found:
-        hooks.clear()
+def emptied(registries: Collection[dict[int, Any]]) -> Iterator[None]:
+    """Let hooks hear nothing while the context is open: what holds them is empty."""
+    before = [dict(registered) for registered in registries]
+    for registered in registries:
+        registered.clear()
     try:
         yield
     finally:
-        for hooks, kept in zip(found, before, strict=True):
-            hooks.update(kept)
+        for registered, functions in zip(registries, before, strict=True):
+            registered.update(functions)
+
+
+def optimizer_hooks_aside() -> AbstractContextManager[None]:
+    """Let the hooks that are for the steps of all optimizers hear nothing while the context is open."""
+    return emptied([_global_optimizer_pre_hooks, _global_optimizer_post_hooks])
 
 
 _CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ loss division and the hooks around backward work as they are, in loops of users'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import (
     accumulation_hooks_of,
+    emptied,
     gradient_hooks_of,
     scale_in_place,
     tree_map_only,
@@ -51,19 +52,10 @@ def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> N
         parameter.grad = gradient
 
 
-@contextmanager
-def without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def without_hooks(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
     """Let hooks of parameters wait for `attach_gradients`: a microbatch's gradients are not those of the batch."""
     of_each = ((gradient_hooks_of(parameter), accumulation_hooks_of(parameter)) for parameter in parameters)
-    hooks: list[dict[int, Any]] = [registered for both in of_each for registered in both if registered]
-    before = [dict(registered) for registered in hooks]
-    for registered in hooks:
-        registered.clear()
-    try:
-        yield
-    finally:
-        for registered, functions in zip(hooks, before, strict=True):
-            registered.update(functions)
+    return emptied([registered for both in of_each for registered in both if registered])
 
 
 def _taken(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -214,7 +214,7 @@ class Attributes:
                 before = self._value_at(path)
                 if len(there) < len(changes) and before is not None and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else before for each in changes]
-                if len(changes) > 1 and self._is_too_long(path, values[0], sizes[there[0]]):
+                if len(changes) > 1 and _is_too_long(path, before, values[0], sizes[there[0]]):
                     warn_once(
                         f"A step appends to {named(path)} and takes the first items out. Each microbatch finds there "
                         f"what the batch has found: it may have got longer than on one device, and each takes out the "
@@ -228,13 +228,6 @@ class Attributes:
                     self._note_rows(path, values, together, sizes)
         as_they_are: Changes = {path: ("written", array.detach()) for path, array in self._not_taken_back.items()}
         return _with_values(merged | self._meters.changes() | as_they_are)
-
-    def _is_too_long(self, path: Path, value: Any, size: int) -> bool:
-        """Whether a queue may have got longer in the batch before than it gets."""
-        before = self._value_at(path)
-        if type(before) is not type(value) or not hasattr(before, "__len__") or not getattr(before, "ndim", 1):
-            return False
-        return (path[-1] == ITEMS or len(value) < len(before)) and queue_keeps(value, size, before) > 0
 
     def _note_rows(self, path: Path, values: Sequence[Any], together: Any, sizes: Sequence[int]) -> None:
         if where := dimensions_of_rows(values, together, sizes):
@@ -318,6 +311,13 @@ def _is_same(values: Sequence[Any]) -> bool:
         return all(bool(value == values[0]) for value in values)
     except (RuntimeError, ValueError):  # tensors and arrays of several numbers
         return True
+
+
+def _is_too_long(path: Path, before: Any, value: Any, size: int) -> bool:
+    """Whether a queue may have got longer in the batch before than it gets."""
+    if type(before) is not type(value) or not hasattr(before, "__len__") or not getattr(before, "ndim", 1):
+        return False
+    return (path[-1] == ITEMS or len(value) < len(before)) and queue_keeps(value, size, before) > 0
 
 
 def _copied(container: Any) -> Any:
