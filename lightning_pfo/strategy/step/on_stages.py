@@ -29,6 +29,7 @@ from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
+from lightning_pfo.strategy.step.first_batch.slopes import Slopes
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
@@ -60,6 +61,7 @@ class StepOnStages:
         earlier: What earlier batches have left.
         skipped: The microbatches that each stage has skipped in the last run.
         differentiates: Whether a training step calls torch.autograd.grad, so that one that is compared needs gradients.
+        slopes: Takes gradients of losses where a step is compared; None: they are not looked at.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class StepOnStages:
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
         self.differentiates = False
+        self.slopes: Slopes | None = None
         self._shared = shared
         self._users = split.held
         self._deferred = deferred
@@ -154,6 +157,8 @@ class StepOnStages:
                 contexts.append(self._aggregators.as_at_begin())
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
+            if self.slopes is not None and ends_here:
+                contexts.append(self.slopes.of_step())
             return contexts[0] if len(contexts) == 1 else all_of(contexts)
 
         def run_step(stage: int, index: int) -> Any:

@@ -12,10 +12,11 @@ from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.first_batch import slopes
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
-from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
+from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
@@ -77,6 +78,7 @@ class Comparison:
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
         self._is_compared = False
+        self._are_slopes_known = False
         self._places: dict[Source, set[Any]] = {}
         self._news: defaultdict[Source, int] = defaultdict(lambda: _NEWS)
 
@@ -241,12 +243,12 @@ class Comparison:
         if any(self._rehearsal.tell(is_error)):
             is_error = self._is_error_in_evaluation(first, parts, whole, tolerance) and is_error
         if losses and differ(losses, tolerance):
-            number = self._number[first.source]
-            which = "the first batch" if number == 1 else f"batch {number}"
-            text = describe(losses, None if whole is not None else num_microbatches, tolerance, which)
+            text = describe(losses, None if whole is not None else num_microbatches, tolerance, self._name_of(first))
             said.append(_Said(is_error, True, text))
         if check is None or any(self._rehearsal.tell(any(each.is_error for each in said))):
             return said
+        if is_training and not any(self._rehearsal.tell(bool(said))):
+            said += self._compare_slopes(first, parts, tolerance)
         situations = [pairs, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
@@ -256,6 +258,28 @@ class Comparison:
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
         return said
+
+    def _name_of(self, of: StepOnBatch) -> str:
+        number = self._number[of.source]
+        return "the first batch" if number == 1 else f"batch {number}"
+
+    def _compare_slopes(self, first: StepOnBatch, parts: Microbatches, tolerance: float) -> list[_Said]:
+        """What to say of the gradients of a batch whose loss is the mean of its microbatches'; once for all batches.
+
+        Not of divided layers, which gather their weights for a backward, and end it where it has passed them.
+        """
+        if self._are_slopes_known or self._divided:
+            return []
+        self._are_slopes_known = True
+        found = [self._rehearsal.slopes(first, parts, 0)]
+
+        def share() -> float:
+            return _tried(lambda: slopes.gap(found, tolerance)) or 0.0
+
+        if any(self._rehearsal.tell(bool(share()))):
+            found += [self._rehearsal.slopes(first, parts, draw) for draw in range(1, 1 + EXTRA_DRAWS)]
+        gap = share()
+        return [_Said(False, False, slopes.describe(gap, self._name_of(first)))] if gap else []
 
     def _is_error_in_evaluation(
         self, first: StepOnBatch, parts: Microbatches, whole: Whole | None, tolerance: float

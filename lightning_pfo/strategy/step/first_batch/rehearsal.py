@@ -20,13 +20,14 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
 from lightning_pfo.strategy.step.first_batch.numbers import Pair
 from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
+from lightning_pfo.strategy.step.first_batch.slopes import Compared, Slopes
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 _log = logging.getLogger(__name__)
-_EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
+EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
 _LACKS_GRADIENTS = (
     *("torch.autograd.grad", "does not require grad"),
     *("cannot register a hook on a tensor that doesn't require gradient", "can't retain_grad on Tensor"),
@@ -141,9 +142,9 @@ class Rehearsal:
 
     def draw_again(self, first: StepOnBatch, parts: Microbatches, pairs: list[Pair], whole: Whole | None) -> None:
         """Run the same with other random numbers, to see what differs by chance."""
-        for draw in range(1, 1 + _EXTRA_DRAWS):
+        for draw in range(1, 1 + EXTRA_DRAWS):
             pairs += self.pair(first, parts, draw, whole)
-        if len(pairs) <= _EXTRA_DRAWS:
+        if len(pairs) <= EXTRA_DRAWS:
             pairs.clear()
 
     def pair(
@@ -153,6 +154,20 @@ class Rehearsal:
         by_parts = self.run(first, parts, draw, whole, evaluates=evaluates)
         of_all = self.run(first, self._joined(first, len(parts)), draw, evaluates=evaluates)
         return [Pair(by_parts, of_all)] if by_parts and of_all else []
+
+    def slopes(self, first: StepOnBatch, parts: Microbatches, draw: int) -> Compared | None:
+        """The gradients of microbatches and those of the same samples in one piece; None where they are not known."""
+        of_parts, of_all = Slopes(), Slopes()
+        with self.silent(True):
+            for slopes, each in ((of_parts, parts), (of_all, self._joined(first, len(parts)))):
+                self._runner.slopes = slopes
+                try:
+                    run = self.run(first, each, draw)
+                finally:
+                    self._runner.slopes = None
+                if not all(self.tell(bool(run))):
+                    return None
+        return Compared(of_parts, of_all, self._runner.batching.weights(parts.parts, parts.sizes))
 
     def tell(self, value: int) -> list[int]:
         """What the last ranks of replicas say: they go on together, since layers may be divided over them."""
@@ -204,6 +219,8 @@ class Rehearsal:
         recorder = LogRecorder(self._owner, weights, sizes, of_epochs=not is_training)
 
         def take(result: Any, index: int) -> torch.Tensor:
+            if self._runner.slopes is not None:
+                self._runner.slopes.take(loss_in(result))
             results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
             return torch.zeros(())
 

@@ -1,0 +1,157 @@
+"""Whether microbatches give the gradients of the batch where their losses give its loss: compared once, as losses are.
+
+`a / a.detach() + b / b.detach()` is 2 on every microbatch and on the batch, and yet each microbatch is weighed by its
+own losses. It suffices to know the gradients by what layers return last, and by parameters that the step itself uses
+after that: what is looked at is the loss, not the layers. So results of modules with parameters are cut from what made
+them while a step runs, which leaves a graph of the end of the step, and what the loss reaches in it is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+
+_LEAST_TOLERANCE = 1e-3  # rounding of gradients that cancel each other
+_OF_TOLERANCE = 8  # gradients are rounded on more ways than a loss
+_RANDOM = 10  # how far apart random gradients must be, in the error of their mean, which four draws hardly tell
+
+
+class Slopes:
+    """Takes the gradients of losses of a step's microbatches, each when its step has ended."""
+
+    def __init__(self) -> None:
+        self.found: list[list[torch.Tensor]] = []
+
+    @contextmanager
+    def of_step(self) -> Iterator[None]:
+        """Where a step runs to its loss."""
+        with torch.enable_grad(), register_module_forward_hook(_cut_off):
+            yield
+
+    def take(self, loss: Any) -> None:
+        """Differentiate the loss of the next microbatch; a loss that cannot be is followed by none."""
+        leaves = [] if loss.grad_fn is None else _leaves_of(loss.grad_fn)
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True) if leaves else ()
+        self.found.append([torch.zeros(()) if each is None else each.detach() for each in gradients])
+
+
+def _cut_off(module: nn.Module, args: Any, output: Any) -> Any:
+    """Cut what a module with parameters returns from what made it."""
+    if torch.compiler.is_compiling() or not any(True for _ in module.parameters(recurse=False)):
+        return None
+    return tree_map_only(torch.Tensor, _cut, output)
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.is_floating_point() and tensor.dim() and tensor.requires_grad):  # a loss is no layer's result
+        return tensor
+    return tensor.detach().requires_grad_().clone()  # which may be changed in place
+
+
+def _leaves_of(node: Any) -> list[torch.Tensor]:
+    """The tensors that a loss is made from, in the order in which its graph has them."""
+    leaves: dict[int, torch.Tensor] = {}
+    seen, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        if (leaf := getattr(current, "variable", None)) is not None:
+            leaves.setdefault(id(leaf), leaf)
+        for following, _ in current.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return [*leaves.values()]
+
+
+class Compared(NamedTuple):
+    """The gradients of the same samples, by one draw of random numbers.
+
+    Attributes:
+        of_parts: Those of microbatches.
+        of_all: Those of all as one batch.
+        weights: How much each microbatch counts.
+    """
+
+    of_parts: Slopes
+    of_all: Slopes
+    weights: Sequence[float]
+
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What a pipeline trains on, and one device, in one order; None where these are not of the same things."""
+        parts = self.of_parts.found
+        if len(parts) != len(self.weights) or len(self.of_all.found) != 1:
+            return None
+        (wholes,) = self.of_all.found
+        if any(len(part) != len(wholes) for part in parts):
+            return None
+        of_each = zip(*parts, wholes, strict=True)
+        joined = [(_joined([w * g for w, g in zip(self.weights, of, strict=True)], one), one) for *of, one in of_each]
+        pairs = [(ours.flatten(), one.flatten()) for ours, one in joined if ours is not None]
+        if not pairs:
+            return None
+        ours, theirs = (torch.cat(each) for each in zip(*pairs, strict=True))
+        return (ours, theirs) if ours.dtype == torch.float64 else (ours.float(), theirs.float())
+
+
+def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor | None:
+    """Gradients by the samples of each microbatch one after the other, or those by a parameter added up."""
+    if any(each.layout != torch.strided or each.is_nested for each in (*parts, whole)):
+        return None
+    if all(each.shape == whole.shape for each in parts):
+        return torch.stack([*parts]).sum(0)
+    for dimension, size in enumerate(whole.shape):
+        if sum(each.shape[dimension] for each in parts if each.dim() == whole.dim()) == size:
+            try:
+                return torch.cat([*parts], dimension)
+            except RuntimeError:  # other dimensions differ too
+                return None
+    return None
+
+
+def gap(draws: Sequence[Compared | None], tolerance: float) -> float:
+    """How far the gradients are from those of one device, as a share of these; 0: rounding and chance explain it.
+
+    Args:
+        draws: The gradients by several draws of random numbers, or by one if nothing is random.
+        tolerance: The relative difference of losses that rounding explains.
+    """
+    pairs = [draw.flat() for draw in draws if draw is not None]
+    found = [pair for pair in pairs if pair is not None]
+    if len(found) != len(draws) or len({one.shape for _, one in found}) != 1:
+        return 0.0
+    differences = torch.stack([ours - one for ours, one in found])
+    mean = differences.mean(0)
+    size = max(float(gradient.norm()) for pair in found for gradient in pair)
+    chance = 0.0
+    if len(found) > 1:
+        spread = float((differences - mean).square().sum()) / (len(found) * (len(found) - 1))
+        chance = _RANDOM * spread**0.5
+    distance = float(mean.norm())
+    if not 0 < size < float("inf") or not distance > chance + max(_LEAST_TOLERANCE, _OF_TOLERANCE * tolerance) * size:
+        return 0.0
+    return distance / size
+
+
+def describe(share: float, batch: str) -> str:
+    """What is said of gradients that are others than on one device, with ways out.
+
+    Args:
+        share: How far they are from those, as a share.
+        batch: Which one it is.
+    """
+    return (
+        f"The loss of {batch} is the mean of its microbatches' losses, but its gradients are not the mean of theirs: "
+        f"they are {100 * share:.2g} % apart, by what layers return last. A loss whose value does not tell what it "
+        f"depends on, as one that is divided by its own detached value (a / a.detach()), weighs the samples of each "
+        f"microbatch by these alone. Use loss_over='batch' with schedule='gpipe', where the end of the step has all "
+        f"samples; or divide by a number that all microbatches share, such as one of the batch before. "
+        f"check_loss=False leaves the comparison out."
+    )
