@@ -184,18 +184,30 @@ class LogRecorder:
         name = _reduction_in(self.arguments[key])
         found = [value for _, value in values]
         asks = all(map(_is_count, found)) and any(found)
-        by_rule = merged_by(rules.of(place_of_log(*key), found[0], ask=asks), found)
+        rule = rules.of(place_of_log(*key), found[0], ask=asks)
+        by_rule = merged_by(rule, found)
         if by_rule is not None and key[0] not in self.metrics:
             return torch.as_tensor(by_rule[0], dtype=torch.float64)
         counts_samples = found == list(self.sizes) and max(found) > 1
         is_setting = all(type(value) is int and value == found[0] for value in found) and not counts_samples
         if name in ("sum", "max", "min") and all(map(_is_count, found)) and not is_setting:
             return cast(torch.Tensor, getattr(_stack(found), name)())
-        return self._mean(values)
+        return self._mean(values, self._stands_for(key, values) if rule != "samples" else None)
 
-    def _mean(self, values: list[tuple[int, Any]], *, is_loss: bool = False) -> torch.Tensor:
+    def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]]) -> list[float] | None:
+        """How much each value counts, where `batch_size` says of how many others than samples it is the mean."""
+        said = self.batch_sizes.get(key, {})
+        numbers_said = [said.get(index, 0) for index, _ in values]
+        sizes = [self.sizes[index] if self.sizes else 1 for index, _ in values]
+        is_other = len(said) == len(values) and len(set(numbers_said)) > 1 and numbers_said != sizes
+        return [float(number) for number in numbers_said] if is_other else None
+
+    def _mean(
+        self, values: list[tuple[int, Any]], weights: list[float] | None = None, *, is_loss: bool = False
+    ) -> torch.Tensor:
         """The weighted mean; of losses the sum, if weights say that they are to be added."""
-        weights = [self.weights[index] if self.weights else 1.0 for index, _ in values]
+        if weights is None:
+            weights = [self.weights[index] if self.weights else 1.0 for index, _ in values]
         counted = [(weight, value) for weight, (_, value) in zip(weights, values, strict=True) if weight]
         if not counted:
             return _stack([value for _, value in values]).mean()

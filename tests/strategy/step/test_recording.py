@@ -3,6 +3,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.effects.left import place_of_log
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 
@@ -70,3 +72,31 @@ def test_what_a_plain_module_cannot_log_is_said_in_our_words():
     vars(owner)["log"] = recorder.log  # as while its step runs
     with pytest.raises(ConfigurationError, match="this is a Linear"):
         owner.log("metric", nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "rule", "expected"),
+    [
+        ((1, 3), None, 2.5),  # of what it is the mean
+        ((4, 4), None, 2.0),
+        ((0, 5), None, 3.0),  # a mask that selects none in a microbatch, whose mean is NaN
+        ((1, 3), "samples", 2.0),
+        ((1, None), None, 2.0),
+    ],
+)
+def test_a_value_counts_as_much_as_its_batch_size_says(said, rule, expected):
+    recorder, rules = LogRecorder(nn.Module(), (0.5, 0.5), (4, 4)), Rules()
+    if rule is not None:
+        rules.set({place_of_log("value", 0): rule}, 0)
+    for recorder.index, size in enumerate(said):
+        recorder.log("value", float("nan") if size == 0 else 1.0 + 2 * recorder.index, batch_size=size)
+    (logged,) = recorder.logged(rules)
+    assert float(logged.value) == expected
+
+
+def test_weights_hold_where_the_batch_size_is_that_of_samples():
+    recorder = LogRecorder(nn.Module(), (0.9, 0.1), (6, 4))  # by tokens
+    for recorder.index, size in enumerate((6, 4)):
+        recorder.log("loss", float(recorder.index), batch_size=size)
+    (logged,) = recorder.logged()
+    assert float(logged.value) == pytest.approx(0.1)

@@ -24,6 +24,7 @@ _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
     "mean": {"": "mean", GROWN: "mean"},
+    "mean over samples": {"": "samples", GROWN: "mean"},
     "sum anew": {"": "sum", GROWN: None, SET: "sum"},
     "largest": {"": "largest", GROWN: "largest"},
     "least": {"": "least", GROWN: "least"},
