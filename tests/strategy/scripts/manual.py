@@ -811,6 +811,28 @@ class Decides(Module):
             self.optimizers().step()
 
 
+class DecidesByValues(Module):
+    """Steps where the loss is small enough, which some microbatches find."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        if loss.item() < 1.4:
+            self.optimizers().step()
+
+
+class DecidesInPhases(Gan):
+    def training_step(self, batch, batch_idx):
+        opt_g, opt_d = self.optimizers()
+        d_loss = self.bce(self.judge(self.net(batch[0]).detach()), 0.0)
+        self.manual_backward(d_loss)
+        if d_loss.item() > 0.1:
+            opt_d.step()
+        self.manual_backward(self.bce(self.judge(self.net(batch[0])), 1.0))
+        opt_g.step()
+
+
 class ByHand(Module):
     def training_step(self, batch, batch_idx):
         for parameter in self.parameters():
@@ -854,7 +876,7 @@ EQUAL = {
 }
 REFUSED = {
     **{k.__name__: (k, {}) for k in (Clips, Backward, Counts, Decides, ByHand, Hides, Stale)},
-    **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam)},
+    **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam, DecidesByValues, DecidesInPhases)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

@@ -55,6 +55,8 @@ REFUSED = {
     "Gan, profile": ["has several, or calls", "partition='parameters'"],
     "Gan, joins": ["loss_over='batch'", "if batch_idx % 2 == 0"],
     "Decides": ["alike for all microbatches", "step of optimizer 0", "batch_idx"],
+    "DecidesByValues": ["alike for all microbatches", "step of optimizer 0", "batch_idx"],
+    "DecidesInPhases": ["decides nothing by what layers compute", "if d_loss.item() > 0.1:", "on_train_batch_end"],
     "Hides": ["this SGD is none of these", "hidden.step()", "self.optimizers()"],
     "ByHand": ["sets p.grad by itself", "Call optimizer.zero_grad()"],
 }
@@ -132,6 +134,11 @@ def test_what_cannot_be_done_once_for_a_batch_is_refused(runs, case):
     for seen in runs(1 if case == "Lbfgs" else 2):  # of several ranks none has all parameters
         for word in REFUSED[case]:
             assert word in seen[case]
+
+
+@pytest.mark.slow
+def test_calls_that_are_made_once_for_a_batch_are_no_numbers(runs):
+    assert "strategy.manual" not in runs(2)[0]["output"]
 
 
 @pytest.mark.parametrize("number", FIRST)

@@ -230,6 +230,7 @@ class Trace:
         has_sizes: Whether a size came from the values of stages.
         asked: Values whose size Python has been told.
         decided_by_sizes: Whether Python has looked at numbers of stages, on which the size of anything may depend.
+        decided_at: The user's line that did so first.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         compiled: The user's line that a compiled function has between units, if one has any.
         skips: Whether the step has returned None before it called anything.
@@ -264,6 +265,7 @@ class Trace:
     has_sizes: bool = False
     asked: set[int] = field(default_factory=set)
     decided_by_sizes: bool = False
+    decided_at: str = ""
     deciding: list[Any] = field(default_factory=list)
     compiled: str = ""
     skips: bool = False

@@ -282,6 +282,7 @@ class _TraceRun:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
         self.trace.decided_by_sizes = True
+        self.trace.decided_at = self.trace.decided_at or users_line()
         self._look()
 
     def _note_gradients(self, changed: Any, position: int) -> None:

@@ -86,16 +86,16 @@ class ManualOptimization:
             self._past.append(targets.moment())
         self._do_due(targets, loss, self._past)
 
-    def due(self, position: int, do: Do, *args: Any, **kwargs: Any) -> None:
+    def due(self, position: str, do: Do, *args: Any, **kwargs: Any) -> None:
         """Take a call that a step has noted.
 
         Args:
-            position: How many come before it.
+            position: How many come before it, in digits.
             do: What is called.
             args: What else it is called with.
             kwargs: The same.
         """
-        self._due.append((position, do, args, kwargs))
+        self._due.append((int(position), do, args, kwargs))
 
     def train(self, run: Callable[..., Any], programs: Programs) -> Any:
         """Run the step of a batch, and do what it has noted, on every rank.

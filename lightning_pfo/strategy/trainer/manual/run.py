@@ -222,7 +222,7 @@ class ManualRun:
             self._note_one(Do(Which("bare", index), SET, changes))
 
     def _note_one(self, do: Do, *args: Any, **kwargs: Any) -> None:
-        call = (_DUE, (self._position, do, *args), kwargs)
+        call = (_DUE, (str(self._position), do, *args), kwargs)  # a text: numbers are compared with one device
         self._calls.append(call)
         note_call(call)
         self._position += 1

@@ -209,11 +209,18 @@ def _check(trace: Trace) -> None:
             f"(w + 0 * x).exp() for w.exp()), or in a module of its own that is called with x; what is no part of a "
             f"loss belongs in a hook such as on_train_batch_end."
         )
-    if trace.has_sizes or trace.decided_by_sizes:
+    if trace.decided_by_sizes:
         raise ConfigurationError(
-            "A step that optimizes several times on a pipeline has tensors of which the sizes do not depend on values "
-            "(x[mask], nonzero, unique of what layers compute). Select in the forward of a layer, or do one backward "
-            "in each batch (if batch_idx % 2 == 0: ...)."
+            f"A step that optimizes several times on a pipeline decides nothing by what layers compute, of which each "
+            f"microbatch has its own; here it does so at {trace.decided_at} Decide by batch_idx, or by what "
+            f"on_train_batch_end has kept of the batch before (self.trainer.callback_metrics); or with "
+            f"num_microbatches=1 and one process."
+        )
+    if trace.has_sizes:
+        raise ConfigurationError(
+            "A step that optimizes several times on a pipeline has no tensors whose sizes depend on values (x[mask], "
+            "nonzero, unique of what layers compute). Select in the forward of a layer, or do one backward in each "
+            "batch (if batch_idx % 2 == 0: ...)."
         )
 
 
