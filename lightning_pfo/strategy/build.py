@@ -27,6 +27,7 @@ from lightning_pfo.strategy.model.layers import (
 from lightning_pfo.strategy.model.materialise import materialise
 from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
+    check_initialised,
     check_scripted,
     local_parameters,
     move_local_tensors,
@@ -150,6 +151,7 @@ def build_pipeline(
     """
     let_collectives_settle_at_exit()
     check_not_sharded(model)
+    check_initialised(model)
     # where stages are placed does not depend on the number of microbatches
     sample = make_schedule(num_microbatches or 4 * dist.get_world_size(group))
     batching.check_schedule(sample)

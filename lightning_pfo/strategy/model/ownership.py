@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
@@ -44,6 +45,21 @@ def check_uncalled(who: str) -> None:
     """
     if who not in UNCALLED:
         raise ConfigurationError(f"hold_uncalled is {' or '.join(map(repr, UNCALLED))}; got {who!r}.")
+
+
+def check_initialised(root: nn.Module) -> None:
+    """Check that parameters have shapes, by which a model is divided.
+
+    Raises:
+        ConfigurationError: If a lazy module (`nn.LazyLinear`) has seen no input yet.
+    """
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigurationError(
+                f"A pipeline divides a model by its parameters, but {name!r} has no shape yet, as its lazy module has "
+                f"seen no input. Call the model once on a batch when it is made (with torch.no_grad(): "
+                f"self.model(torch.zeros(1, 8)) in __init__ or configure_model), or give it sizes (nn.Linear)."
+            )
 
 
 def check_scripted(root: nn.Module) -> None:
