@@ -81,12 +81,14 @@ class DeviceFollower:
         error: What ended it. None while all is well.
     """
 
-    def __init__(self, record: Recorder = record_mark, on_failure: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, record: Recorder = record_mark, on_failure: Callable[[Exception], object] = lambda _: None
+    ) -> None:
         """Start nothing yet; the first deferred action starts the thread.
 
         Args:
             record: Puts marks into the device's work.
-            on_failure: Called once if something fails, on the thread where it does.
+            on_failure: Called once with what fails, on the thread where it does.
         """
         self._record = record
         self._on_failure = on_failure
@@ -148,4 +150,4 @@ class DeviceFollower:
         self.error = error  # training learns of a failed device by itself
         if not self._is_closed:
             logger.error("Nothing is timed or set by the GPU's progress any more: %s", error)
-            self._on_failure()
+            self._on_failure(error)

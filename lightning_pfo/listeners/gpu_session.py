@@ -50,7 +50,7 @@ class GpuSession:
         self.gpu = open_gpu(choice, index, num_gpus=num_gpus)
         self.clocks = ClockController(self.gpu, is_quiet=source.local_device_index > 0)
         # without the follower nobody would raise a low clock again
-        self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark, on_failure=self.clocks.close)
+        self.follower = DeviceFollower(no_mark if self.gpu.is_emulated else record_mark, on_failure=self.clocks.end)
         self._source = source
         self._choice, self._cluster = choice, cluster
         self._users: list[object] = []

@@ -19,6 +19,8 @@
  *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
  *   FAKE_NVML_UNKNOWN_ENERGY, FAKE_NVML_UNKNOWN_CLOCKS  which readings of the energy counter, and lists of clocks, of each
  *                         process fail for a reason that is not told, from 1 on: FIRST-LAST (default: none)
+ *   FAKE_NVML_PASSING     the code of these failures (default: 999)
+ *   FAKE_NVML_NAME        what the GPUs are called, before their number (default: Fake GPU)
  *   FAKE_NVML_REFUSED_GPU, FAKE_NVML_REFUSED_CODE  a GPU that cannot be opened, and what it says (default: none)
  *   FAKE_NVML_KEPT_GPU    a GPU whose clocks this process may not set, as in a container of its own (default: none)
  *   FAKE_NVML_PROCESSES   processes that compute on the GPUs: numbers, or GPU:number, separated by commas (default: none)
@@ -45,7 +47,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6,
-       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15, UNKNOWN = 999 };
+       INSUFFICIENT_SIZE = 7, DRIVER_NOT_LOADED = 9, FUNCTION_NOT_FOUND = 13, GPU_IS_LOST = 15 };
 enum { TOP_MHZ = 1410, MIN_MHZ = 210, STEP_MHZ = 15, MAX_GPUS = 16, POWER_MW = 300000 };
 
 typedef struct { int index; } gpu_t;
@@ -59,6 +61,7 @@ static const char *setting(const char *name, const char *otherwise) {
     return value && *value ? value : otherwise;
 }
 static int scenario_is(const char *name) { return strcmp(setting("FAKE_NVML_SCENARIO", "normal"), name) == 0; }
+static int passing(void) { return atoi(setting("FAKE_NVML_PASSING", "999")); }
 static unsigned num_gpus(void) { return (unsigned)atoi(setting("FAKE_NVML_GPUS", "2")); }
 
 static void write_log(const char *line) {
@@ -233,7 +236,7 @@ int nvmlDeviceGetC2cModeInfoV(gpu_t *gpu, unsigned *is_enabled) {
     return is_in_module() ? SUCCESS : NOT_SUPPORTED;
 }
 int nvmlDeviceGetName(gpu_t *gpu, char *name, unsigned size) {
-    snprintf(name, size, "Fake GPU %d", gpu->index);
+    snprintf(name, size, "%s %d", setting("FAKE_NVML_NAME", "Fake GPU"), gpu->index);
     return SUCCESS;
 }
 int nvmlDeviceGetUUID(gpu_t *gpu, char *uuid, unsigned size) {
@@ -259,7 +262,7 @@ int nvmlDeviceGetHandleByUUID(const char *uuid, gpu_t **gpu) {
 int nvmlDeviceGetSupportedMemoryClocks(gpu_t *gpu, unsigned *count, unsigned *clocks) {
     static int number = 0;
     (void)gpu;
-    if (is_among("FAKE_NVML_UNKNOWN_CLOCKS", ++number)) return UNKNOWN;
+    if (is_among("FAKE_NVML_UNKNOWN_CLOCKS", ++number)) return passing();
     if (!lists_clocks()) return NOT_SUPPORTED;
     if (!clocks || *count < 2) { *count = 2; return INSUFFICIENT_SIZE; }
     *count = 2;
@@ -324,7 +327,7 @@ int nvmlDeviceResetGpuLockedClocks(gpu_t *gpu) {
 int nvmlDeviceGetTotalEnergyConsumption(gpu_t *gpu, unsigned long long *energy_mj) {
     if (users == 0) return UNINITIALIZED;
     static int number = 0;
-    if (is_among("FAKE_NVML_UNKNOWN_ENERGY", ++number)) return UNKNOWN;
+    if (is_among("FAKE_NVML_UNKNOWN_ENERGY", ++number)) return passing();
     if (scenario_is("no_energy_counter")) return NOT_SUPPORTED;
     if (is_lost() || gpu->index == atoi(setting("FAKE_NVML_FAILING_GPU", "-1"))) return GPU_IS_LOST;
     double tick_s = setting_s("FAKE_NVML_TICK_MS"), time_s = now_s() - setting_s("FAKE_NVML_LAG_MS");

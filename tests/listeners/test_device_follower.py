@@ -161,7 +161,7 @@ def test_the_last_iteration_is_measured_where_one_waits_for_the_device():
 @pytest.mark.parametrize("is_deferred", [True, False])
 def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
     stream, gpu, source, failures = FakeStream(), FakeGpu(), FakeSource(), []
-    follower = DeviceFollower(stream.record if is_deferred else no_mark, on_failure=lambda: failures.append(1))
+    follower = DeviceFollower(stream.record if is_deferred else no_mark, on_failure=failures.append)
     source.add_listener(meter := IterationMeter(gpu, source, follower, is_ready=lambda: True))
     source.run_iteration()
     stream.get_to(len(stream.marks) - 1)
@@ -174,7 +174,8 @@ def test_a_failing_counter_ends_the_measuring_not_the_training(is_deferred):
         source.run_iteration()
         assert meter.take() is None  # at once, though nothing will come any more
     wait_until(lambda: failures)  # told after the error is known
-    assert failures == [1]
+    assert failures == [follower.error]
+    assert isinstance(follower.error, ZeroDivisionError)
     follower.close()
 
 
@@ -184,12 +185,12 @@ def test_a_counter_that_fails_from_the_beginning_is_reported_once_and_training_g
             raise DeviceError("Its reason is not known.")
 
     source, failures = FakeSource(), []
-    follower = DeviceFollower(no_mark, on_failure=lambda: failures.append(1))
+    follower = DeviceFollower(no_mark, on_failure=failures.append)
     source.add_listener(meter := IterationMeter(Failing(), source, follower, is_ready=lambda: True))
     for _ in range(3):
         source.run_iteration()
         assert meter.take() is None
-    assert (failures, caplog.text.count("Its reason is not known.")) == ([1], 1)
+    assert (failures, caplog.text.count("Its reason is not known.")) == ([follower.error], 1)
     follower.close()
 
 

@@ -110,6 +110,7 @@ def test_clocks_go_back_to_the_gpu_s_own_where_its_progress_is_not_known_any_mor
     session.clocks.request(600)
     assert session.clocks.wait(30)
     session.follower.when_reached(lambda: 1 / 0)
+    assert session.clocks.statistics().failure == "division by zero"
     assert session.gpu.graphics_clock_mhz() == 1410
     session.release("a user")
     assert [record.getMessage() for record in caplog.records] == [

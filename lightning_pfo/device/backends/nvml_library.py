@@ -20,7 +20,8 @@ _HOW_TO_GET_PERMISSION = (
     "Run with it; or let root start zeusd on this node, set ZEUSD_SOCK_PATH to its socket, and use gpu=zeus (pip "
     "install 'lightning-pfo[zeus]'; docs/gpus.md); or try the clock control on an emulated GPU (gpu=emulated_a100)"
 )
-UNINITIALIZED, NO_PERMISSION, UNKNOWN = 1, 4, 999  # nvml.h, nvmlReturn_t
+UNINITIALIZED, NO_PERMISSION = 1, 4  # nvml.h, nvmlReturn_t
+_PASSING = frozenset((10, 19, 20, 21, 23, 999))  # timeout, in use, no memory, no data, no resources, unknown
 # code -> error class and what to do about it
 _ERRORS: dict[int, tuple[type[DeviceError], str]] = {
     3: (
@@ -52,7 +53,9 @@ class NvmlLibrary:
 
     - Other code of this process may shut NVML down once too often (code 1): it is started again. Otherwise nobody could
       unlock the clocks until the process ends.
-    - The driver fails now and then for a reason that it does not tell (code 999), a single time.
+    - The driver fails now and then for a reason that passes or that it does not tell (code 999), a single time.
+
+    What pynvml cannot read as a text is returned as far as it can be read.
     """
 
     def __init__(self, pynvml: ModuleType) -> None:
@@ -68,11 +71,13 @@ class NvmlLibrary:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*map(_raw, arguments))
+        except UnicodeDecodeError as error:
+            return error.object.decode(errors="replace")
         except self._pynvml.NVMLError as error:
             code = int(error.value)
-            if code not in (UNINITIALIZED, UNKNOWN):
+            if code != UNINITIALIZED and code not in _PASSING:
                 raise
-        if code == UNKNOWN:
+        if code in _PASSING:
             time.sleep(_PAUSE_S)
         else:
             self._pynvml.nvmlInit()

@@ -101,6 +101,11 @@ class ClockController:
         """Set no clocks, for this reason; nothing was set yet."""
         self.error = self.error or error
 
+    def end(self, error: Exception) -> None:
+        """Restore the clocks and set no more, for this reason; it may be none of the driver's."""
+        self.error = self.error or error
+        self.close()
+
     def request(self, clock_mhz: int) -> None:
         """Ask for a clock and return at once. A repeated value costs nothing; after an error or `close`, neither."""
         if clock_mhz != self._target.clock_mhz or self._target.next_mhz is not None:

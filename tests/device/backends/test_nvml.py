@@ -273,7 +273,8 @@ gpu.close()
     assert fake_driver.changes() == []
 
 
-def test_what_fails_once_for_no_reason_told_is_tried_again(fake_driver: FakeDriver) -> None:
+@pytest.mark.parametrize("code", [999, 10])  # unknown, timeout
+def test_what_fails_once_for_a_reason_that_passes_is_tried_again(code: int, fake_driver: FakeDriver) -> None:
     script = """
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import open_gpu
@@ -287,9 +288,18 @@ except DeviceError as error:
     print(error)
 reader.close()
 """
-    clocks, error = run(fake_driver.environment(unknown_clocks="1-1", unknown_energy="2-3"), "-c", script).splitlines()
+    clocks, error = run(
+        fake_driver.environment(unknown_clocks="1-1", unknown_energy="2-3", passing=code), "-c", script
+    ).splitlines()
     assert clocks == "81 True"
-    assert error.startswith("Reading the energy counter of Fake GPU 0 failed: NVML says 'Unknown Error' (code 999).")
+    assert error.startswith("Reading the energy counter of Fake GPU 0 failed: NVML says ")
+    assert f"(code {code})" in error
+
+
+def test_a_name_that_is_no_text_is_read_as_far_as_it_can_be(fake_driver: FakeDriver) -> None:
+    environment = fake_driver.environment() | {"FAKE_NVML_NAME": os.fsdecode(b"A\xff")}
+    script = "from lightning_pfo.device import open_gpu; print(ascii(open_gpu('nvml', 1).name))"
+    assert run(environment, "-c", script).strip() == ascii("A\ufffd 1")
 
 
 @pytest.mark.parametrize("backend", ["nvml", "zeus"])
