@@ -42,6 +42,14 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def new_folder_for_earlier(folder: Path) -> Path:
+    """Make `earlier/1`, `earlier/2`, ... in a folder: a place for what an earlier run has left in that."""
+    numbers = [int(path.name) for path in (folder / "earlier").glob("[0-9]*") if path.name.isdigit()]
+    place = folder / "earlier" / str(1 + max(numbers, default=0))
+    place.mkdir(parents=True)
+    return place
+
+
 def write_texts_together(folder: str | os.PathLike[str], texts: Mapping[str, str]) -> None:
     """Write files (UTF-8) into a folder, all of them or none: on a full disk the files of before are whole.
 

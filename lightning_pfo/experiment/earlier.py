@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from lightning_pfo.core.files import new_folder_for_earlier
+
 _RESULTS = ("report.json", "profile.csv", "plans", "optimizer.json", "training", "config", "*.png", "*.html", "*.log")
 """What a run writes. The first three say that there was one."""
 
@@ -25,9 +27,7 @@ def set_aside(folder: Path, keep: str = "") -> Path | None:
 
     if not any((folder / name).exists() and not is_kept(folder / name) for name in _RESULTS[:3]):
         return None
-    numbers = [int(path.name) for path in (folder / "earlier").glob("[0-9]*") if path.name.isdigit()]
-    place = folder / "earlier" / str(1 + max(numbers, default=0))
-    place.mkdir(parents=True)
+    place = new_folder_for_earlier(folder)
     for path in [path for name in _RESULTS for path in folder.glob(name)]:
         if is_kept(path):
             shutil.copy2(path, place / path.name)

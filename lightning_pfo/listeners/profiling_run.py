@@ -14,7 +14,7 @@ from types import TracebackType
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.files import check_can_write
+from lightning_pfo.core.files import check_can_write, new_folder_for_earlier
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
@@ -123,7 +123,8 @@ class ProfilingRun:
 
     Args:
         source: The pipeline rank, e.g. `PipelinedModel.instruction_source`.
-        output: The CSV file to write; the first process replaces it, whole, after each clock.
+        output: The CSV file to write; the first process replaces it, whole, after each clock. That of an earlier run
+            is moved into `earlier/1`, `earlier/2`, ... beside it.
         settings: Which clocks are measured, and for how long.
         gpu: `auto` (NVML, else emulated), a name such as `nvml` or `emulated_a40`, a `GpuConfig`, or a `Gpu`.
         cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
@@ -162,6 +163,7 @@ class ProfilingRun:
         self._report = report
         self._user = self if user is None else user
         self._num_rows = 0
+        self._has_written = False
         self._chance = random.Random(0)
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
@@ -234,7 +236,12 @@ class ProfilingRun:
 
     def _write(self, rows: list[ProfileRow]) -> None:
         if self._writes:
+            if not self._has_written and self.output.exists():
+                place = new_folder_for_earlier(self.output.parent)
+                self.output.rename(place / self.output.name)
+                log.warning("The profile of an earlier run was moved to %s.", place / self.output.name)
             write_profile(self.output, profile_records(rows))
+            self._has_written = True
         if len(rows) == self._num_rows:  # a clock was visited again
             return
         self._num_rows = len(rows)

@@ -1,9 +1,11 @@
-"""A profiling run before it begins."""
+"""A profiling run before it begins, and where its profile goes."""
 
+import pandas as pd
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.listeners.profile_row import ProfileRow
 from lightning_pfo.listeners.profiling_run import ProfilingRun, ScanSettings, clocks_to_scan
 from tests.listeners.fakes import FakeSource
 
@@ -34,3 +36,21 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_scan(tmp_path):
         ProfilingRun(source, tmp_path, gpu=GpuConfig(kind="emulated"), num_gpus=1)
     with ProfilingRun(source, tmp_path / "profile.csv", gpu=GpuConfig(kind="emulated"), num_gpus=1) as run:
         assert not run.done  # nothing of the first try is in the way
+
+
+def test_the_profile_of_an_earlier_run_is_kept(tmp_path, caplog):
+    output = tmp_path / "profile.csv"
+    rows = [ProfileRow(0, "forward", mhz, 0.05, 20.0, 0.0, 0.1, 4, 60.0) for mhz in (1410, 1200, 1005)]
+
+    def scan(number):
+        with ProfilingRun(FakeSource(), output, gpu=GpuConfig(kind="emulated"), num_gpus=1) as run:
+            for done in range(1, number + 1):
+                run._write(rows[:done])
+        kept = sorted(tmp_path.glob("earlier/*/profile.csv"))
+        return [len(pd.read_csv(path)) for path in (output, *kept)]
+
+    assert scan(3) == [3]
+    assert scan(0) == [3]
+    assert scan(1) == [1, 3]  # one that was cut off
+    assert scan(2) == [2, 3, 1]
+    assert caplog.text.count("The profile of an earlier run was moved to") == 2
