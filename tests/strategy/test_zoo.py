@@ -25,6 +25,7 @@ EQUAL = [
     "reversible",
     "tied_embedding_and_head",
     "head_given_the_embedding",
+    "loss_with_a_buffer",
     "layers_called_repeatedly",
     "boolean_mask_from_stem",
     "padding_mask_from_embeddings",

@@ -71,7 +71,7 @@ def trace_untouched(
             run = partial(_noting_attributes, owner, modules, step, left)
             trace = trace_step(owner, run, device, selected, rising=rising, weights=weights)
             random_state.notice_draws_on_host(seeded)
-        trace.everywhere = list(dict.fromkeys((*trace.everywhere, *_small_buffers({"": owner, **modules}))))
+        trace.everywhere = list(dict.fromkeys((*trace.everywhere, *_small_buffers(owner))))
         return trace
 
     failed: list[Trace] = []
@@ -95,12 +95,11 @@ def can_be_followed(followed: Trace, trace: Trace) -> bool:
     return followed.failure is None and (bool(trace.optimizing) or not followed.optimizing)
 
 
-def _small_buffers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """The names of small buffers of modules that are called at the end, which all ranks have: hooks look at them."""
-    for path, module in modules.items():
-        for name, buffer in module.named_buffers(path, recurse=False):
-            if buffer.numel() * buffer.element_size() <= SMALL_BYTES:
-                yield name
+def _small_buffers(owner: nn.Module) -> Iterator[str]:
+    """The names of small buffers of the user's module itself, which all ranks have: hooks look at them."""
+    for name, buffer in owner.named_buffers(recurse=False):
+        if buffer.numel() * buffer.element_size() <= SMALL_BYTES:
+            yield name
 
 
 def place_of(owner: nn.Module, name: str) -> Place:

@@ -179,6 +179,41 @@ def tied_embedding_and_head() -> Any:
 
 
 @case("steps")
+def loss_with_a_buffer() -> Any:
+    """Modules of the user's own with a buffer and no parameter: the loss, and what comes first."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.full((1, WIDTH), 0.1))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x - self.center - y).square().mean()
+
+    class WithBuffers(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaled, self.layers, self.criterion = Scaled(), blocks(4), Centred()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            x = self.scaled(x)
+            for layer in self.layers:
+                x = x + layer(x)
+            return self.criterion(x, y)
+
+    return WithBuffers(), vectors()
+
+
+@case("steps")
 def head_given_the_embedding() -> Any:
     """As Perceiver's: a module is an argument of another, which uses its weight and one of its own."""
 
