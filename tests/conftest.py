@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from lightning_pfo.strategy.parallel import random_state
@@ -92,6 +93,14 @@ def pytest_collection_modifyitems(items):
 def _same_numbers():
     """Weights that a test draws are the same each time, on every machine."""
     random_state.seed(torch.device("cpu"), 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left():
+    """What a Trainer in the tests' own process has started is not in the way of forks, nor of the next test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
