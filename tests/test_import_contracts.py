@@ -120,6 +120,7 @@ MAY_KNOW = {
         "strategy.engine",
         "strategy.model",
         "strategy.parallel",
+        "strategy.state",
         "strategy.watch",
     },
     "strategy.step": {"core", "strategy.engine", "strategy.model", "strategy.parallel"},

@@ -6,7 +6,7 @@ State dicts have the names, order and optimizer ids of a single device: placehol
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
 from lightning_pfo.strategy.parallel.patches import unwarned
+from lightning_pfo.strategy.state.alike import changed_in, note_alike
 
 Key = TypeVar("Key", bound=Hashable)
 Id = TypeVar("Id", int, str)
@@ -38,11 +39,12 @@ def gather_module_state(module: nn.Module, last_rank: int, group: dist.ProcessGr
     """Collect the full state dict on the world's first rank (empty on other ranks); a collective call of all ranks.
 
     Of what every rank has (what is outside the pipelined module), the copy of `last_rank` is kept: the rank of the last
-    stage alone runs whole steps, so only its buffers are up to date.
+    stage alone runs whole steps, so only its buffers are up to date. But what a hook has changed elsewhere only is
+    taken from there.
     """
     first_names = _first_names(module)
     local = {key: value for key, value in local_module_state(module).items() if first_names.get(key, key) == key}
-    gathered = gather_tensors(local, last_rank, group)
+    gathered = gather_tensors(local, last_rank, group, changed_in(module, local))
     keys = {key: first_names.get(key, key) for key in module.state_dict()}
     # ordered, as torch's own, by which Accelerate tells that it has to leave out all but one name of a tied tensor
     return OrderedDict((key, gathered[first]) for key, first in keys.items() if first in gathered)
@@ -91,6 +93,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     }
     with unwarned(".*copying from a non-meta parameter in the checkpoint to a meta.*"):  # layers of other ranks
         found: Any = module.load_state_dict(placed, strict=strict)
+    note_alike(module)
     missing, unexpected = found if isinstance(found, tuple) else ((), ())  # a user's own need not return torch's
     return list(missing), list(unexpected)
 
@@ -112,27 +115,47 @@ def _for_optimizer(value: Any, parameter: torch.Tensor) -> Any:
     return _placed_like(value, parameter).clone() if isinstance(value, torch.Tensor) else value
 
 
-def owned(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None = None) -> dict[Key, Any]:
+def owned(
+    local: Mapping[Key, Any],
+    last_rank: int,
+    group: dist.ProcessGroup | None = None,
+    changed: Collection[Key] = (),
+) -> dict[Key, Any]:
     """Of the values this rank holds, those it contributes to a checkpoint; each has one owner. A collective call.
 
-    Values that several ranks of `group` hold belong to `last_rank` if it is one of them, otherwise to the first.
+    Values that several ranks of `group` hold belong to `last_rank` if it is one of them, otherwise to the first; where
+    some of them have changed a value and others have not, to one of the former.
+
+    Args:
+        local: What this rank holds.
+        last_rank: The rank of the last stage.
+        group: The pipeline's processes; None is the world.
+        changed: The keys of what this rank has changed, of what others hold too.
     """
-    return {key: local[key] for key in _owners(local, last_rank, group)[dist.get_rank(group)]}
+    return {key: local[key] for key in _owners(local, last_rank, group, changed)[dist.get_rank(group)]}
 
 
-def _owners(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> list[dict[Key, Any]]:
+def _owners(
+    local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None, changed: Collection[Key]
+) -> list[dict[Key, Any]]:
     """For each rank the keys it owns, with shape and dtype of tensors and other values as they are."""
-    described: list[dict[Key, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(described, {key: _Layout.of(value) for key, value in local.items()}, group=group)
-    seen = set(described[last_rank])
-    for rank, part in enumerate(described):
-        if rank != last_rank:
-            described[rank] = {key: value for key, value in part.items() if key not in seen}
-            seen |= set(part)
-    return described
+    number = dist.get_world_size(group)
+    described: list[dict[Key, tuple[Any, bool]]] = [{} for _ in range(number)]
+    mine = {key: (_Layout.of(value), key in changed) for key, value in local.items()}
+    dist.all_gather_object(described, mine, group=group)
+    in_turn = [last_rank, *(rank for rank in range(number) if rank != last_rank)]
+    owner: dict[Key, int] = {}
+    for only_changed in (True, False):
+        for rank in in_turn:
+            for key, (_, is_changed) in described[rank].items():
+                if is_changed or not only_changed:
+                    owner.setdefault(key, rank)
+    return [{k: layout for k, (layout, _) in part.items() if owner[k] == rank} for rank, part in enumerate(described)]
 
 
-def gather_tensors(local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None) -> dict[Key, Any]:
+def gather_tensors(
+    local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None, changed: Collection[Key] = ()
+) -> dict[Key, Any]:
     """Values of all ranks of `group` on the world's first rank, in CPU memory; a collective call of all ranks.
 
     Tensors are put together and sent one at a time, by the rank that owns them.
@@ -141,8 +164,9 @@ def gather_tensors(local: Mapping[Key, Any], last_rank: int, group: dist.Process
         local: What this rank holds, in the same order on all who hold the same.
         last_rank: The rank of the last stage, see `owned`.
         group: The pipeline's processes; None is the world.
+        changed: See `owned`.
     """
-    owners = _owners(local, last_rank, group)
+    owners = _owners(local, last_rank, group, changed)
     is_sent = global_rank(group, 0) == 0  # another replica holds the same, or other parts of it
     device = _transport_device(group)
     if dist.get_rank() != 0:

@@ -34,6 +34,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
 from lightning_pfo.strategy.parallel.compat import LAYOUT_READER, load_alone, tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank
+from lightning_pfo.strategy.state.alike import changed_in
 from lightning_pfo.strategy.state.files import is_remote, save_file
 from lightning_pfo.strategy.state.full import (
     local_module_state,
@@ -53,7 +54,8 @@ def is_sharded(path: Path) -> bool:
 
 def module_shard(module: nn.Module, last_rank: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """What this rank contributes to the module's state dict; a collective call. See `checkpoint.owned`."""
-    return _contributed(owned(local_module_state(module), last_rank, group), group)
+    local = local_module_state(module)
+    return _contributed(owned(local, last_rank, group, changed_in(module, local)), group)
 
 
 def optimizer_shard(optimizer: Optimizer, group: dist.ProcessGroup | None = None) -> dict[str, Any]:

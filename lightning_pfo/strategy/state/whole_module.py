@@ -20,6 +20,7 @@ from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallel
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.fsdp import forget_division, holders_of
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.state.alike import changed_in
 from lightning_pfo.strategy.state.full import gather_tensors
 from lightning_pfo.strategy.state.placeholders import unmarked
 
@@ -44,7 +45,7 @@ def gather_module(
     # buffers under all names: what is the same on one rank may not be on another
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
     held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    gathered = gather_tensors(held, last_rank, group)
+    gathered = gather_tensors(held, last_rank, group, changed_in(module, held))
     if dist.get_rank() != 0:
         return None
     memo: dict[int, Any] = {id(holder): None for holder in holders_of(module)}
