@@ -163,12 +163,6 @@ def holders_of(module: nn.Module) -> list[nn.Module]:
     return [found for each in module.modules() if (found := each.__dict__.get(_SHARDED)) is not None]
 
 
-def forget_division(module: nn.Module) -> None:
-    """Let a copy of a module, whose parameters are whole, know nothing of FSDP2."""
-    for each in module.modules():
-        each.__dict__.pop(_SHARDED, None)
-
-
 def as_traced(precision: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
     """A policy under which layers return what they return in the trace, where nothing is divided."""
     if precision is None or precision.output_dtype is not None:

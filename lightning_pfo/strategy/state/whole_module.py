@@ -7,7 +7,7 @@ CPU memory. Tensors are sent one at a time, so that no rank but the first needs 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,14 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallelism
 from lightning_pfo.strategy.parallel.dtensor import local
-from lightning_pfo.strategy.parallel.fsdp import forget_division, holders_of
+from lightning_pfo.strategy.parallel.fsdp import holders_of
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import changed_in
 from lightning_pfo.strategy.state.full import gather_tensors
 from lightning_pfo.strategy.state.placeholders import unmarked
+
+_NOTED = "_pfo_"
+"""So begin the names of what a pipeline notes in modules: how they are divided."""
 
 
 def gather_module(
@@ -42,28 +45,69 @@ def gather_module(
     Raises:
         ConfigurationError: On the first rank, if the module has something that cannot be copied.
     """
-    # buffers under all names: what is the same on one rank may not be on another
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers(remove_duplicate=False))}
-    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-    gathered = gather_tensors(held, last_rank, group, changed_in(module, held))
+    gathered = gather_tensors_of(module, [module], last_rank, group)
     if dist.get_rank() != 0:
         return None
-    memo: dict[int, Any] = {id(holder): None for holder in holders_of(module)}
-    for name, tensor in tensors.items():
+    for name, tensor in _tensors_of(module).items():
         value = gathered[name]
         if not tensor.is_meta and (value.layout != torch.strided or local(tensor).data_ptr() == value.data_ptr()):
-            value = value.clone()
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
+            gathered[name] = value.clone()
+    return whole_copy(module, module, gathered, patches)
+
+
+def gather_tensors_of(
+    owner: nn.Module, parts: Sequence[nn.Module], last_rank: int, group: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of parts of a split module on the world's first rank; a collective call of all ranks.
+
+    Args:
+        owner: The user's module.
+        parts: Modules in it, or itself.
+        last_rank: The rank of the last stage, whose copy of what all ranks hold is taken.
+        group: The pipeline's processes; None is the world.
+
+    Returns:
+        The tensors by their names in `owner`; none on other ranks.
+    """
+    wanted = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+    held = {name: t for name, t in _tensors_of(owner).items() if id(t) in wanted and not t.is_meta}
+    return gather_tensors(held, last_rank, group, changed_in(owner, held))
+
+
+def _tensors_of(owner: nn.Module) -> dict[str, torch.Tensor]:
+    # buffers under all names: what is the same on one rank may not be on another
+    return {**dict(owner.named_parameters()), **dict(owner.named_buffers(remove_duplicate=False))}
+
+
+def whole_copy(part: nn.Module, owner: nn.Module, values: Mapping[str, torch.Tensor], patches: Patches) -> nn.Module:
+    """A copy of a part of a split module, with values of all ranks.
+
+    Args:
+        part: A module in `owner`, or itself.
+        owner: The user's module.
+        values: Those of its parameters and buffers, by their names in `owner`; the copy has these very tensors.
+        patches: What the pipeline has changed in the module; the copy has none of it.
+
+    Raises:
+        ConfigurationError: If it has something that cannot be copied.
+    """
+    memo: dict[int, Any] = {id(holder): None for holder in holders_of(owner)}
+    for name, tensor in _tensors_of(owner).items():
+        value = values.get(name)
+        if value is not None:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
     try:
-        with patches.set_aside(), unmarked(module), _graphs_left_behind():
-            whole: nn.Module = copy.deepcopy(module, memo)
+        with patches.set_aside(), unmarked(owner), _graphs_left_behind():
+            whole: nn.Module = copy.deepcopy(part, memo)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
             f"The whole module is a copy, and something in this one cannot be copied: {error}. Drop it before, or save "
             f"a checkpoint and load that into a new module."
         ) from error
-    forget_division(whole)
+    for each in whole.modules():
+        for name in [name for name in vars(each) if name.startswith(_NOTED)]:
+            del vars(each)[name]
     drop_hooks_of_tensor_parallelism(whole)
     return whole
 

@@ -26,6 +26,7 @@ from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module
 from lightning_pfo.strategy.state.files import is_remote, load_file, save_file
+from lightning_pfo.strategy.state.hyperparameters import whole_hyperparameters
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 from lightning_pfo.strategy.step.values import share_error
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import gather_averages
@@ -174,6 +175,7 @@ class CheckpointStrategy(MeshStrategy):
         self.finish_saving()
         filepath = self.broadcast(filepath)  # names may hold the time, which differs
         checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
+        self._make_hyperparameters_whole(checkpoint)
         if not self._save_distributed_checkpoint:
             gather_averages(self._module().trainer, checkpoint, self.gather_module_state)
             error: Exception | None = None
@@ -196,6 +198,22 @@ class CheckpointStrategy(MeshStrategy):
                 (beside,) = self.mesh.groups.together([everyone])
             saving = sharded_checkpoint.save(checkpoint, Path(filepath), beside)
             self._saving = saving if beside is not None else None
+
+    def _make_hyperparameters_whole(self, checkpoint: dict[str, Any]) -> None:
+        """Let modules that were saved as hyperparameters have the layers of all ranks, on the first one."""
+        module, key = self._module(), pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+        state = {} if self._save_distributed_checkpoint else checkpoint.get("state_dict", {})
+        of_pipeline = self._last_rank, self.mesh.pipeline_group, self._patches
+        make = whole_hyperparameters(module, checkpoint.get(key), state, *of_pipeline)
+        if make is None:
+            return
+        error: Exception | None = None
+        try:
+            if self.is_global_zero:
+                checkpoint[key] = make()
+        except Exception as found:
+            error = found
+        share_error(error, self.mesh.groups.hosts(None), "Saving hyperparameters")
 
     def save_only_together(self, trainer: pl.Trainer, wait_s: float) -> None:
         """A run has failed: callbacks may save only if all ranks have; those in a step would be waited for in vain.
