@@ -102,6 +102,30 @@ def test_what_cannot_be_sent_is_named(caplog):
     assert "a function behind that other ranks do not get" in caplog.text
 
 
+def test_what_cannot_be_sent_is_absent_from_a_dict_and_none_in_an_attribute():
+    """A cache (einops' backends) is looked into again where an item is absent."""
+
+    class Caches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cache, self.both, self.tool = {"kept": 1}, [], "before"
+
+        def fill(self):
+            self.cache["new"] = self.cache[str] = self.tool = lambda: 2
+            self.both.append((3, lambda: 2))
+
+    sender, receiver = Caches(), Caches()
+    attributes = Attributes(sender)
+    attributes.enter()
+    sender.fill()
+    parcel = pack({"changes": attributes.take_changes()}, None)
+    received = unpack(parcel.outline, torch.zeros(0), parcel.tensors, torch.device("cpu"))
+    at_receiver = Attributes(receiver)
+    at_receiver.enter()
+    at_receiver.apply(received["changes"])
+    assert (receiver.cache, receiver.both, receiver.tool) == ({"kept": 1}, [(3, None)], None)
+
+
 class Trainer:
     loggers, predicting = (), False
 

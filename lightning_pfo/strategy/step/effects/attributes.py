@@ -48,6 +48,7 @@ from lightning_pfo.strategy.step.effects.generators import Generators
 from lightning_pfo.strategy.step.effects.merge import At, Changes, Merge, growth_of, queue_keeps
 from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
+from lightning_pfo.strategy.step.effects.parcel import Unsent
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
 from lightning_pfo.strategy.step.effects.tensors import LargeTensors, values_of
 
@@ -277,7 +278,10 @@ class Attributes:
             elif kind == "appended":
                 container.extend(value)
             elif isinstance(container, MutableMapping):
-                container[path[-1]] = value
+                if value is not Unsent.HERE:
+                    container[path[-1]] = value
+                elif container is not self._holders.get(path[:-1]):  # attributes; who caches looks for an item again
+                    container[path[-1]] = None
             else:
                 _refill(container, value)
 

@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ class _Stream:
     """Stands for `sys.stdout` or `sys.stderr`, of which each rank has its own."""
 
     name: str
+
+
+class Unsent(Enum):
+    """Stands for what an item of a dict was set to, or an attribute, where that could not be sent."""
+
+    HERE = 0
 
 
 _LEAVES = (torch.Tensor, *PLAIN, _Number, _Tensor, _Stream)
@@ -119,10 +126,21 @@ def _sendable(leaf: Any) -> Any:
     except Exception as error:
         warn_once(
             f"A step has left a {type(leaf).__name__} behind that other ranks do not get, as it cannot be pickled "
-            f"({error}); they have None instead."
+            f"({error}); they have None instead, or in a dict nothing."
         )
-        return None
+        return Unsent.HERE
     return leaf
+
+
+def _without_unsent(value: Any) -> Any:
+    """A value with None in place of what could not be sent, but for changes, of which who makes them decides."""
+    if type(value) is tuple and value[1:] and value[1] is Unsent.HERE and value[0] == "set":
+        return value
+    if type(value) is dict:
+        return {key: _without_unsent(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_unsent, value))
+    return tree_map(lambda leaf: None if leaf is Unsent.HERE else leaf, value)
 
 
 def forms_of(outline: bytes) -> tuple[int, list[_Tensor]]:
@@ -151,4 +169,5 @@ def unpack(outline: bytes, numbers: torch.Tensor, tensors: list[torch.Tensor], d
             return next(several).to("cpu" if mark.is_on_cpu else device)
         return getattr(sys, mark.name) if isinstance(mark, _Stream) else mark
 
-    return _mapped(put, pickle.loads(outline))
+    value = _mapped(put, pickle.loads(outline))
+    return _without_unsent(value) if Unsent.__name__.encode() in outline else value
