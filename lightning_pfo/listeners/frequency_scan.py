@@ -30,7 +30,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, cycle, islice
+from typing import TypeVar
 
 from lightning_pfo.core.energy_valley import EnergyValley
 from lightning_pfo.core.errors import ClockPermissionError, DeviceError, PfoError
@@ -49,6 +51,13 @@ _VISIT_AFTER = 6
 """So many clocks the highest one is measured again."""
 
 _MOST_GROWTH = 2.0  # standard errors of few iterations are themselves uncertain
+
+
+T = TypeVar("T")
+
+
+class _MeasuringError(DeviceError):
+    """What was to be measured cannot be."""
 
 
 class FrequencyScan(InstructionListener):
@@ -123,6 +132,7 @@ class FrequencyScan(InstructionListener):
         self.position = 0
         self.done = False
         self.error: PfoError | None = None
+        self._unmeasured: DeviceError | None = None
 
     @property
     def clock_mhz(self) -> int:
@@ -176,7 +186,13 @@ class FrequencyScan(InstructionListener):
         if self._stop_if_any_failed():  # what was measured since then was so at other clocks
             return
         transfers_s = measured_transfers(self._source, self._meter)
-        mine = [] if self._exhausted() and not self._is_visit else self._measure(transfers_s)
+        mine = (
+            []
+            if self._exhausted() and not self._is_visit
+            else self._tried(partial(self._measure, transfers_s), list[ProfileRow]())
+        )
+        if self._stop_if_any_failed():
+            return
         gathered = self._source.all_gather((mine, self._clocks.latencies_by_pair), everywhere=True)
         rows = [row for part, _ in gathered for row in part]
         if self._is_visit:
@@ -206,8 +222,8 @@ class FrequencyScan(InstructionListener):
         return [replace(row, switch_latency=cells[row.frequency]) for row in rows]
 
     def _stop_if_any_failed(self, is_set: bool = True) -> bool:
-        """End the scan on all ranks if one of them does not set its clock; a collective call."""
-        failure = self._failure()
+        """End the scan on all ranks if one of them does not set its clock, or measure; a collective call."""
+        failure = self._failure() or self._unmeasured
         own = failure if isinstance(failure, PfoError) else DeviceError(str(failure)) if failure is not None else None
         if own is None and not is_set:
             own = DeviceError(
@@ -218,9 +234,18 @@ class FrequencyScan(InstructionListener):
             return False
         where, problem = found
         kind = ClockPermissionError if isinstance(problem, ClockPermissionError) else DeviceError
-        self.error = kind(f"A frequency scan sets clocks, which {where} cannot: {problem}")
+        does = "measures energies" if isinstance(problem, _MeasuringError) else "sets clocks"
+        self.error = kind(f"A frequency scan {does}, which {where} cannot: {problem}")
         self.done, self._running = True, False
         return True
+
+    def _tried(self, function: Callable[[], T], otherwise: T) -> T:
+        """What is measured; where the GPU has failed, others are told before anybody waits for it."""
+        try:
+            return function()
+        except DeviceError as error:
+            self._unmeasured = _MeasuringError(str(error))
+            return otherwise
 
     def _look_for_valleys(self, rows: Sequence[ProfileRow]) -> None:
         energies_j: dict[tuple[int, str], list[float]] = {}
@@ -234,7 +259,7 @@ class FrequencyScan(InstructionListener):
         """Whether the energies of any rank are too uncertain yet, and may become less so; a collective call."""
         if self._num_wanted >= self._max_iterations_per_clock:
             return False
-        own = 0.0 if self._exhausted() and not self._is_visit else self._meter.energy_error()
+        own = 0.0 if self._exhausted() and not self._is_visit else self._tried(self._meter.energy_error, 0.0)
         error = max(self._source.all_gather(own, everywhere=True))
         if error <= self._target_error:
             return False

@@ -155,3 +155,19 @@ def test_without_clock_control_the_scan_stops_and_keeps_what_was_measured_before
     assert scan.done
     assert str(scan.error) == "A frequency scan sets clocks, which rank 0 cannot: GPU is lost."
     assert [len(rows) for rows in written] == [2] * num_written
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_where_energies_are_not_measured_any_more_the_scan_stops_and_training_goes_on(fails_at):
+    calls = iter(range(1, 100))
+
+    def energy_error():
+        if next(calls) >= fails_at:
+            raise DeviceError("The counter has stopped.")
+        return 0.0
+
+    source, _, scan, written = scan_until_done(lambda *_: 1, (30, 20, 10), energy_error=energy_error)
+    assert scan.done
+    assert str(scan.error) == "A frequency scan measures energies, which rank 0 cannot: The counter has stopped."
+    assert len(written) == fails_at - 1
+    source.run_iteration(lambda instruction: None)

@@ -8,7 +8,7 @@
 
 A tick is known to half the time between the poll that missed it and the poll that saw it; where calls take long, or
 others keep the driver busy, that is more than usual, and its neighbours tell it more exactly. Where there is no counter
-(GPUs older than Volta), or it never advances, power is read every 10 ms and integrated.
+(GPUs older than Volta), or it does not advance, power is read every 10 ms and integrated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.002
 _STATE_S = 0.02
 _POWER_S = 0.01
-_SILENT_S = 1.0  # without a tick from the start on: a counter that never advances, as under some hypervisors
+_SILENT_S = 1.0  # without a tick: a counter that never advances, as under some hypervisors, or has stopped
+_SILENT_TICKS = 10  # of one that ticks more rarely
 _LONGEST_CONTINUED = 2.0  # ticks: after that the counter has stopped, or nobody has looked
 _FEW = 20
 _DENSE_S, _THINNED_S = 0.008, 0.02
@@ -187,10 +188,10 @@ class EnergySampler:
             self._note_state()
 
     def _watch_counter(self) -> Process[float | None]:
-        """Note ticks until stopped; or, where none comes, return what the counter shows all the time, J."""
+        """Note ticks until stopped; or, where none comes any more, return the energy from which on to go, J."""
         wake_ups = _WakeUps()
         last_mj, last_poll_s = self._gpu.total_energy_mj(), self._time.now_s()
-        from_s = last_poll_s
+        tick_s = last_poll_s
         while (yield from self._goes_on_after(wake_ups.sleep_s(self._time.now_s()))):
             before_s = self._time.now_s()
             energy_mj = self._gpu.total_energy_mj()
@@ -201,15 +202,16 @@ class EnergySampler:
                 gap_s = now_s - last_poll_s
                 self._readings.append(_Reading(now_s - gap_s / 2, energy_mj / 1000, max(gap_s / 2, _POLL_S)))
                 wake_ups.note_tick(now_s, is_sharp=gap_s <= 2 * (_POLL_S + after_s - before_s))
-                last_mj = energy_mj
-            elif not self._readings and now_s - from_s >= _SILENT_S:
+                last_mj, tick_s = energy_mj, now_s
+            elif (silent_s := now_s - tick_s) >= _SILENT_S and silent_s >= _SILENT_TICKS * self.tick_s:
                 logger.warning(
-                    "The energy counter of %s has not advanced in %g s: its power is integrated from now on, which is "
-                    "less exact.",
+                    "The energy counter of %s has not advanced in %.2g s: its power is integrated from now on, which "
+                    "is less exact.",
                     self._gpu.name,
-                    _SILENT_S,
+                    silent_s,
                 )
-                return last_mj / 1000
+                # what was used since the last tick, about; before the first one nobody has asked for it
+                return last_mj / 1000 + (silent_s * self._gpu.power_mw() / 1000 if self._readings else 0.0)
             last_poll_s = now_s
             self._note_state_if_due(now_s)
         return None

@@ -142,6 +142,38 @@ def test_where_the_counter_never_advances_power_is_integrated(caplog: pytest.Log
     assert "has not advanced in 1 s: its power is integrated from now on" in record.getMessage()
 
 
+class Stops(EmulatedGpu):
+    """A counter of ticks that stops at a moment."""
+
+    def total_energy_mj(self) -> float:
+        return 60_000 * min(self.time_source.now_s() // 0.1 * 0.1, 2.0)
+
+
+def test_where_the_counter_stops_advancing_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = Stops(GpuConfig(kind="emulated", idle_power_w=60))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(2.5)
+    assert not caplog.records
+    gpu.time_source.sleep(2.5)
+    assert sampler.energy_now_j() == pytest.approx(60 * 5.0, rel=0.03)
+    trace = sampler.trace(3.5)
+    assert trace.energies_j[-1] - trace.energies_j[0] == pytest.approx(60 * (trace.times_s[-1] - trace.times_s[0]))
+    sampler.stop()
+    (record,) = caplog.records
+    assert "has not advanced in 1 s: its power is integrated from now on" in record.getMessage()
+
+
+def test_a_counter_that_ticks_rarely_has_not_stopped(caplog: pytest.LogCaptureFixture) -> None:
+    gpu = EmulatedGpu(GpuConfig(kind="emulated", idle_power_w=60, counter_tick_s=0.9))
+    sampler = EnergySampler(gpu)
+    sampler.start()
+    gpu.time_source.sleep(20)
+    sampler.stop()
+    assert sampler.tick_s == pytest.approx(0.9, abs=0.01)
+    assert not caplog.records
+
+
 def test_a_counter_that_advances_late_is_watched(caplog: pytest.LogCaptureFixture) -> None:
     gpu = Stuck(GpuConfig(kind="emulated", idle_power_w=60))
     gpu.from_s = 0.9
