@@ -14,7 +14,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.device.clocks.transition import ClockStatistics
 from lightning_pfo.listeners.gpu_session import DEFAULT_CLUSTER, ClusterChoice, GpuChoice
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
-from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan
+from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlanChoice, PlannedRun, chosen_plan, frontier_of
 from lightning_pfo.planner.adaptive.windows import MeanEnergy
 
 __all__ = ["TOP_CLOCKS", "FrequencyPlanCallback"]
@@ -57,7 +57,9 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
         gpu: GpuChoice = "auto",
         cluster: ClusterChoice = DEFAULT_CLUSTER,
     ) -> None:
-        self._plan = chosen_plan(plan, select)
+        frontier = frontier_of(plan)
+        self._plan = chosen_plan(plan if frontier is None else frontier, select)
+        self._measured_on = () if frontier is None else frontier.profile.gpus
         self._gpu, self._cluster = gpu, cluster
 
     @property
@@ -98,6 +100,7 @@ class FrequencyPlanCallback(RunCallback[PlannedRun]):
             gpu=self._gpu,
             cluster=self._cluster,
             num_gpus=ranks_per_node(trainer),
+            measured_on=self._measured_on,
             user=self,
             report=_report,
         )

@@ -61,11 +61,21 @@ def chosen_plan(choice: PlanChoice, select: str) -> FrequencyPlan | PlanOf | Non
     Raises:
         PlanError: If the file is malformed or the selection is impossible.
     """
-    if choice == TOP_CLOCKS:
+    frontier = frontier_of(choice)
+    if frontier is not None:
+        return select_plan(frontier, select)
+    return choice if isinstance(choice, FrequencyPlan) or callable(choice) else None
+
+
+def frontier_of(choice: PlanChoice) -> Frontier | None:
+    """The frontier that a plan is to be selected from; None of a plan, plans by iteration and the top clocks.
+
+    Raises:
+        PlanError: If the file is malformed.
+    """
+    if choice == TOP_CLOCKS or isinstance(choice, FrequencyPlan) or callable(choice):
         return None
-    if isinstance(choice, FrequencyPlan) or callable(choice):
-        return choice
-    return select_plan(choice if isinstance(choice, Frontier) else load_frontier(choice), select)
+    return choice if isinstance(choice, Frontier) else load_frontier(choice)
 
 
 class PlannedRun(InstructionListener):
@@ -82,6 +92,7 @@ class PlannedRun(InstructionListener):
         cluster: How emulated GPUs are connected: a name of conf/cluster such as `nvlink` or `ideal`, or a
             `ClusterConfig`.
         num_gpus: How many ranks of this node open a GPU; None: as torchrun says, else all ranks.
+        measured_on: Names of the GPUs that the plan was measured on (`frontier.profile.gpus`); others are warned of.
         user: Who is named in messages; None is this object.
         report: Told about progress.
 
@@ -112,9 +123,11 @@ class PlannedRun(InstructionListener):
         gpu: GpuChoice = "auto",
         cluster: ClusterChoice = DEFAULT_CLUSTER,
         num_gpus: int | None = None,
+        measured_on: Sequence[str] = (),
         user: object = None,
         report: Callable[[str], None] = log.info,
     ) -> None:
+        self._measured_on = tuple(measured_on)
         self.plan: FrequencyPlan | None = None if callable(plan) else plan
         self._plan_of: PlanOf = plan if callable(plan) else lambda iteration: plan
         self.measurements: list[IterationMeasurement] = []
@@ -183,6 +196,8 @@ class PlannedRun(InstructionListener):
         assert schedule is not None  # an iteration has begun
         supported_mhz = gpu.supported_clocks_mhz()
         tops_mhz = source.all_gather(max(supported_mhz))
+        if self._measured_on and not self._checked:
+            self._tell_of_other_gpus()
         plan = uniform_plan(schedule, tops_mhz) if asked is None else asked
 
         def check() -> None:
@@ -199,6 +214,18 @@ class PlannedRun(InstructionListener):
             f"{min(map(min, plan.clocks_mhz))} to {max(map(max, plan.clocks_mhz))} MHz."
         )
         return plan
+
+    def _tell_of_other_gpus(self) -> None:
+        names = dict.fromkeys(self._source.all_gather(self.gpu_name, everywhere=True))
+        known = {_model_of(name) for name in self._measured_on}
+        others = [name for name in names if _model_of(name) not in known]
+        if others and is_first(self._source):
+            log.warning(
+                "The plan was made of measurements on %s, and trains on %s: times and energies are others there, and "
+                "what the plan promises does not hold. Profile on these, and plan again.",
+                ", ".join(self._measured_on),
+                ", ".join(others),
+            )
 
     def measure(self, *, waits: bool = False) -> IterationMeasurement | None:
         """Return what the last iteration took, and append it to `measurements`; a collective call.
@@ -303,3 +330,7 @@ def _check_clocks(planned_mhz: set[int], supported_mhz: Sequence[int], name: str
             f"{len(supported_mhz)} clocks from {min(supported_mhz)} to {max(supported_mhz)} MHz). Profile and plan on "
             f"the GPU model you train on."
         )
+
+
+def _model_of(gpu_name: str) -> str:
+    return gpu_name.partition(" (emulated")[0]

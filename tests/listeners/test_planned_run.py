@@ -7,7 +7,7 @@ import pytest
 from lightning_pfo.core.errors import DeviceError, PlanMismatchError
 from lightning_pfo.core.events import InstructionWork
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.device import EmulatedGpu, GpuConfig
+from lightning_pfo.device import EmulatedGpu, GpuConfig, load_gpu_config
 from lightning_pfo.device.emulated.physics import GpuPhysics
 from lightning_pfo.listeners.planned_run import TOP_CLOCKS, PlannedRun, chosen_plan
 from lightning_pfo.planner import plan_frontier, save_frontier
@@ -145,3 +145,25 @@ def test_a_plan_is_given_as_itself_or_by_a_frontier_or_its_file_or_as_the_top_cl
     for choice in (frontier, tmp_path, str(tmp_path / "frontier.json")):
         assert chosen_plan(choice, "least_energy").clocks_mhz == ((1200, 1200),)
         assert chosen_plan(choice, "no_slowdown").clocks_mhz == ((1410, 1410),)
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "is_told"),
+    [
+        ((), False),
+        (("NVIDIA A100-SXM4-80GB",), False),
+        (("NVIDIA A40", "NVIDIA A100-SXM4-80GB (emulated)"), False),
+        (("NVIDIA A40 (emulated, virtual time)",), True),
+    ],
+)
+def test_a_plan_of_other_gpus_is_warned_of_once(measured_on, is_told, caplog):
+    source = FakeSource(num_microbatches=2)
+    plan = FrequencyPlan(source.schedule, (CLOCKS_MHZ,), 1.0, 1.0)
+    config = load_gpu_config("emulated_a100")
+    with PlannedRun(source, plan, gpu=config, num_gpus=1, measured_on=measured_on) as run:
+        for _ in range(3):
+            source.run_iteration(work=WORK)
+            run.measure()
+    said = "made of measurements on NVIDIA A40 (emulated, virtual time), and trains on NVIDIA A100-SXM4-80GB (emulated"
+    assert caplog.text.count(said) == is_told
+    assert ("made of measurements" in caplog.text) == is_told
