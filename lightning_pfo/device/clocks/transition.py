@@ -66,6 +66,7 @@ class ClockStatistics:
         not_reached: How often each clock (MHz) was not reached.
         limits: What held those clocks down.
         failure: Why no more clocks are set, or none ever were; empty while all is well.
+        num_overtaken: Changes that were watched, and not seen to land before the next one.
     """
 
     num_changes: int
@@ -75,6 +76,7 @@ class ClockStatistics:
     not_reached: dict[int, int]
     limits: frozenset[str]
     failure: str = ""
+    num_overtaken: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: without nan, and clocks as text."""
@@ -85,6 +87,7 @@ class ClockStatistics:
             "latency_p90_s": self.latency_p90_s if seen else None,
             "not_reached": {str(clock_mhz): count for clock_mhz, count in self.not_reached.items()},
             "limits": sorted(self.limits),
+            **({"num_overtaken": self.num_overtaken} if self.num_overtaken else {}),
             **({"failure": self.failure} if self.failure else {}),
         }
 
@@ -100,6 +103,9 @@ class ClockStatistics:
             )
             reason = f" ({', '.join(sorted(self.limits))})" if self.limits else ""
             parts.append(f"not reached: {clocks}{reason}")
+        if self.num_overtaken > self.num_observed:  # the driver is slow, or ignores what it takes
+            watched = self.num_overtaken + self.num_observed
+            parts.append(f"{self.num_overtaken} of {watched} watched were not seen to land before the next one")
         if self.failure:
             parts.append("then clock control failed" if self.num_changes else "clock control failed")
         return "; ".join(parts)
@@ -119,6 +125,7 @@ class TransitionLog:
         self._pairs: deque[tuple[int, int, float]] = deque(maxlen=_KEPT)
         self._not_reached: Counter[int] = Counter()
         self._limits: set[str] = set()
+        self._num_overtaken = 0
         self.usual_latency_s = 0.0  # the median, once a few changes were seen to land
 
     @property
@@ -156,9 +163,11 @@ class TransitionLog:
                 self.usual_latency_s = statistics.median(self._latencies_s)
             if before_mhz is not None:
                 self._pairs.append((before_mhz, clock_mhz, transition.latency_s))
-        elif transition.limits or self._now_s() - requested_s >= TIMEOUT_S:  # else overtaken: nobody knows
+        elif transition.limits or self._now_s() - requested_s >= TIMEOUT_S:
             self._not_reached[clock_mhz] += 1
             self._limits |= transition.limits
+        else:  # nobody knows
+            self._num_overtaken += 1
         return transition
 
     def statistics(self, num_changes: int) -> ClockStatistics:
@@ -171,6 +180,7 @@ class TransitionLog:
             latency_p90_s=latencies_s[math.ceil(0.9 * len(latencies_s)) - 1] if latencies_s else float("nan"),
             not_reached=dict(self._not_reached),
             limits=frozenset(self._limits),
+            num_overtaken=self._num_overtaken,
         )
 
 

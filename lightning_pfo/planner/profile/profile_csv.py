@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.core.flags import DRIFT, ENERGY_UNCERTAIN, WAITING_UNCERTAIN
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import POWER, TRANSFER, Quantity
 from lightning_pfo.core.wording import cut, listed, shortened
@@ -59,6 +60,8 @@ _TEXTS = ("instruction", "gpu", "flags", SWITCH_COLUMN, *_RANK_COLUMNS)
 _SKIPPED_INSTRUCTIONS = ("load",)
 
 _log = logging.getLogger(__name__)
+
+_DOUBTS = frozenset((ENERGY_UNCERTAIN, WAITING_UNCERTAIN, DRIFT))
 
 
 def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
@@ -149,8 +152,25 @@ def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:
         latency = switch_latency_of((row.clock_mhz, row.switch_latency) for row in rows)
     except ConfigurationError as error:
         raise ProfileError(f"{where}: {error}. Correct or empty the cell.") from None
+    _tell_of_doubts(where, rows)
     gpus = tuple(dict.fromkeys(row.gpu for row in rows if row.gpu))
     return Profile(instructions, num_ranks.pop(), gpus, latency)
+
+
+def _tell_of_doubts(where: str, rows: Sequence[ProfileRow]) -> None:
+    """Say which energies a plan is made of although the profile itself doubts them."""
+    doubted = [row for row in rows if row.flags & _DOUBTS]
+    if doubted:
+        flags = sorted(frozenset[str]().union(*(row.flags & _DOUBTS for row in doubted)))
+        _log.warning(
+            "%d of the %d rows of %s are flagged %s (%s): what a plan saves is as uncertain. Measure these clocks "
+            "again, for longer.",
+            len(doubted),
+            len(rows),
+            where,
+            listed(flags),
+            listed([f"line {row.line}" for row in doubted], most=5),
+        )
 
 
 def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:

@@ -93,7 +93,10 @@ def test_an_overtaken_change_is_judged_only_if_something_held_it(
 ) -> None:
     log = TransitionLog(gpu := ScriptedGpu(1290, limits=limits))
     watched(log, gpu, 1410, stops_after_s=0.003)
-    assert log.statistics(1).not_reached == not_reached
+    statistics = log.statistics(1)
+    assert statistics.not_reached == not_reached
+    assert statistics.num_overtaken == (not limits)
+    assert ("1 of 1 watched were not seen to land before the next one" in str(statistics)) == (not limits)
 
 
 def test_once_the_latency_is_known_polls_begin_late() -> None:

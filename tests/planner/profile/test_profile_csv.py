@@ -43,6 +43,16 @@ def test_further_columns_blank_lines_spaces_and_load_rows_are_allowed(tmp_path):
     assert read_profile(spaced) == read_profile(write(tmp_path, GOOD))
 
 
+def test_energies_that_the_profile_doubts_are_told_of(tmp_path, caplog):
+    flagged = [
+        f"{line},{flags}" for line, flags in zip(GOOD, ("energy_uncertain drift", "", "power_cap", ""), strict=True)
+    ]
+    read_profile(write(tmp_path, flagged, f"{HEADER},flags"))
+    (record,) = caplog.records
+    assert "1 of the 4 rows" in record.getMessage()
+    assert "flagged drift, energy_uncertain (line 2)" in record.getMessage()
+
+
 def test_the_names_of_the_gpus_are_known_each_once(tmp_path):
     lines = [f"{line},A100 (emulated)" for line in GOOD] + [f"1{line[1:]}," for line in GOOD]
     assert read_profile(write(tmp_path, lines, HEADER + ",gpu")).device == "A100 (emulated)"
