@@ -8,9 +8,11 @@ The fastest plan and the one of least energy always stay; plans are numbered ane
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Optional
 
 from lightning_pfo.cli.console import plain_console
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import check_can_write
 from lightning_pfo.core.wording import counted
 from lightning_pfo.planner.frontier.frontier_files import load_frontier, save_frontier
@@ -34,9 +36,16 @@ def run(settings: Settings) -> None:
 
     Raises:
         PlanError: If the frontier cannot be read.
-        ConfigurationError: If a number is out of range or `output_dir` cannot be written; nothing is written then.
+        ConfigurationError: If a number is out of range, `output_dir` cannot be written, or is where the frontier is;
+            nothing is written then.
     """
     check_can_write("output_dir", settings.output_dir, is_folder=True)
+    source = Path(settings.frontier)
+    if Path(settings.output_dir).resolve() == (source if source.is_dir() else source.parent).resolve():
+        raise ConfigurationError(
+            f"Some plans of a frontier are written into another folder, where they replace none; got "
+            f"output_dir={settings.output_dir}, where the frontier is. Use output_dir={settings.output_dir}/few."
+        )
     frontier = load_frontier(settings.frontier)
     thinned = thin_frontier(frontier, every=settings.every, num_plans=settings.num_plans)
     save_frontier(thinned, settings.output_dir)

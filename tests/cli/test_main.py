@@ -209,6 +209,10 @@ def test_names_may_hold_what_rich_and_matplotlib_read_as_markup(profile_csv, tmp
     assert (out / "energy_valleys.png").exists()
     assert main(["sample", f"frontier={out}", f"output_dir={out}/few"]) == 0
     assert f"plans written to {out}/few" in capsys.readouterr().out
+    before = (out / "frontier.json").read_bytes()
+    assert main(["sample", f"frontier={out}/frontier.json", f"output_dir={out}/few/.."]) != 0
+    assert "where the frontier is" in capsys.readouterr().err.replace("\n", " ")
+    assert (out / "frontier.json").read_bytes() == before
 
 
 def test_a_folder_in_the_place_of_a_file_is_named_before_planning(profile_csv, tmp_path, capsys, monkeypatch):
