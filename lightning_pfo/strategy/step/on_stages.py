@@ -90,7 +90,7 @@ class StepOnStages:
         self._shared = shared
         self._users = split.held
         self._deferred = deferred
-        self._ends = Ends(engine, owner, self.programs)
+        self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
 

@@ -6,7 +6,7 @@ gradients of what it had come to, from where its own backward goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +39,15 @@ class Ends:
         engine: The pipeline engine of this rank.
         owner: The user's module.
         programs: Finds what stages do of a step.
+        users: The stages that hold each parameter and buffer.
     """
 
-    def __init__(self, engine: PipelineEngine, owner: nn.Module, programs: Programs) -> None:
+    def __init__(
+        self, engine: PipelineEngine, owner: nn.Module, programs: Programs, users: Mapping[str, frozenset[int]]
+    ) -> None:
         self._engine = engine
         self._owner = owner
-        self._order = RowOrder(engine, owner, programs)
+        self._order = RowOrder(engine, owner, programs, users)
         self._checked: set[str] = set()
 
     def of(

@@ -11,8 +11,9 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.buffers import StepBuffers
 from lightning_pfo.strategy.model.reach.untouched import untouched
-from lightning_pfo.strategy.step.programs import Programs, Whole
+from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.tracing import logs_noted
 from lightning_pfo.strategy.step.whole.joining import Join, find_blocks, joins_of
 
@@ -26,12 +27,16 @@ class RowOrder:
         engine: The pipeline engine of this rank.
         owner: The user's module.
         programs: Finds what stages do of a step.
+        users: The stages that hold each parameter and buffer.
     """
 
-    def __init__(self, engine: PipelineEngine, owner: nn.Module, programs: Programs) -> None:
+    def __init__(
+        self, engine: PipelineEngine, owner: nn.Module, programs: Programs, users: Mapping[str, frozenset[int]]
+    ) -> None:
         self._engine = engine
         self._owner = owner
         self._programs = programs
+        self._users = users
         self._known: dict[tuple[str, int, Join], int] = {}
 
     def complete(
@@ -77,7 +82,7 @@ class RowOrder:
         problem = ""
 
         def run_step(stage: int, index: int) -> Any:
-            with logs_noted(self._owner):
+            with buffers.of(stage), logs_noted(self._owner):
                 return step(index) if index < number else whole.step()
 
         def take(result: Any, index: int) -> torch.Tensor:
@@ -91,10 +96,14 @@ class RowOrder:
             programs = self._programs.of("order", microbatches, step, seed, train=False, whole=whole)
             *of_whole, end = programs[0][1]
             of_parts = [found for found, _ in programs]
+            changes = {n: s for _, each in programs for n, s in changes_on_the_way(each, engine.num_stages - 1).items()}
+            buffers = StepBuffers(self._owner, changes, len(engine.stages), self._users)  # a teacher that follows
             try:
                 engine.run([*of_parts, of_whole], step_seed, run_step, take, train=False)
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
+            finally:
+                buffers.put_back()
         found: dict[int, int] = {}
         if engine.is_last and not problem:
             try:  # whatever it is, the others wait to be told
