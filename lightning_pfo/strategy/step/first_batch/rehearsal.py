@@ -167,7 +167,7 @@ class Rehearsal:
                     self._runner.slopes = None
                 if not all(self.tell(bool(run))):
                     return None
-        return Compared(of_parts, of_all, self._runner.batching.weights(parts.parts, parts.sizes))
+        return Compared(of_parts, of_all, self._runner.batching.weights(parts.parts, parts.sizes), parts.sizes)
 
     def tell(self, value: int) -> list[int]:
         """What the last ranks of replicas say: they go on together, since layers may be divided over them."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.whole.joining import Join
 
 _LEAST_TOLERANCE = 1e-3  # rounding of gradients that cancel each other
 _OF_TOLERANCE = 8  # gradients are rounded on more ways than a loss
@@ -78,11 +79,13 @@ class Compared(NamedTuple):
         of_parts: Those of microbatches.
         of_all: Those of all as one batch.
         weights: How much each microbatch counts.
+        sizes: How many samples it has.
     """
 
     of_parts: Slopes
     of_all: Slopes
     weights: Sequence[float]
+    sizes: Sequence[int]
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What a pipeline trains on, and one device, in one order; None where these are not of the same things."""
@@ -93,7 +96,10 @@ class Compared(NamedTuple):
         if any(len(part) != len(wholes) for part in parts):
             return None
         of_each = zip(*parts, wholes, strict=True)
-        joined = [(_joined([w * g for w, g in zip(self.weights, of, strict=True)], one), one) for *of, one in of_each]
+        joined = [
+            (_joined([w * g for w, g in zip(self.weights, of, strict=True)], one, self.sizes), one)
+            for *of, one in of_each
+        ]
         pairs = [(ours.flatten(), one.flatten()) for ours, one in joined if ours is not None]
         if not pairs:
             return None
@@ -101,18 +107,22 @@ class Compared(NamedTuple):
         return (ours, theirs) if ours.dtype == torch.float64 else (ours.float(), theirs.float())
 
 
-def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor | None:
-    """Gradients by the samples of each microbatch one after the other, or those by a parameter added up."""
-    if any(each.layout != torch.strided or each.is_nested for each in (*parts, whole)):
+def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
+    """Gradients by the samples of each microbatch one after the other, or those by a parameter added up.
+
+    Where samples have several rows, these lie in the order that is nearest to the whole.
+    """
+    if any(each.layout != torch.strided or each.is_nested or each.dim() != whole.dim() for each in (*parts, whole)):
         return None
     if all(each.shape == whole.shape for each in parts):
         return torch.stack([*parts]).sum(0)
-    for dimension, size in enumerate(whole.shape):
-        if sum(each.shape[dimension] for each in parts if each.dim() == whole.dim()) == size:
-            try:
-                return torch.cat([*parts], dimension)
-            except RuntimeError:  # other dimensions differ too
-                return None
+    for dim, size in enumerate(whole.shape):
+        others = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in (*parts, whole)}
+        if len(others) == 1 and sum(each.shape[dim] for each in parts) == size:
+            rows, rest = divmod(size, sum(sizes))
+            orders = [blocks for blocks in range(1, rows + 1) if rows % blocks == 0] if not rest else []
+            found = [Join(dim, rows, blocks)(parts, sizes) for blocks in orders or (1,)]
+            return min(found, key=lambda joined: float((joined - whole).norm()))
     return None
 
 

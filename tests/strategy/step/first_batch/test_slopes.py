@@ -38,6 +38,10 @@ def by_that_of_the_first_batch(module, a, b, *_):
     return (a + b) / module.at_first
 
 
+def _views(module, batch):
+    return module.values(module.net(torch.cat([batch[0], batch[0].flip(1)])))
+
+
 def changed_in_place(module, a, b, scores, *_):
     scores -= 1
     return a + scores.square().mean()
@@ -60,6 +64,10 @@ EQUAL = {
     "dropout": lambda module, a, b, scores, values, batch: F.cross_entropy(F.dropout(scores, 0.3), batch[1]),
     "noise": lambda module, a, b, scores, values, batch: F.mse_loss(values + torch.randn_like(values), batch[0]),
     "by weights": lambda module, a, b, *_: a + 0.1 * module.values.weight.square().sum(),
+    "two views": lambda module, a, b, scores, values, batch: F.mse_loss(*_views(module, batch).chunk(2)),
+    "time by time": lambda module, a, b, scores, values, batch: F.mse_loss(
+        module.values(module.net(batch[0].repeat_interleave(3, 0))), batch[0].repeat_interleave(3, 0)
+    ),
     "of no layer": lambda module, a, b, *_: module.weights.square().sum(),
 }
 
@@ -117,16 +125,16 @@ def test_microbatches_are_weighed_and_joined_along_their_samples():
     layer, x = nn.Linear(4, 2), torch.randn(6, 4)
     whole = slopes_of(layer, [x], lambda y: y.square().mean())
     parts = slopes_of(layer, x.split([4, 2]), lambda y: y.square().mean())
-    assert gap([Compared(parts, whole, (4 / 6, 2 / 6))], 1e-5) == 0
-    assert gap([Compared(parts, whole, (0.5, 0.5))], 1e-5) > 0.2
+    assert gap([Compared(parts, whole, (4 / 6, 2 / 6), (4, 2))], 1e-5) == 0
+    assert gap([Compared(parts, whole, (0.5, 0.5), (4, 2))], 1e-5) > 0.2
     in_time = slopes_of(layer, [x.T.reshape(4, 6).T[None]], lambda y: y.square().mean())
-    assert Compared(parts, in_time, (0.5, 0.5)).flat() is None  # of another form
+    assert Compared(parts, in_time, (0.5, 0.5), (4, 2)).flat() is None  # of another form
 
 
 def test_a_loss_without_gradients_is_not_compared():
     nothing = slopes_of(nn.Linear(4, 2), [torch.randn(2, 4)], lambda y: y.detach().sum())
-    assert Compared(nothing, nothing, (1.0,)).flat() is None
-    assert gap([None], 1e-5) == gap([Compared(nothing, nothing, (1.0,))], 1e-5) == 0
+    assert Compared(nothing, nothing, (1.0,), (2,)).flat() is None
+    assert gap([None], 1e-5) == gap([Compared(nothing, nothing, (1.0,), (2,))], 1e-5) == 0
 
 
 def test_random_gradients_differ_where_chance_does_not_explain_it():
@@ -139,7 +147,7 @@ def test_random_gradients_differ_where_chance_does_not_explain_it():
 
     def draws(size, shift):
         pairs = torch.randn(4, 2, size, generator=generator)
-        return [Compared(given(one + shift), given(other), (1.0,)) for one, other in pairs]
+        return [Compared(given(one + shift), given(other), (1.0,), (1,)) for one, other in pairs]
 
     for size in (1, 3, 100, 10_000):
         assert sum(gap(draws(size, 0.0), 1e-5) > 0 for _ in range(500)) <= 5
