@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import clock_overhead
 import model_zoo
 import on_gpu
+import one_gpu
 import own_clock
 import perseus_tables
 import planner_ablation
@@ -61,6 +62,17 @@ def test_without_permission_the_cost_of_setting_clocks_is_not_called_small(
     monkeypatch.setattr(EmulatedGpu, "lock_graphics_clock", refuse)
     assert clock_overhead.main([*SETTINGS, "sets_clocks=true"]) == 2
     assert capsys.readouterr().err.endswith("error: Ask root.\n")
+
+
+@pytest.mark.slow
+def test_kinds_of_training_are_compared_with_plain_lightning(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = ["offload-gpipe", "replicas"]
+    assert one_gpu.main(["device=cpu", f"cases={','.join(cases)}", "stages=2", "steps=2"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(each["case"], each["stages"], each["replicas"]) for each in told] == [(cases[0], 2, 1), (cases[1], 2, 2)]
+    assert all(each["largest_gap"] < 1e-5 for each in told)
+    assert one_gpu.main(["device=cpu", "cases=offload-gpipe", "stages=2", "limit_s=0.01"]) == 1
+    assert "too slow" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asked", [[], ["set_clocks=true"]])
