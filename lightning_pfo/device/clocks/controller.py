@@ -98,12 +98,12 @@ class ClockController:
             guard.register(self, any_thread=self._time is HOST_TIME)  # virtual time passes in one thread only
 
     def refuse(self, error: Exception) -> None:
-        """Set no clocks, for this reason; nothing was set yet."""
+        """Set no clocks any more, for this reason; what is set stays until `close`."""
         self.error = self.error or error
 
     def end(self, error: Exception) -> None:
         """Restore the clocks and set no more, for this reason; it may be none of the driver's."""
-        self.error = self.error or error
+        self.refuse(error)
         self.close()
 
     def request(self, clock_mhz: int) -> None:

@@ -197,10 +197,11 @@ class LogRecorder:
     def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]]) -> list[float] | None:
         """How much each value counts, where `batch_size` says of how many others than samples it is the mean."""
         said = self.batch_sizes.get(key, {})
-        numbers_said = [said.get(index, 0) for index, _ in values]
+        if len(said) != len(values) or len(set(said.values())) == 1:  # of most nothing is said, or that of all
+            return None
         sizes = [self.sizes[index] if self.sizes else 1 for index, _ in values]
-        is_other = len(said) == len(values) and len(set(numbers_said)) > 1 and numbers_said != sizes
-        return [float(number) for number in numbers_said] if is_other else None
+        numbers_said = [said[index] for index, _ in values]
+        return [float(number) for number in numbers_said] if numbers_said != sizes else None
 
     def _mean(
         self, values: list[tuple[int, Any]], weights: list[float] | None = None, *, is_loss: bool = False
