@@ -1,5 +1,7 @@
 """Words in the column `flags` of a profile, separated by blanks: what to doubt about a measurement."""
 
+from collections.abc import Collection
+
 POWER_CAP, THERMAL, HW_SLOWDOWN = "power_cap", "thermal", "hw_slowdown"
 """What held the clock down in a tenth of an instruction's time or more."""
 
@@ -17,3 +19,13 @@ ENERGY_UNCERTAIN = "energy_uncertain"
 
 WAITING_UNCERTAIN = "waiting_uncertain"
 """Two standard errors of the energy of waiting are, as a share of all energy."""
+
+
+def is_capped(flags: Collection[str]) -> bool:
+    """Whether a power limit held the clock below the request."""
+    return CLOCK_NOT_REACHED in flags and POWER_CAP in flags and CLOCK_ABOVE not in flags
+
+
+def is_unreached(flags: Collection[str]) -> bool:
+    """Whether the clock was another one, and no power limit explains it."""
+    return CLOCK_NOT_REACHED in flags and not is_capped(flags)

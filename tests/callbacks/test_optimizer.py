@@ -190,6 +190,23 @@ def test_without_permission_training_goes_on(ranks):
         assert not any(run["planned"])
 
 
+def test_a_driver_that_ignores_clocks_is_named(ranks):
+    for seen in ranks:
+        run = seen["deaf"]
+        assert run["problem"].startswith("A plan is made from measurements at several clocks; of stage 0 there are")
+        assert "those at 1410 MHz only: NVIDIA A100-SXM4-80GB" in run["problem"]
+        assert run["states"][-1] == "Hold"
+        assert not any(run["planned"])
+
+
+def test_without_a_counter_training_goes_on_and_says_why(ranks):
+    for seen in ranks:
+        run = seen["no_counter"]
+        assert run["problem"] == "rank 0: The energy counter cannot be read."
+        assert run["summary"]["state"] == "Hold"
+        assert run["states"] == []  # of iterations that were measured
+
+
 def test_models_and_their_divisions_are_told_apart():
     def job(width, held=("0", "1", "2")):
         module = nn.Sequential(*(nn.Linear(width, width, device="cpu" if name in held else "meta") for name in "012"))

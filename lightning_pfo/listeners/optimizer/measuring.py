@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_pfo.core.errors import DeviceError, PfoError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.flags import CLOCK_NOT_REACHED, POWER_CAP
+from lightning_pfo.core.flags import is_unreached
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
@@ -250,5 +250,4 @@ class Measuring:
 
 def _was_there(row: ProfileRow) -> bool:
     """Whether the clock was, and energy was seen; a power cap that held it is told by the measurement itself."""
-    flags = set(row.flags.split())
-    return row.energy > 0 and (CLOCK_NOT_REACHED not in flags or POWER_CAP in flags)
+    return row.energy > 0 and not is_unreached(row.flags.split())

@@ -25,7 +25,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device.time import HOST_TIME, time_of
-from lightning_pfo.listeners.agreement import is_first
+from lightning_pfo.listeners.agreement import is_first, name_of
 from lightning_pfo.listeners.gpu_session import GpuSession
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.optimizer.background import Background
@@ -114,6 +114,7 @@ class States:
         """
         self._num_iterations += 1
         if measured is None:
+            self._see_whether_it_ever_is()
             return
         self._note(measured)
         after_state = {
@@ -352,6 +353,14 @@ class States:
     def _moment(self) -> Moment:
         total = self._settings.num_iterations
         return Moment.now(None if total is None else max(total - self._num_iterations, 0))
+
+    def _see_whether_it_ever_is(self) -> None:
+        """Give up where a GPU is not followed any more: no iteration is measured from then on. A collective call."""
+        error = self._session.clocks.error if self._session.follower.has_ended else None
+        met = None if error is None else f"{name_of(self._source)}: {error}"
+        told = [one for one in self._source.all_gather(met, everywhere=True) if one is not None]
+        if told and self.problem is None:
+            self._give_up(told[0])
 
     def _go(self, state: State) -> None:
         if state is not self.state:

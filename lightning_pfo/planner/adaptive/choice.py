@@ -36,6 +36,7 @@ BRACKET = (1.0, 0.87, 0.74, 0.6)
 
 _BELOW = 0.9  # of the lowest measured clock: how far below it is worth looking
 _HOPE = 1.0  # standard errors
+_LEAST_HOPED = 0.05  # of what is expected: no energy is negative, however little is known
 _HOPEFUL_PLANS = 8  # near the wanted time, few do
 _NEGLIGIBLE = 0.001
 """Of the energy: less is not worth measuring for, however long the training is."""
@@ -160,7 +161,7 @@ def fitted_profile(measured: Profile, curves: Mapping[Kind, Curve], lowest_mhz: 
         count = sum(mhz >= lowest_mhz for mhz in curve.clocks_mhz)
         clocks = curve.clocks_mhz[:count]
         known = measured.instructions[kind]
-        energies = curve.energies_j * (1 - hope * curve.errors)
+        energies = curve.energies_j * np.maximum(1 - hope * curve.errors, _LEAST_HOPED)
         instructions[kind] = InstructionProfile(
             clocks,
             tuple(map(float, curve.times_s[:count])),

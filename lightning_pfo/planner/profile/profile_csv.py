@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_pfo.core.errors import ConfigurationError, ProfileError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.core.flags import DRIFT, ENERGY_UNCERTAIN, WAITING_UNCERTAIN
+from lightning_pfo.core.flags import DRIFT, ENERGY_UNCERTAIN, WAITING_UNCERTAIN, is_unreached
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.ranges import POWER, TRANSFER, Quantity
 from lightning_pfo.core.wording import cut, listed, shortened
 from lightning_pfo.planner.profile.profile import COLUMNS, STAGE, TRANSFER_COLUMN, InstructionProfile, Profile
 from lightning_pfo.planner.profile.row import ProfileRow
 from lightning_pfo.planner.profile.switch_latency import SWITCH_COLUMN, switch_latency_of
-from lightning_pfo.planner.profile.unreached import is_unreached, merge_capped
+from lightning_pfo.planner.profile.unreached import merge_capped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -295,7 +295,9 @@ def _merge_ranks(
     if len(complete) < len(clocks):
         _log.warning("%s: %d clocks of %s are not measured on all its ranks", where, len(clocks) - len(complete), what)
     per_clock: Sequence[list[ProfileRow]] = [list(rows.values()) for rows in merge_capped(clocks, complete)]
-    unreached = [clock for clock, rows in zip(complete, per_clock, strict=True) if any(map(is_unreached, rows))]
+    unreached = [
+        clock for clock, rows in zip(complete, per_clock, strict=True) if any(is_unreached(row.flags) for row in rows)
+    ]
     slowest = [max(rows, key=lambda row: row.time_s) for rows in per_clock]
     transfers_s = [[row.transfer_s for row in rows if row.transfer_s is not None] for rows in per_clock]
     latest_s = [max(known) for known in transfers_s if known]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lightning_pfo.core.errors import ProfileError
-from lightning_pfo.core.flags import CLOCK_ABOVE, CLOCK_NOT_REACHED, POWER_CAP
+from lightning_pfo.core.flags import CLOCK_NOT_REACHED, is_capped
 from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.planner.profile.profile import Profile
 from lightning_pfo.planner.profile.repetitions import mean_of
@@ -20,16 +20,6 @@ from lightning_pfo.planner.profile.row import ProfileRow
 
 Rank = tuple[str, ...]
 _SAME_CLOCK = 0.01
-
-
-def is_capped(row: ProfileRow) -> bool:
-    """Whether a power limit held the clock below the request."""
-    return {CLOCK_NOT_REACHED, POWER_CAP} <= row.flags and CLOCK_ABOVE not in row.flags
-
-
-def is_unreached(row: ProfileRow) -> bool:
-    """Whether the clock was another one, and no power limit explains it."""
-    return CLOCK_NOT_REACHED in row.flags and not is_capped(row)
 
 
 def merge_capped(
@@ -50,7 +40,8 @@ def merge_capped(
 
 
 def _are_the_same(one: Mapping[Rank, ProfileRow], other: Mapping[Rank, ProfileRow]) -> bool:
-    return all(is_capped(one[rank]) and is_capped(other[rank]) and _met(one[rank], other[rank]) for rank in one)
+    pairs = [(one[rank], other[rank]) for rank in one]
+    return all(is_capped(a.flags) and is_capped(b.flags) and _met(a, b) for a, b in pairs)
 
 
 def _met(one: ProfileRow, other: ProfileRow) -> bool:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from torch.utils.data import DataLoader
 
 from lightning_pfo.callbacks import PipelineFrequencyOptimizerCallback, PlanSweepCallback
-from lightning_pfo.core.errors import ClockPermissionError
+from lightning_pfo.core.errors import ClockPermissionError, DeviceError
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.device import EmulatedGpu, load_gpu_config
 from lightning_pfo.listeners.optimizer.choosing.objectives import EnergyPrice, JobDeadline, Moment, Selection
@@ -165,6 +165,14 @@ def refuse(gpu, clock_mhz):
     raise ClockPermissionError("This user may not set clocks.")
 
 
+def ignore(gpu, clock_mhz):
+    """As a driver that acknowledges what it does not do."""
+
+
+def fail(gpu):
+    raise DeviceError("The energy counter cannot be read.")
+
+
 def main(folder):
     folder = Path(folder)
     _, plain = fit([], max_steps=MOST_STEPS, strategy=PfoPipelineStrategy(num_microbatches=6))
@@ -189,7 +197,12 @@ def main(folder):
     )
     lock, EmulatedGpu.lock_graphics_clock = EmulatedGpu.lock_graphics_clock, refuse
     optimized("no_permission", folder / "no_permission", 8)
+    EmulatedGpu.lock_graphics_clock = ignore
+    optimized("deaf", folder / "deaf", 30)
     EmulatedGpu.lock_graphics_clock = lock
+    counter, EmulatedGpu.total_energy_mj = EmulatedGpu.total_energy_mj, fail
+    optimized("no_counter", folder / "no_counter", 8)
+    EmulatedGpu.total_energy_mj = counter
     assert whole.plan is not None
     (folder / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 

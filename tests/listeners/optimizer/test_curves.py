@@ -5,7 +5,7 @@ import pytest
 
 from lightning_pfo.device import load_gpu_config
 from lightning_pfo.planner import InstructionProfile
-from lightning_pfo.planner.adaptive.choice import bracket
+from lightning_pfo.planner.adaptive.choice import bracket, fitted_profile
 from lightning_pfo.planner.adaptive.curves import fit_curve
 from tests.listeners.optimizer.replay import at_clocks, emulated_profile
 
@@ -71,3 +71,13 @@ def test_a_measurement_that_says_it_is_bad_counts_little(full):
     told_j = [energy * (0.09 if n == wrong else 0.002) for n, energy in enumerate(few.energies_j)]
     curve = fit_curve(replace(few, energies_j=tuple(energies_j), energy_stderrs_j=tuple(told_j)), clocks, held_mhz)
     assert np.allclose(curve.energies_j, whole.energies_j, rtol=0.015)
+
+
+def test_what_is_hoped_for_is_an_energy_even_where_next_to_nothing_was_measured(full):
+    profile, held_mhz = full
+    clocks = next(iter(profile.instructions.values())).clocks_mhz
+    two = at_clocks(profile, [set(bracket(clocks)[:2])])
+    curves = {kind: fit_curve(one, clocks, held_mhz) for kind, one in two.instructions.items()}
+    assert max(next(iter(curves.values())).errors) > 1  # of which energies would be negative
+    hopeful = fitted_profile(two, curves, clocks[-1], hope=1)
+    assert min(next(iter(hopeful.instructions.values())).energies_j) > 0

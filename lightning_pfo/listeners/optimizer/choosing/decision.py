@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.flags import POWER_CAP
 from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.instruction import InstructionType
@@ -74,8 +75,10 @@ def decide(
         stages: Measure these stages only, the others at the top clock; None: all.
 
     Raises:
+        DeviceError: If a stage was measured at its top clock only.
         PfoError: If no plan can be made.
     """
+    _check_several_clocks(memory.rows)
     write_profile(profile_path, profile_records(with_latency(with_waiting_power(memory.rows), memory)))
     choice = choose(
         read_profile(profile_path),
@@ -93,6 +96,22 @@ def decide(
     if stages is not None:
         next_mhz = tuple(only_ranks(schedule, stages, clocks, clocks_mhz[0]) for clocks in next_mhz)
     return Decision(choice.frontier, choice.plan, next_mhz, choice.gain_j)
+
+
+def _check_several_clocks(rows: Sequence[ProfileRow]) -> None:
+    """See that GPUs ran at what they were asked for: what was measured at other clocks is not among the rows."""
+    of_stages: dict[int, list[ProfileRow]] = {}
+    for row in rows:
+        of_stages.setdefault(row.stage, []).append(row)
+    for stage, some in sorted(of_stages.items()):
+        clocks = {row.frequency for row in some}
+        if len(clocks) == 1:
+            raise DeviceError(
+                f"A plan is made from measurements at several clocks; of stage {stage} there are those at "
+                f"{max(clocks)} MHz only: {some[0].gpu or 'its GPU'} did not run at the others that it was set to, or "
+                "its counter showed no energy there. Find out with `lightning-pfo gpu probe=true` whether clocks can "
+                "be set."
+            )
 
 
 def _iterations_each(memory: Memory) -> float:
