@@ -41,7 +41,7 @@ MAY_KNOW = {
         *("planner.relaxation", "planner.search"),
     },
     "planner.frontier": {"core", "planner.profile", "planner.pipeline"},
-    "planner.settings": {"core", "planner.search.effort"},
+    "planner.settings": {"core", "planner.search.effort", "planner.frontier.select"},
     "planner.found_plans": {"core", "planner.pipeline", "planner.search", "planner.limits"},
     "planner.straggler_plans": {
         *("core", "planner.settings", "planner.profile", "planner.network", "planner.pipeline"),

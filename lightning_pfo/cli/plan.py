@@ -29,7 +29,6 @@ from lightning_pfo.planner.plan import plan_frontier
 from lightning_pfo.planner.profile.denoise import regularise
 from lightning_pfo.planner.profile.profile_csv import read_profile
 from lightning_pfo.planner.settings import PlanSettings
-from lightning_pfo.planner.straggler_plans import settings_for
 
 _NOISE_NAME, _NOTES_SHOWN = "noise.txt", 3
 _WRITTEN = (
@@ -77,7 +76,7 @@ def run(settings: Settings) -> None:
     with Status("planning", console=plain_console(stderr=True)) as status:
         frontier = plan_frontier(
             profile,
-            settings_for(settings.select, settings),
+            settings,
             num_microbatches=settings.num_microbatches,
             schedule=settings.schedule,
             stages_per_rank=settings.stages_per_rank,

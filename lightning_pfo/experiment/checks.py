@@ -15,9 +15,9 @@ from lightning_pfo.device import open_gpu
 from lightning_pfo.experiment.accelerator import check_shared_gpus
 from lightning_pfo.experiment.command_line.instances import check_targets, make_callbacks
 from lightning_pfo.experiment.config import ExperimentConfig, PlanConfig
-from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer
+from lightning_pfo.experiment.training import MakeData, MakeModule, make_trainer, planning_of
 from lightning_pfo.listeners.profiling_run import ScanSettings, clocks_to_scan
-from lightning_pfo.planner import check_selection, read_profile
+from lightning_pfo.planner import read_profile
 from lightning_pfo.planner.frontier.data import OURS
 from lightning_pfo.planner.policies.envpipe import EnvPipe
 from lightning_pfo.planner.policies.registry import find_policy
@@ -85,11 +85,9 @@ def check_settings(config: ExperimentConfig) -> None:
     schedule = schedule_of(config)
     check_partition(config.schedule.partition)
     ScanSettings(**vars(config.profiler))
-    if plan.select != TOP_CLOCKS:
-        check_selection(plan.select)
     if plan.auto:
         _check_one_run(config)
-    plan.check()
+    planning_of(config).check()
     policy = find_policy(policy_of(plan))
     if policy is not None:
         policy.check_schedule(config.schedule.name)

@@ -87,8 +87,6 @@ class ProfilerConfig:
 class PlanConfig(PlanSettings):
     """How to plan, and which point of the frontier to train with."""
 
-    select: str = "no_slowdown"
-    """A selection; see `lightning_pfo.planner.select_plan`."""
     compare: list[str] = field(default_factory=list)
     """Other policies to train under in the same training, in windows in turn with those of the plan and of the top
     clocks: such as [perseus, zeus_global, envpipe]; each takes its own choice."""

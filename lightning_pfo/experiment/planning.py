@@ -14,7 +14,6 @@ from lightning_pfo.experiment.training import planning_of
 from lightning_pfo.planner import Frontier, plan_frontier, save_frontier, select_plan
 from lightning_pfo.planner.frontier.data import OURS
 from lightning_pfo.planner.settings import PlanSettings
-from lightning_pfo.planner.straggler_plans import settings_for
 
 
 def plan_experiment(config: ExperimentConfig, output_dir: Path) -> tuple[Frontier, FrequencyPlan]:
@@ -28,7 +27,7 @@ def plan_experiment(config: ExperimentConfig, output_dir: Path) -> tuple[Frontie
         PlanError: If no plan meets `config.plan.select`.
     """
     settings = dataclasses.replace(planning_of(config), policy=policy_of(config.plan))
-    frontier = _frontier(config, output_dir, settings_for(config.plan.select, settings), config.schedule.name)
+    frontier = _frontier(config, output_dir, settings, config.schedule.name)
     select = config.plan.select
     chosen = frontier.baseline if select == TOP_CLOCKS else select_plan(frontier, select)
     if is_first_process():

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning_utilities.core import rank_zero as rank_zero_module
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
+from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import did_you_mean
@@ -192,8 +193,10 @@ def reconfigure(
 def planning_of(config: ExperimentConfig) -> PlanSettings:
     """How to plan: where clocks are asked for in time, they are there when they are needed."""
     settings = config.plan
+    if settings.select == TOP_CLOCKS:  # which are no plan
+        settings = dataclasses.replace(settings, select="no_slowdown")
     if settings.switch_latency_s is None and config.gpu.lead_clocks:
-        return dataclasses.replace(settings, switch_latency_s=0.0)
+        settings = dataclasses.replace(settings, switch_latency_s=0.0)
     return settings
 
 

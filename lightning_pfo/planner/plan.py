@@ -34,6 +34,7 @@ from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import shortened
 from lightning_pfo.planner.found_plans import cheaper_one_by_one, plans_of
 from lightning_pfo.planner.frontier.data import Frontier
+from lightning_pfo.planner.frontier.select import selected_time
 from lightning_pfo.planner.limits.limited_pipeline import make_limited_pipeline
 from lightning_pfo.planner.limits.switching import check_effort, least_energy_j, limit_switching
 from lightning_pfo.planner.network.assignments import TOLERANCE, OptionTable
@@ -193,13 +194,15 @@ def own_frontier(
         on_progress: Called with what is being done, how much of it is done, and how much there is.
     """
     baseline = _baseline(problem, settings, latency)
-    kept_times_s = [baseline.iteration_time_s]
+    top_s = baseline.iteration_time_s
+    selected_s = selected_time(settings.select, top_s)
+    wanted_s = [] if selected_s is None else [selected_s]
     points = solver_for(problem.schedule)(
         problem.network,
         problem.options,
         rate=problem.power_w,
         num_points=settings.num_plans,
-        times=kept_times_s,
+        times=[top_s, *wanted_s],
         deadlines=settings.deadlines_s,
         effort=settings.effort,
         bound=bound,
@@ -212,7 +215,7 @@ def own_frontier(
             problem,
             bound,
             starts=[baseline],
-            deadlines_s=[*kept_times_s, *settings.deadlines_s],
+            deadlines_s=[top_s, *settings.deadlines_s, *(time_s for time_s in wanted_s if time_s >= top_s)],
             switch_latency=latency,
             least_dwell_s=settings.least_dwell_s,
             change_cost_j=settings.change_cost_j,
@@ -221,7 +224,7 @@ def own_frontier(
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
     plans = _none_worse_than(baseline, plans)
     solve = solver_for(problem.schedule)
-    slower = straggler_plans(problem, settings, latency, bound.table, plans[-1], solve, on_progress)
+    slower = straggler_plans(problem, settings, wanted_s, latency, bound.table, plans[-1], solve, on_progress)
     return Frontier(
         problem.schedule,
         problem.profile,

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.ranges import NUM_PLANS, check_whole, is_number, items
 from lightning_pfo.core.wording import cut, did_you_mean, shortened
+from lightning_pfo.planner.frontier.select import FORMS, check_selection
 from lightning_pfo.planner.search.effort import find_effort
 
 
@@ -40,6 +41,8 @@ class PlanSettings:
             say how much energy that costs (see `limits`).
         least_dwell_s: Time for which a rank keeps every clock at least within an iteration.
         change_cost_j: What it is worth to save a change of clocks, in joules; not part of the energies of the plans.
+        select: The plan that will be chosen (`frontier.select`): where it is one of an iteration time (`1.02x`,
+            `2.84s`, `T'=2.9s`), that time is planned for; beside a straggler, straggler plans are made too.
     """
 
     policy: Any = field(
@@ -80,13 +83,16 @@ class PlanSettings:
     change_cost_j: float = field(
         default=0.0, metadata={"help": "joules that one clock change less is worth; not part of the energies"}
     )
+    select: str = field(default="no_slowdown", metadata={"help": f"plan that will be chosen: {FORMS}"})
 
     def check(self) -> None:
         """Check what can be checked before there is a profile.
 
         Raises:
             ConfigurationError: If a value is out of range.
+            PlanError: If the selection is not understood.
         """
+        check_selection(self.select)
         if not NUM_PLANS.allows(self.num_plans):
             raise ConfigurationError(
                 f"num_plans must be at least {NUM_PLANS.least} (fastest and least energy) and at most "

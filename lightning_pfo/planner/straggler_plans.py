@@ -13,7 +13,7 @@ has less effective energy than its bound there, so none needs less than that and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lightning_pfo.core.frequency_plan import FrequencyPlan
@@ -32,6 +32,7 @@ from lightning_pfo.planner.settings import PlanSettings
 def straggler_plans(
     problem: Problem,
     settings: PlanSettings,
+    wanted_s: Sequence[float],
     latency: SwitchLatency,
     table: OptionTable,
     least_energy: FrequencyPlan,
@@ -42,22 +43,24 @@ def straggler_plans(
 
     Args:
         problem: What is to be planned.
-        settings: How, and how many of them.
+        settings: How, and how many of them; as many as other plans, if one is to be selected beside a straggler.
+        wanted_s: Iteration times to plan for besides.
         latency: What clock changes take.
         table: The options.
         least_energy: Where they begin.
         solve: The planner's solver (`plan.Solver`).
         on_progress: Called with what is being done, how much of it is done, and how much there is.
     """
-    if not settings.num_straggler_plans:
+    num_plans = settings.num_straggler_plans or (settings.num_plans if asks_for_straggler(settings.select) else 0)
+    if not num_plans:
         return ()
     bound, begin_s = LowerBound(table), least_energy.iteration_time_s
-    deadlines_s = [time_s for time_s in settings.deadlines_s if time_s > begin_s]
+    deadlines_s = [time_s for time_s in (*settings.deadlines_s, *wanted_s) if time_s > begin_s]
     points = solve(
         problem.network,
         problem.options,
         rate=0.0,
-        num_points=settings.num_straggler_plans,
+        num_points=num_plans,
         times=(),
         deadlines=deadlines_s,
         effort=settings.effort,
@@ -81,18 +84,6 @@ def straggler_plans(
             on_progress=on_progress,
         )
     return beyond(least_energy, plans, paid_w)
-
-
-def settings_for(select: str | int, settings: PlanSettings) -> PlanSettings:
-    """The settings with straggler plans, if a plan is to be selected beside a straggler and none are asked for.
-
-    Args:
-        select: A selection, such as `no_slowdown` or `T'=1.1x`.
-        settings: How to plan.
-    """
-    if settings.num_straggler_plans or not asks_for_straggler(select):
-        return settings
-    return replace(settings, num_straggler_plans=settings.num_plans)
 
 
 def beyond(least_energy: FrequencyPlan, plans: list[FrequencyPlan], paid_w: float) -> tuple[FrequencyPlan, ...]:

@@ -112,6 +112,26 @@ def test_deadlines_are_met_by_the_plans_added_for_them(profile, frontier):
     assert coarse.least_energy.iteration_time_s < 2 * slowest
 
 
+@pytest.mark.parametrize("slowdown", [1.003, 1.0105, 1.047])
+def test_the_time_of_a_selection_is_planned_for(profile, slowdown):
+    usual = plan_frontier(profile, num_microbatches=6, num_plans=12)
+    asked = plan_frontier(profile, num_microbatches=6, num_plans=12, select=f"{slowdown}x")
+    time_s = slowdown * usual.baseline.iteration_time_s
+    exact = plan_frontier(profile, num_microbatches=6, num_plans=12, deadlines_s=[time_s])
+    chosen, of_exact = select_plan(asked, f"{slowdown}x"), select_plan(exact, f"{time_s!r}s")
+    assert chosen.iteration_time_s <= time_s * (1 + 1e-9)
+    assert chosen.iteration_energy_j <= of_exact.iteration_energy_j * 1.001
+    assert chosen.iteration_energy_j < select_plan(usual, f"{slowdown}x").iteration_energy_j * 0.999
+    assert len(asked.plans) <= 13
+
+
+def test_a_selection_that_no_plan_meets_is_no_error_of_planning(profile):
+    for select in ("0.5x", "0.0001s", "9x", "350W", "3", "least_edp"):
+        assert plan_frontier(profile, num_microbatches=4, num_plans=6, select=select).plans
+    with pytest.raises(PlanError, match="Cannot select a plan by .fsatest."):
+        plan_frontier(profile, num_microbatches=4, num_plans=6, select="fsatest")
+
+
 def test_a_deadline_before_the_fastest_plan_names_the_range(profile, frontier):
     too_fast = 0.9 * frontier.fastest.iteration_time_s
     with pytest.raises(PlanError, match="not be shorter than") as error:

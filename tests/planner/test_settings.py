@@ -16,7 +16,8 @@ NAMES = {entry.name for entry in dataclasses.fields(PlanSettings)}
 def test_command_line_and_hydra_take_every_setting_with_the_same_default(schema):
     composed = OmegaConf.structured(schema)
     for name, default in vars(PlanSettings()).items():
-        assert composed[name] == default
+        if name != "select":  # of the command line it depends on the policy
+            assert composed[name] == default
 
 
 def test_python_names_none_of_them_again():

@@ -8,9 +8,8 @@ import pytest
 
 from lightning_pfo.core.errors import PlanError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
-from lightning_pfo.planner import PlanSettings, load_frontier, plan_frontier, save_frontier, select_plan, thin_frontier
+from lightning_pfo.planner import load_frontier, plan_frontier, save_frontier, select_plan, thin_frontier
 from lightning_pfo.planner.pipeline.predictions import predict_plans
-from lightning_pfo.planner.straggler_plans import settings_for
 
 SMALL = {"num_microbatches": 2, "num_plans": 8}
 CLOCKS = (1400, 1100, 900)
@@ -60,10 +59,13 @@ def test_without_a_straggler_nothing_changes(small):
     assert thin_frontier(small, every=3).straggler_plans == small.straggler_plans
 
 
-def test_they_are_asked_for_by_a_selection():
-    assert settings_for("no_slowdown", PlanSettings()).num_straggler_plans == 0
-    assert settings_for("straggler = 1.1x", PlanSettings(num_plans=7)).num_straggler_plans == 7
-    assert settings_for("T'=1.1x", PlanSettings(num_straggler_plans=3)).num_straggler_plans == 3
+def test_they_are_asked_for_by_a_selection(small):
+    select = f"straggler = {small.straggler_plans[0].iteration_time_s + 1e-4}s"
+    asked = plan_frontier(small.profile, select=select, **SMALL)
+    assert asked.plans == small.plans
+    beside_j = [one.beside_straggler_j(select_plan(one, select), 1.0) for one in (asked, small)]
+    assert asked.straggler_plans
+    assert beside_j[0] <= beside_j[1]  # there is a plan for the very time
 
 
 def test_files_keep_them_and_refuse_wrong_ones(small, tmp_path):

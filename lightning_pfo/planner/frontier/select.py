@@ -85,12 +85,23 @@ def select_plan(frontier: Frontier, expression: str | int) -> FrequencyPlan:
         text = "1.0x"
     if _INDEX.fullmatch(text):
         return _by_number(frontier, int(text))
-    match = _MEASURE.fullmatch(text)
-    assert match is not None  # the selection was checked
-    amount = float(match[1])
-    if match[2] == "W":
-        return _within_power(frontier, amount)
-    return _within(frontier, plans, amount * frontier.baseline.iteration_time_s if match[2] == "x" else amount, text)
+    deadline_s = selected_time(text, frontier.baseline.iteration_time_s)
+    if deadline_s is None:
+        return _within_power(frontier, float(text.removesuffix("W")))
+    return _within(frontier, plans, deadline_s, text)
+
+
+def selected_time(expression: str | int, top_s: float) -> float | None:
+    """The iteration time in seconds that a selection asks for; None where it asks for something else.
+
+    Args:
+        expression: A selection.
+        top_s: Iteration time of the top clocks.
+    """
+    match = _MEASURE.fullmatch(_without_straggler(expression))
+    if match is None or match[2] == "W":
+        return None
+    return float(match[1]) * (top_s if match[2] == "x" else 1.0)
 
 
 def asks_for_straggler(expression: str | int) -> bool:

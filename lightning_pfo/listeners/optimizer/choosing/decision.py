@@ -14,7 +14,7 @@ from lightning_pfo.core.flags import POWER_CAP
 from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective
+from lightning_pfo.listeners.optimizer.choosing.objectives import Moment, Objective, Selection
 from lightning_pfo.listeners.optimizer.memory import Memory
 from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
 from lightning_pfo.planner.adaptive.choice import Kind, choose, is_worth_more
@@ -85,7 +85,7 @@ def decide(
         schedule,
         clocks_mhz,
         select=lambda frontier: objective.plan_of(frontier, moment),
-        settings=planning,
+        settings=_with_selection(planning, objective),
         held_mhz=held_clocks(memory.rows),
     )
     next_mhz = (
@@ -96,6 +96,11 @@ def decide(
     if stages is not None:
         next_mhz = tuple(only_ranks(schedule, stages, clocks, clocks_mhz[0]) for clocks in next_mhz)
     return Decision(choice.frontier, choice.plan, next_mhz, choice.gain_j)
+
+
+def _with_selection(planning: PlanSettings, objective: Objective) -> PlanSettings:
+    """The settings, of which a plan comes for the very time that is wanted, where that is said."""
+    return replace(planning, select=objective.expression) if isinstance(objective, Selection) else planning
 
 
 def _check_several_clocks(rows: Sequence[ProfileRow]) -> None:
