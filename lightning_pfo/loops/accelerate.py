@@ -102,7 +102,7 @@ def prepare_pipeline(
     pipeline_module: str | None = None,
     batch_dim: int = 0,
     split_batch: SplitBatch | None = None,
-    microbatch_weight: MicrobatchWeight = "samples",
+    microbatch_weight: MicrobatchWeight = "auto",
     loss_over: str = "microbatch",
     check_loss: bool = True,
     batch_norm: str = "microbatch",

@@ -76,8 +76,8 @@ class PipelinedModel(ModelState):
         batch_dim: The dimension along which the tensors of a batch have samples.
         split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
             dimension, where a batch is the pair of arguments and named arguments of the call.
-        microbatch_weight: How much each microbatch counts in the loss of its batch: `samples`, `tokens`, `sum`, or a
-            function of a microbatch; see `PfoPipelineStrategy`.
+        microbatch_weight: How much each microbatch counts in the loss of its batch: `auto`, `samples`, `tokens`,
+            `sum`, or a function of a microbatch; see `PfoPipelineStrategy`.
         loss_over: `microbatch`, or `batch` for losses that compare samples; see `PfoPipelineStrategy`.
         check_loss: Whether the loss of the first batch is compared with the mean of its microbatches' losses; see
             `PfoPipelineStrategy`.
@@ -120,7 +120,7 @@ class PipelinedModel(ModelState):
         scaler: GradScaler | None = None,
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
-        microbatch_weight: MicrobatchWeight = "samples",
+        microbatch_weight: MicrobatchWeight = "auto",
         loss_over: str = "microbatch",
         check_loss: bool = True,
         batch_norm: str = "microbatch",

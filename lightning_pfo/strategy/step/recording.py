@@ -192,7 +192,9 @@ class LogRecorder:
         is_setting = all(type(value) is int and value == found[0] for value in found) and not counts_samples
         if name in ("sum", "max", "min") and all(map(_is_count, found)) and not is_setting:
             return cast(torch.Tensor, getattr(_stack(found), name)())
-        return self._mean(values, self._stands_for(key, values) if rule != "samples" else None)
+        if rule == "samples" and self.sizes:
+            return self._mean(values, [float(self.sizes[index]) for index, _ in values])
+        return self._mean(values, self._stands_for(key, values))
 
     def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]]) -> list[float] | None:
         """How much each value counts, where `batch_size` says of how many others than samples it is the mean."""

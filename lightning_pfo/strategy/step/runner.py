@@ -112,7 +112,7 @@ class StepRunner:
         self._phases = PhaseRunner(on_stages)
         self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
-        self._gaps = LaterGaps() if check_loss and batching.microbatch_weight == "samples" else None
+        self._gaps = LaterGaps() if check_loss and batching.microbatch_weight in ("auto", "samples") else None
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
@@ -336,8 +336,8 @@ class StepRunner:
         sizes = microbatches.sizes if whole is None else (microbatches.size,)
         weights: tuple[float, ...] = ()
         if engine.is_last:
-            weights = (1.0,) if whole is not None else self.batching.weights(microbatches.parts, sizes)
-            if train and whole is None and self._gaps is not None:
+            weights = (1.0,) if whole is not None else stages.rules.weights(of.source, microbatches.parts, sizes)
+            if train and whole is None and self._gaps is not None and not stages.rules.labels(of.source):
                 self._gaps.look(of.batch, microbatches)
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []

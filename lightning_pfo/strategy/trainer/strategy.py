@@ -110,8 +110,9 @@ class PfoPipelineStrategy(StepStrategy):
         split_batch: A function `(batch, num_microbatches) -> microbatches` for batches that are not split along a
             dimension; it may return fewer for a smaller batch.
         microbatch_weight: How much each microbatch counts in the loss of its batch: `samples` (the loss is a mean over
-            samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), or a function of a microbatch
-            that counts what the loss is a mean over.
+            samples), `tokens` (over labels that are not -100), `sum` (the loss is a sum), a function of a microbatch
+            that counts what the loss is a mean over, or `auto`: by samples, until the first batches show that the loss
+            of one device is a mean over labels that are not -100.
         load_batches: Which ranks of a pipeline run loaders: `all`, or `first`, which gives batches to the others.
         loss_over: `microbatch` (the loss of a batch is the weighted mean of its microbatches' losses) or `batch` (the
             end of the step runs once on all of the batch, for losses that compare samples; with schedules that do all
@@ -180,7 +181,7 @@ class PfoPipelineStrategy(StepStrategy):
         save_distributed_checkpoint: bool | str = False,
         batch_dim: int = 0,
         split_batch: SplitBatch | None = None,
-        microbatch_weight: MicrobatchWeight = "samples",
+        microbatch_weight: MicrobatchWeight = "auto",
         load_batches: str = "all",
         loss_over: str = "microbatch",
         check_loss: bool = True,

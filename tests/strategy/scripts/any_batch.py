@@ -119,6 +119,7 @@ WHOLE = {"loss_over": "batch", "schedule": "gpipe"}
 FIRST = {"loss_over": "batch", "schedule": "looped_bfs"}
 CASES = {
     "samples": (plain, {}, {}, (8, 7, 4, 2, 1, 8)),
+    "found labels": (with_gaps, {}, {}, (8, 7, 3)),
     "tokens": (with_gaps, {}, {"microbatch_weight": "tokens"}, (8, 7, 3)),
     "function": (with_gaps, {}, {"microbatch_weight": labels_of}, (8, 7, 3)),
     "sum": (plain, {"reduction": "sum"}, {"microbatch_weight": "sum"}, (8, 7, 2)),

@@ -10,5 +10,15 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "any_batch.py"
 def test_losses_are_those_of_one_device():
     said = run_script(SCRIPT).stdout
     whole = [f"whole, {loss}" for loss in ("two views", "correlations", "queue", "weighted sum")]
-    for case in ("samples", "tokens", "function", "sum", "time first", "split by the user", *whole, "deferred"):
+    for case in (
+        "samples",
+        "found labels",
+        "tokens",
+        "function",
+        "sum",
+        "time first",
+        "split by the user",
+        *whole,
+        "deferred",
+    ):
         assert f"\n{case}\n" in f"\n{said}"

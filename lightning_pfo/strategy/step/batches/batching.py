@@ -43,7 +43,7 @@ class Batching:
 
     batch_dim: int = 0
     split_batch: SplitBatch | None = None
-    microbatch_weight: MicrobatchWeight = "samples"
+    microbatch_weight: MicrobatchWeight = "auto"
     loss_over: str = "microbatch"
     shifted_labels: bool = False
     has_several_loaders: Callable[[], bool] = bool
@@ -53,7 +53,7 @@ class Batching:
         check_microbatch_weight(self.microbatch_weight)
         if self.loss_over not in LOSS_OVER:
             raise ConfigurationError(f"loss_over is {' or '.join(map(repr, LOSS_OVER))}; got {self.loss_over!r}.")
-        if self.joins_microbatches and self.microbatch_weight != "samples":
+        if self.joins_microbatches and self.microbatch_weight not in ("auto", "samples"):
             raise ConfigurationError(
                 f"With loss_over='batch' there is one loss of the whole batch, and none of microbatches to weigh; got "
                 f"microbatch_weight={shortened(self.microbatch_weight)} too. Leave one of the two out."

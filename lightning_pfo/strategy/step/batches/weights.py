@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 MicrobatchWeight = str | Callable[[Any], Any]
-"""`samples`, `tokens`, `sum`, or a function of a microbatch."""
+"""`auto`, `samples`, `tokens`, `sum`, or a function of a microbatch."""
 
 IGNORED_LABEL = -100
 """Positions with this label have no part in a loss: the `ignore_index` of torch's cross entropy."""
-WEIGHTS = ("samples", "tokens", "sum")
+WEIGHTS = ("auto", "samples", "tokens", "sum")
+_NAMES = ("['labels']", ".labels")
 ITEMS = "num_items_in_batch"
 """What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
 
@@ -56,8 +57,9 @@ def weights_of(
         parts: The microbatches.
         sizes: How many samples each has.
         how: `samples`: the loss is a mean over samples. `tokens`: it is a mean over labels that are not -100. `sum`: it
-            is a sum over samples. A function: the loss is a mean over something that it counts in a microbatch. A
-            batch with `num_items_in_batch` is a `sum`, unless a function is given.
+            is a sum over samples. A function: the loss is a mean over something that it counts in a microbatch.
+            `auto`: nothing is known yet, so samples. A batch with `num_items_in_batch` is a `sum`, unless a function is
+            given.
         shifted_labels: Whether the first label of each sequence has no part in the loss, see `shifts_labels`.
 
     Raises:
@@ -96,6 +98,42 @@ def counts_of(
     return tuple(float(size) for size in sizes)
 
 
+class Labels(NamedTuple):
+    """Labels of which some are -100, over the others of which a loss may be the mean.
+
+    Attributes:
+        path: Where they are in a batch.
+        are_shifted: Whether the first of each sequence has no part in the loss.
+    """
+
+    path: str
+    are_shifted: bool
+
+    def __str__(self) -> str:
+        """Where they are, and which."""
+        return f"{self.path}{', without the first of each sequence' if self.are_shifted else ''}"
+
+    def counts(self, parts: Sequence[Any]) -> tuple[float, ...] | None:
+        """How many there are in each microbatch; None where one has none at this place."""
+        found = [dict(leaves_of(part)).get(self.path) for part in parts]
+        if not all(map(_are_integers, found)):
+            return None
+        counts = [_number_of_labels(torch.as_tensor(label), self.are_shifted) for label in found]
+        return tuple(map(float, torch.stack(counts).tolist()))
+
+
+def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]:
+    """What may be labels of which some are -100, the likelier first.
+
+    Args:
+        parts: The microbatches.
+        are_shifted: Whether it is likelier that the first of each sequence has no part.
+    """
+    paths = {path for part in parts for path, leaf in leaves_of(part) if _are_integers(leaf) and _has_gaps(leaf)}
+    named = sorted(paths, key=lambda path: (not path.endswith(_NAMES), path))
+    return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
+
+
 class LaterGaps:
     """Notices batches of which some labels are -100 where the first one, whose loss was compared, had none."""
 
@@ -125,26 +163,36 @@ def _number_ignored(value: Any) -> int:
 
 
 def _may_be_labels(leaf: Any) -> bool:
+    return _are_integers(leaf) and (isinstance(leaf, np.ndarray) or leaf.device.type == "cpu")
+
+
+def _are_integers(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
-        is_plain = leaf.layout == torch.strided and not leaf.is_nested and leaf.device.type == "cpu"
+        is_plain = leaf.layout == torch.strided and not leaf.is_nested
         return is_plain and leaf.dtype in (torch.int64, torch.int32)
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "i"
+
+
+def _has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    return bool((leaf == IGNORED_LABEL).any())
+
+
+def _number_of_labels(label: torch.Tensor, shifted: bool) -> torch.Tensor:
+    return ((label[..., 1:] if shifted and label.dim() > 1 else label) != IGNORED_LABEL).sum()
 
 
 def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:
     counts: list[torch.Tensor] = []
     for part in parts:
         named = [(path, leaf) for path, leaf in leaves_of(part) if isinstance(leaf, (torch.Tensor, np.ndarray))]
-        labels = [leaf for path, leaf in named if path.endswith(("['labels']", ".labels"))]
+        labels = [leaf for path, leaf in named if path.endswith(_NAMES)]
         if not labels:
             raise BatchError(
                 f"microbatch_weight='tokens' counts the labels that are not {IGNORED_LABEL}, in the tensor called "
                 f"'labels'; the batch has {listed([path for path, _ in named]) or 'no tensors'}. Use a "
                 f"function, such as microbatch_weight=lambda microbatch: (microbatch[1] != {IGNORED_LABEL}).sum()."
             )
-        tensors = [torch.as_tensor(label) for label in labels]
-        counted = [label[..., 1:] if shifted and label.dim() > 1 else label for label in tensors]
-        counts.append(sum((label != IGNORED_LABEL).sum() for label in counted))  # type: ignore[arg-type]
+        counts.append(sum(_number_of_labels(torch.as_tensor(label), shifted) for label in labels))  # type: ignore[arg-type]
     return tuple(float(count) for count in torch.stack(counts).tolist())  # one transfer from the GPU
 
 

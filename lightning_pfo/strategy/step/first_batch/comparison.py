@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -11,6 +12,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch import slopes
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
@@ -95,17 +97,21 @@ class Comparison:
         self._number_trained += kind == "train"
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
+        # training steps are compared on all replicas together, so that one of them cannot ask for it
+        is_telling = kind != "train" and not self._divided and self._runner.rules.tells_of_labels(source, first.parts)
         if is_late and source in self._untold and self._number[source] in _AGAIN:
             self._tries[source] = 1
         is_second = self._leaves_something and self._number_trained == _SECOND
         is_due = is_second or (self._number_trained in _LATER and not self._tries[source])
         if kind == "train" and self._looks_later and is_due:
             self._check_later(first)
-        self._is_compared = bool(self._tries[source])
+        self._is_compared = bool(self._tries[source]) or is_telling
         if not self._is_compared:
             return
-        self._tries[source] -= 1
+        self._tries[source] = max(self._tries[source] - 1, 0)
         self._compare_now(first, everywhere=kind == "train" or self._divided, is_late=is_late)
+        if is_telling:
+            self._runner.rules.weigh_by(source, self._runner.rules.labels(source))
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
         """Whether a batch that was not compared has left or logged what none has before, so that it is to be.
@@ -195,6 +201,7 @@ class Comparison:
         if run is None:
             return [], False, False
         parts, pairs, _ = run
+        self._choose_weights(of, parts, pairs, lambda: _are_other(pairs, self._rehearsal.tolerance()))
 
         def are_other() -> bool:
             losses = list(map(_losses_of, pairs))
@@ -234,6 +241,12 @@ class Comparison:
         check = None
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
+            if is_training:
+                self._choose_weights(first, parts, pairs, lambda: _are_other(pairs, tolerance))
+            else:
+                self._choose_weights(first, parts, pairs, lambda: _number_unexplained(check, pairs, tolerance))
+            losses = [_losses_of(pair) for pair in pairs] if is_training else []
+            is_other = bool(losses) and differ(losses, tolerance)
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._rehearsal.tell(is_other)):
             self._rehearsal.draw_again(first, parts, pairs, whole)
@@ -258,6 +271,57 @@ class Comparison:
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
         return said
+
+    def _choose_weights(
+        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Callable[[], float]
+    ) -> bool:
+        """Weigh microbatches by labels that are not -100, where nothing is said and that gives what one device has.
+
+        Args:
+            of: The batch.
+            parts: The microbatches that were run.
+            pairs: What has come of them, on the last rank; it is weighed anew.
+            distance: How far from one device that is; 0: by no more than rounding.
+
+        Returns:
+            Whether microbatches have other weights from now on.
+        """
+        batching, rules, tell = self._runner.batching, self._runner.rules, self._rehearsal.tell
+        if batching.microbatch_weight != "auto" or not any(tell(bool(pairs) and distance() > 0)):
+            return False
+        found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels) if pairs else []
+        before = rules.labels(of.source)
+        candidates = list(dict.fromkeys((before, *(labels for each in tell(found) for labels in each), None)))
+
+        def weigh(labels: Labels | None) -> None:
+            for pair in pairs:
+                pair.parts.recorder.weights = rules.weights_by(labels, parts.parts, parts.sizes)
+
+        def distance_by(labels: Labels | None) -> float:
+            weigh(labels)
+            return distance()
+
+        told = tell([distance_by(labels) for labels in candidates] if pairs else [])
+        distances = [sum(each) for each in zip(*filter(None, told), strict=True)]  # replicas have other samples each
+        best = min(range(len(distances)), key=distances.__getitem__, default=0)
+        weigh(candidates[best])
+        if best:
+            rules.weigh_by(of.source, candidates[best])
+            if self._engine.is_speaker:
+                _log.log(*self._told_of(of, candidates[best]))
+        return bool(best)
+
+    def _told_of(self, of: StepOnBatch, labels: Labels | None) -> tuple[int, str]:
+        """What is said of other weights, and how urgently: batches before may have had those of others."""
+        by = "samples" if labels is None else f"labels that are not {IGNORED_LABEL} ({labels})"
+        if of.kind != "train" or self._number_trained == 1:
+            return logging.INFO, f"Microbatches count by their {by} in {of.kind} steps."
+        return logging.WARNING, (
+            f"From batch {self._number_trained} on microbatches count by their {by}, which gives the loss of one "
+            f"device here and was not to be told from the first batch. If earlier batches had different numbers of "
+            f"them in their microbatches, their losses were others: say it from the begin, by "
+            f"microbatch_weight='tokens'."
+        )
 
     def _name_of(self, of: StepOnBatch) -> str:
         number = self._number[of.source]
@@ -340,6 +404,17 @@ def _tried(function: Callable[[], T]) -> T | None:
     except Exception as error:
         _log.info("What a step leaves is not compared with that of one device. %s: %s", type(error).__name__, error)
         return None
+
+
+def _are_other(pairs: Sequence[Pair], tolerance: float) -> bool:
+    """Whether losses are others than on one device; or none, as that of a microbatch over no labels."""
+    losses = list(map(_losses_of, pairs))
+    is_none = any(math.isfinite(draw.of_all) and not math.isfinite(draw.mean) for draw in losses)
+    return is_none or differ(losses, tolerance)
+
+
+def _number_unexplained(check: NumberCheck, pairs: Sequence[Pair], tolerance: float) -> int:
+    return _tried(lambda: check.number_unexplained(pairs, tolerance)) or 0
 
 
 def _losses_of(pair: Pair) -> Losses:

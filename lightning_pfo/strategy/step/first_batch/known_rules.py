@@ -1,20 +1,23 @@
-"""What is known of what steps leave: rules of their values, found by comparing them with traces of the step."""
+"""What is known of what steps leave: rules of their values, and what their losses are means over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.weights import Labels, is_divided_by_items, labels_with_gaps, shares_of
 from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 
 
 class KnownRules:
-    """Rules of the values that each kind of step leaves with the batches of each loader.
+    """Rules of the values that each kind of step leaves with the batches of each loader, and weights of microbatches.
 
     Args:
         programs: Traces steps.
@@ -25,10 +28,37 @@ class KnownRules:
         self._programs = programs
         self._batching = batching
         self._rules: dict[Source, Rules] = {}
+        self._labels: dict[Source, Labels | None] = {}
 
     def of(self, source: Source) -> Rules:
         """What is known of what a kind of step leaves with the batches of a loader."""
         return self._rules.setdefault(source, Rules())
+
+    def labels(self, source: Source) -> Labels | None:
+        """The labels that losses and numbers were found to be means over; None: none, or nobody knows yet."""
+        return self._labels.get(source)
+
+    def tells_of_labels(self, source: Source, parts: Microbatches) -> bool:
+        """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
+        is_open = self._batching.microbatch_weight == "auto" and not self._batching.joins_microbatches
+        if source in self._labels or not is_open or len(parts) == 1:
+            return False
+        of_samples = shares_of(parts.sizes, parts.sizes)
+        found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels)
+        return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
+
+    def weigh_by(self, source: Source, labels: Labels | None) -> None:
+        """Let microbatches count by their labels from now on; None: by what was said."""
+        self._labels[source] = labels
+
+    def weights(self, source: Source, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
+        """How much each microbatch counts in the loss of its batch, and in numbers that are logged."""
+        return self.weights_by(self.labels(source), parts, sizes)
+
+    def weights_by(self, labels: Labels | None, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
+        """How much they count by these labels; None, or where a batch has none of them: by what was said."""
+        counts = None if labels is None or is_divided_by_items(parts[0]) else labels.counts(parts)
+        return self._batching.weights(parts, sizes) if counts is None else shares_of(counts, sizes)
 
     @contextmanager
     def looking(self, of: StepOnBatch, run: StepRun, seed: int) -> Iterator[Rules]:

@@ -9,7 +9,7 @@ has, that rule holds from there on; where none does, the number is named.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -89,6 +89,17 @@ class NumberCheck:
             if said and place.removesuffix(GROWN).removesuffix(SET) not in self.unfit:
                 found[place.removesuffix(GROWN).removesuffix(SET)] = said
         return found
+
+    def number_unexplained(self, situation: Situation, tolerance: float) -> int:
+        """How many numbers differ that no rule would explain; nothing is learnt of it."""
+        if not self.differing(situation, tolerance):
+            return 0
+        trial = replace(self, open=dict(self.open), unfit=set(self.unfit), untold=set(self.untold))
+        before = self.rules.set({}, 0)
+        try:
+            return len(trial.find_rules([situation], tolerance))
+        finally:
+            self.rules.put_back(before)
 
     def find_rules(self, situations: Sequence[Situation], tolerance: float) -> dict[str, str]:
         """Find rules for numbers that differ.

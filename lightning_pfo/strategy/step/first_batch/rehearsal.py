@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
 _LACKS_GRADIENTS = (
     *("torch.autograd.grad", "does not require grad"),
@@ -167,9 +168,10 @@ class Rehearsal:
                     self._runner.slopes = None
                 if not all(self.tell(bool(run))):
                     return None
-        return Compared(of_parts, of_all, self._runner.batching.weights(parts.parts, parts.sizes), parts.sizes)
+        weights = self._runner.rules.weights(first.source, parts.parts, parts.sizes)
+        return Compared(of_parts, of_all, weights, parts.sizes)
 
-    def tell(self, value: int) -> list[int]:
+    def tell(self, value: T) -> list[T]:
         """What the last ranks of replicas say: they go on together, since layers may be divided over them."""
         engine = self._engine
         values = engine.all_gather(value if engine.is_last else None, everywhere=self.everywhere)
@@ -215,7 +217,7 @@ class Rehearsal:
         results: list[Any] = []
         is_training, batching = first.kind == "train", self._runner.batching
         sizes = parts.sizes if whole is None else (parts.size,)
-        weights = batching.weights(parts.parts, sizes) if whole is None else (1.0,)
+        weights = self._runner.rules.weights(first.source, parts.parts, sizes) if whole is None else (1.0,)
         recorder = LogRecorder(self._owner, weights, sizes, of_epochs=not is_training)
 
         def take(result: Any, index: int) -> torch.Tensor:

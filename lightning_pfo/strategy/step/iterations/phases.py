@@ -84,7 +84,7 @@ class PhaseRunner:
             The loss of the batch, and what the step does.
         """
         runner, parts = self._runner, of.parts
-        weights = runner.batching.weights(parts.parts, parts.sizes) if runner.engine.is_last else ()
+        weights = runner.rules.weights(of.source, parts.parts, parts.sizes) if runner.engine.is_last else ()
         recorder = LogRecorder(runner.owner, weights, parts.sizes)
         losses: list[torch.Tensor] = []
 

@@ -14,9 +14,11 @@ from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.strategy.step.batches import notices
 from lightning_pfo.strategy.step.batches.splitting import split_batch
 from lightning_pfo.strategy.step.batches.weights import (
+    Labels,
     LaterGaps,
     check_microbatch_weight,
     counts_of,
+    labels_with_gaps,
     shares_of,
     shifts_labels,
     weights_of,
@@ -117,7 +119,7 @@ def test_shares_add_up_to_one_for_any_counts():
 
 @pytest.mark.parametrize("how", ["token", None, 3])
 def test_other_settings_are_refused(how):
-    with pytest.raises(ConfigurationError, match=r"one of 'samples', 'tokens', 'sum', or a function .*got"):
+    with pytest.raises(ConfigurationError, match=r"one of 'auto', 'samples', 'tokens', 'sum', or a function .*got"):
         check_microbatch_weight(how)
 
 
@@ -199,3 +201,24 @@ def test_losses_divided_by_a_given_number_of_items_are_not_told_of(caplog):
         batch = {"labels": labels, "num_items_in_batch": torch.tensor(12 - number)}
         gaps.look(batch, split_batch(batch, 2))
     assert not caplog.records
+
+
+@given(size=st.integers(2, 12), number=st.integers(1, 5), seed=st.integers(0, 99), shifted=st.booleans())
+def test_labels_with_gaps_are_found_and_counted_as_by_name(size, number, seed, shifted):
+    parts = split_batch(batch_of(size, seed), min(number, size))
+    found = labels_with_gaps(parts.parts, are_shifted=shifted)
+    assert found == [Labels("batch['labels']", shifted), Labels("batch['labels']", not shifted)]
+    for labels in found:
+        assert labels.counts(parts.parts) == counts_of(
+            parts.parts, parts.sizes, "tokens", shifted_labels=labels.are_shifted
+        )
+
+
+def test_named_labels_are_likelier_and_others_are_none():
+    gaps = torch.tensor([[1, -100], [2, 3]])
+    batch = {"floats": gaps.float(), "full": gaps.abs(), "before": gaps, "labels": gaps.numpy()}
+    found = labels_with_gaps([batch], are_shifted=False)
+    assert [labels.path for labels in found] == ["batch['labels']", "batch['before']"] * 2
+    assert found[0].counts([batch, batch]) == (3.0, 3.0)
+    assert found[2].counts([batch]) == (1.0,)  # without the first of each
+    assert found[0].counts([batch, {"labels": None}]) is None

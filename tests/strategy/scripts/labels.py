@@ -1,0 +1,122 @@
+"""Trainings on labels of which some are -100, with nothing said of weights; every rank writes FOLDER/rank_N.json."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
+from tests.ranks import run_ranks
+
+LENGTH, CLASSES, BATCH = 6, 5, 8
+said = []
+
+
+class Named(L.LightningModule):
+    """Has labels by name, and logs means over labels and over samples."""
+
+    def __init__(self):
+        super().__init__()
+        hidden = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.layers = nn.Sequential(*hidden, nn.Linear(4, CLASSES))
+        self.losses = []
+
+    def loss(self, x, labels):
+        return cross_entropy(self.layers(x).flatten(0, 1), labels.flatten())
+
+    def parts_of(self, batch):
+        return batch["x"], batch["labels"]
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(*self.parts_of(batch))
+        self.log("train", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, labels = self.parts_of(batch)
+        self.log("val", self.loss(x, labels))
+        self.log("size", self.layers(x).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Shifted(Named):
+    """Has labels at a position, and predicts each by what is before it."""
+
+    def parts_of(self, batch):
+        return batch[1], batch[0]
+
+    def loss(self, x, labels):
+        return cross_entropy(self.layers(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OfSamples(Named):
+    """Has labels with gaps, of which its loss is not a mean."""
+
+    def loss(self, x, labels):
+        each = cross_entropy(self.layers(x).mT, labels, reduction="none").sum(1)
+        return (each / (labels != -100).sum(1).clamp(min=1)).mean()
+
+
+def samples(numbers_of_gaps, *, is_named):
+    generator = torch.Generator().manual_seed(0)
+    for gaps in numbers_of_gaps:
+        labels = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
+        labels[:gaps] = -100
+        x = torch.randn(LENGTH, 4, generator=generator)
+        yield {"x": x, "labels": labels} if is_named else (labels, x)
+
+
+RAGGED = [0, 1, 4, 5, 6, 6, 2, 0, 3, 3, 1, 5, 0, 0, 2, 4, 4, 1, 0, 3]
+CASES = {
+    "named": (Named, RAGGED),
+    "shifted": (Shifted, [min(gaps, 4) for gaps in RAGGED]),
+    "of samples": (OfSamples, RAGGED),
+    "later": (Named, [2] * BATCH + RAGGED),
+    "replicas": (Named, RAGGED[:16]),
+}
+
+
+def trained(name, folder, num_ranks):
+    """What comes of a training, on one device or on ranks."""
+    make, gaps = CASES[name]
+    L.seed_everything(0)
+    module = make()
+    loader = DataLoader(list(samples(gaps, is_named=make is not Shifted)), batch_size=BATCH)
+    replicas = 2 if name == "replicas" else 1
+    devices = {"devices": 1}
+    if num_ranks > 1:
+        strategy = PfoPipelineStrategy(num_microbatches=4 // replicas, data_parallel_size=replicas)
+        devices = {"devices": num_ranks, "strategy": strategy}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, **devices, **QUIET)
+    said.clear()
+    trainer.fit(module, loader, loader)
+    values = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return {"losses": module.losses, "values": values, "said": list(said)}
+
+
+class Note(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+
+
+def main(folder, num_ranks):
+    logging.getLogger("lightning_pfo").addHandler(Note())
+    logging.getLogger("lightning_pfo").setLevel(logging.INFO)
+    rank = torch.distributed.get_rank() if num_ranks > 1 else 0
+    names = ["replicas"] if num_ranks == 4 else [name for name in CASES if name != "replicas"]
+    found = {name: trained(name, folder, num_ranks) for name in names}
+    (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run_ranks(main, int(sys.argv[2]), sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,55 @@
+"""Labels of which some are -100: a loss that is a mean over the others is that of one device, with nothing said."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import of_ranks, run_script
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "labels.py"
+OTHER = "on one device, but a pipeline trains on"
+
+
+def run_on(num_ranks, folder):
+    run_script(SCRIPT, folder, num_ranks)
+    return of_ranks(folder, num_ranks)
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return run_on(1, tmp_path_factory.mktemp("one"))[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_on(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("case", ["named", "shifted", "of samples"])
+def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
+    for found in ranks:
+        assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
+        assert found[case]["values"] == pytest.approx(one_device[case]["values"], rel=2e-5)
+        assert not [text for text in found[case]["said"] if OTHER in text or "Numbers" in text]
+
+
+def test_which_labels_count_is_said_once_by_the_first_rank(ranks):
+    told = [[text for text in found["named"]["said"] if "Microbatches count" in text] for found in ranks]
+    assert told[0][-1] == "Microbatches count by their labels that are not -100 (batch['labels']) in train steps."
+    assert told[1] == []
+    assert "(batch[0], without the first of each sequence)" in " ".join(ranks[0]["shifted"]["said"])
+    assert "Microbatches count" not in " ".join(ranks[0]["of samples"]["said"])
+
+
+def test_what_the_first_batch_does_not_tell_a_later_one_does(one_device, ranks):
+    (said,) = (text for text in ranks[0]["later"]["said"] if text.startswith("From batch 2 on"))
+    assert "microbatch_weight='tokens'" in said
+    assert ranks[0]["later"]["losses"] == pytest.approx(one_device["later"]["losses"], rel=2e-5)
+    assert ranks[0]["later"]["values"] == pytest.approx(one_device["later"]["values"], rel=2e-5)
+
+
+def test_replicas_decide_together(tmp_path):
+    ranks = run_on(4, tmp_path)
+    told = " ".join(ranks[0]["replicas"]["said"])
+    assert "icrobatches count by their labels that are not -100 (batch['labels'])" in told
+    assert OTHER not in told
