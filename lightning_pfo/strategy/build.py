@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.state.alike import note_alike
+from lightning_pfo.strategy.state.alike import copy_latest, note_alike
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
@@ -192,7 +192,8 @@ def build_pipeline(
     move_local_tensors(model, device)
     holders = {name: frozenset(placement[stage] for stage in of_name) for name, of_name in split.held.items()}
     shared = share(named_tensors(model), holders, group, groups)
-    _agree_on_initial_values(model, shared, replica_group, tensor_group)
+    copy_latest(model, shared, placement[-1])
+    _agree_on_initial_values(model, replica_group, tensor_group)
     note_alike(model, [name for each in shared for name in each.names])
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
@@ -271,16 +272,10 @@ def _rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def _agree_on_initial_values(
-    model: nn.Module,
-    shared: Sequence[Shared],
-    replica_group: dist.ProcessGroup | None,
-    tensor_group: dist.ProcessGroup | None,
+    model: nn.Module, replica_group: dist.ProcessGroup | None, tensor_group: dist.ProcessGroup | None
 ) -> None:
     """Without a common seed every process has made its own initial values."""
     held = [*local_parameters(model), *(buffer for buffer in model.buffers() if not buffer.is_meta)]
-    tensors = named_tensors(model)
-    for each in shared:
-        copy_from_first([tensors[name] for name in each.names], each.group)
     if tensor_group is not None:
         copy_from_first([tensor for tensor in held if not isinstance(tensor, DTensor)], tensor_group)
     if replica_group is not None:

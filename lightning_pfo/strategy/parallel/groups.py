@@ -354,8 +354,13 @@ def share(
 def copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give all processes of a group the values that its first one has; a collective call."""
     for tensor in tensors:
-        own = local(tensor.detach())
-        if own.layout == torch.strided:
-            dist.broadcast(own, src=global_rank(group, 0), group=group)
-        else:  # sparse ones may have other numbers of elements
-            own.copy_(tell_all(own.cpu(), group))
+        copy_from(tensor, group)
+
+
+def copy_from(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int = 0) -> None:
+    """Give all processes of a group the values that one of them has; a collective call."""
+    own = local(tensor.detach())
+    if own.layout == torch.strided:
+        dist.broadcast(own, src=global_rank(group, source), group=group)
+    else:  # sparse ones may have other numbers of elements
+        own.copy_(tell_all(own.cpu(), group, source))

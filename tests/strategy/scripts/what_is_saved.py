@@ -21,6 +21,7 @@ from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
+found_later = {}
 
 
 class Average(nn.Module):
@@ -48,15 +49,34 @@ def make_net():
     return net
 
 
+class Queue(nn.Module):
+    """Filled by a method, as a memory bank of contrastive learning."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(4))
+
+    def put(self, rows):
+        self.rows = self.rows + rows
+
+
 class Module(L.LightningModule):
     def __init__(self, net, loss, rate=0.5):
         super().__init__()
+        self.queue = Queue()
         self.save_hyperparameters(logger=False)
         self.net = net
         self.average = Average(self.net)
 
     def training_step(self, batch, batch_idx):
-        return self.hparams.loss(self.net(batch), torch.zeros_like(batch))
+        output = self.net(batch)
+        self.queue.put(output.detach().sum(0)[:4])
+        return self.hparams.loss(output, torch.zeros_like(batch))
+
+    def validation_step(self, batch, batch_idx):
+        average = [buffer for name, buffer in self.average.named_buffers() if name.startswith("3")]
+        parts = {"net": self.net(batch).mean(), "queue": self.queue.rows.sum(), "average": sum(map(torch.sum, average))}
+        self.log_dict(parts)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.average(self.net)
@@ -66,7 +86,7 @@ class Module(L.LightningModule):
 
 
 def averages_of(state):
-    return {name: value.flatten().tolist() for name, value in state.items() if name.startswith("average")}
+    return {name: value.flatten().tolist() for name, value in state.items() if name.startswith(("average", "queue"))}
 
 
 def read(path):
@@ -98,6 +118,12 @@ def train(kind, max_epochs, path=None):
     trainer.fit(Module(make_net(), nn.MSELoss()), DataLoader(batches, 8), ckpt_path=path, **trusted)
     saved = FOLDER / f"{kind}_{max_epochs}.ckpt"
     trainer.save_checkpoint(saved)
+    if max_epochs == 2:  # another phase finds what training has left
+        values = trainer.validate(trainer.lightning_module, DataLoader(batches, 8), verbose=False)
+        saved_later = FOLDER / f"{kind}_validated.ckpt"
+        trainer.save_checkpoint(saved_later)
+        if trainer.is_global_zero:
+            found_later[kind] = {"values": values, "averages": read(saved_later)["averages"]}
     return saved, None if kind == "plain" else trainer.strategy.gather_module()
 
 
@@ -112,13 +138,13 @@ def main():
             wholes = [averages_of(each.state_dict()) for each in (whole, resumed)]
             found[kind] = [{**read(each), "whole": of} for each, of in zip((path, again), wholes, strict=True)]
             found["notes"] = [name for each in whole.modules() for name in vars(each) if name.startswith("_pfo_")]
-    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
+    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found | {"later": found_later}))
 
 
 def alone():
     warnings.filterwarnings("ignore")
     found = [read(train("plain", number)[0]) for number in (2, 3)]
-    (FOLDER / "plain.json").write_text(json.dumps(found))
+    (FOLDER / "plain.json").write_text(json.dumps([*found, found_later["plain"]]))
 
 
 run_ranks(alone, 1)

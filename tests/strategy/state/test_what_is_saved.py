@@ -32,6 +32,14 @@ def test_averages_that_a_hook_follows_in_buffers_are_those_of_one_device(found, 
         are_equal(first[kind][when]["averages"], plain[when]["averages"])
 
 
+def test_another_phase_finds_what_training_has_left(found):
+    plain, first = found
+    expected = plain[2]
+    for kind in ("full", "sharded"):
+        assert first["later"][kind]["values"][0] == pytest.approx(expected["values"][0], rel=1e-5)
+    are_equal(first["later"]["full"]["averages"], expected["averages"])
+
+
 @pytest.mark.parametrize("when", [0, 1], ids=["saved", "resumed"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_network_among_hyperparameters_is_saved_as_a_whole(found, kind, when):
