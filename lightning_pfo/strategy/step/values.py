@@ -29,10 +29,11 @@ class StepFailedError(PfoError, RuntimeError):
     """The user's step raised an error on another rank."""
 
 
-_RULE_OF_TEXTS = (
+RULE_OF_TEXTS = (
     "Or the step walks over a set of texts (for kind in set(kinds)), which each process does in an order of its own: "
     "walk over sorted(kinds) or dict.fromkeys(kinds), or start all with the environment variable PYTHONHASHSEED=0."
 )
+"""Why ranks may come to something else, for messages."""
 _APART = (
     "The ranks of a pipeline divide a step alike, but here they do not, and would wait for each other. Please report "
     "this step; with partition='custom:...' it is divided at other layers."
@@ -221,7 +222,7 @@ def agree_on_trace(
         BaseException: As by `ValueExchange.share`.
         RanksApartError: If ranks divide it differently.
     """
-    others = (*prints, hash(_RULE_OF_TEXTS) >> 1)
+    others = (*prints, hash(RULE_OF_TEXTS) >> 1)
     said = [error is not None, failure is not None, failure is None, *others, *(-each for each in others)]
     any_error, any_failed, any_ran, *found = spread(torch.tensor(said), torch.maximum, hosts).tolist()
     if any_failed and any_ran:
@@ -234,7 +235,7 @@ def agree_on_trace(
     if by_content:
         return True
     if not by_label:  # they would wait for each other
-        raise RanksApartError(_APART if by_hash else f"{_APART} {_RULE_OF_TEXTS}")
+        raise RanksApartError(_APART if by_hash else f"{_APART} {RULE_OF_TEXTS}")
     return False
 
 

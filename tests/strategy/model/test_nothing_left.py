@@ -144,6 +144,15 @@ def test_attributes_containers_buffers_and_generators_are_put_back():
     assert draw() == expected
 
 
+def test_a_parameter_whose_data_another_tensor_became_has_its_memory_again():
+    module = nn.Linear(3, 3)
+    before, values = module.bias.data_ptr(), module.bias.detach().clone()
+    with untouched(module):
+        module.bias.data = torch.ones(3)
+    assert module.bias.data_ptr() == before
+    assert torch.equal(module.bias, values)
+
+
 def test_a_buffer_whose_data_another_tensor_became_has_its_memory_and_values_again():
     module = nn.BatchNorm1d(3)
     before, values = module.running_mean.data_ptr(), module.running_mean.clone()

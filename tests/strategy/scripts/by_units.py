@@ -5,6 +5,7 @@ Usage: by_units.py FOLDER
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.aux = None
 
-    def forward(self, x, state=None, other=None):
+    def forward(self, x, state=None, other=None, kind="plain"):
         y = torch.tanh(self.linear(x)) + x
         if other is not None:
             y = y + other(y)
@@ -43,7 +44,7 @@ class Layer(nn.Module):
             state.last = (state.calls, y[:, :1])
             if state.noisy:
                 y = y + 0.1 * torch.rand(())
-        return y
+        return -y if kind == "turned" else y
 
 
 class State:
@@ -97,6 +98,9 @@ class Module(L.LightningModule):
         elif self.case == "decides":
             x = self(x)
             x = self.head(x) if x.mean() > 0.01 * batch_idx else self.first(x)
+        elif self.case == "apart":  # as where a set of texts is walked over, in an order of its own in each process
+            kinds = sorted(("plain", "turned"), reverse=os.environ.get("RANK") == "1")
+            x = self.decode(sum(self.layers[0](x, kind=kind) for kind in kinds))
         else:
             x = self.decode(x)
         value = x.square().mean()
@@ -132,6 +136,7 @@ CASES = {
     "noisy": {},
     "in hooks": {},
     "fails": {},
+    "apart": {},
     "both ends on one rank": {"schedule": "zbv", "num_microbatches": 8},
     "evaluated first": {},  # which divides it
 }

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pfo.strategy.model.reach.flags import Flags
@@ -44,7 +45,8 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
     So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very
-    large tensors keep what was written into them, and so do objects of libraries.
+    large tensors keep what was written into them, and so do objects of libraries. A parameter whose `data` was set has
+    that of before.
 
     Args:
         root: The outermost module.
@@ -126,6 +128,9 @@ class _Remembered:
         self._seen[id(module)] = module
         for registry in (tensors_of(module).parameters, children_of(module)):
             self._seen[id(registry)] = registry
+        for parameter in tensors_of(module).parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor) and not is_placeholder(parameter):
+                self.undo.append(partial(_memory_back, parameter, parameter.detach()))
         self.attributes(vars(module))
 
     def places(self, places: Places) -> None:
@@ -182,6 +187,12 @@ def write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) -
         data.copy_(before)
     if memory_of(tensor) != memory_of(data):
         tensor.data = data
+
+
+def _memory_back(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let a parameter be where it was, of which a step has set `data` to other memory."""
+    if memory_of(parameter) != memory_of(data):
+        parameter.data = data
 
 
 def write_array_back(array: np.ndarray, before: np.ndarray) -> None:

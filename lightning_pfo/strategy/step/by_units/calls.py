@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.core.wording import shortened
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import is_forked, refuse_forked
 from lightning_pfo.strategy.model.split import Split
@@ -21,11 +22,11 @@ from lightning_pfo.strategy.model.tracing.tracked import not_here
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.groups import meet
+from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.step.by_units.changes import Given, Told
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 from lightning_pfo.strategy.step.effects.within import runs_by_units, within_step
-from lightning_pfo.strategy.step.values import ValueExchange
+from lightning_pfo.strategy.step.values import RULE_OF_TEXTS, ValueExchange
 
 
 class UnitCalls:
@@ -68,7 +69,7 @@ class UnitCalls:
             if unit.is_elsewhere:
                 raise not_here(unit.name)
             return unit.compute(*args, **kwargs)
-        holder = self._holder_of(unit)
+        holder = self._holder_of(unit, _texts_in(args, kwargs))
         if holder is None:
             with torch.no_grad():
                 return unit.compute(*args, **kwargs)
@@ -112,13 +113,21 @@ class UnitCalls:
         told = given.told(result, kept.take_left(), unit)
         return result, told, b"" if random_state.same_state(before, after) else pickle.dumps(after)
 
-    def _holder_of(self, unit: Unit) -> int | None:
-        """The first rank that has all of a unit; None if all have, as within `whole_parameters`, or none."""
+    def _holder_of(self, unit: Unit, texts: str) -> int | None:
+        """The first rank that has all of a unit; None if all have, as within `whole_parameters`, or none.
+
+        Args:
+            unit: The unit.
+            texts: Those that it is given: by them calls of one unit are told apart.
+        """
         tensors = (*unit.module.parameters(), *unit.module.buffers())
         if not tensors:
             return None
         is_here = not any(map(is_placeholder, tensors))
-        (is_missed,) = meet(f"a call of {unit.name!r}", self._engine.host_group(), [not is_here])
+        try:
+            (is_missed,) = meet(f"a call of {unit.name!r}{texts}", self._engine.host_group(), [not is_here])
+        except RanksApartError as error:
+            raise RanksApartError(f"{error} {RULE_OF_TEXTS}") from None
         if not is_missed:
             return None
         if unit not in self._holders:
@@ -130,6 +139,11 @@ class UnitCalls:
     def _modules(self) -> Mapping[int, nn.Module]:
         """The modules of the model by their ids; all ranks have them in the same order."""
         return {id(module): module for module in self._owner.modules()}
+
+
+def _texts_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    texts = [shortened(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, str)]
+    return f" with {', '.join(texts)}" if texts else ""
 
 
 def _alone(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -65,6 +65,14 @@ def test_errors_of_steps_are_raised_on_all_ranks(ranks, one_device):
     assert [rank["fails"] for rank in ranks] == [one_device["fails"]] * 2 == [{"error": "ValueError: batch 1"}] * 2
 
 
+def test_calls_in_another_order_are_refused_with_what_tells_them_apart(ranks):
+    for rank in ranks:
+        said = rank["apart"]["error"]
+        assert said.startswith("RanksApartError: ")
+        assert "rank 0: a call of 'layers.0' with 'plain'; rank 1: a call of 'layers.0' with 'turned'" in said
+        assert "PYTHONHASHSEED=0" in said
+
+
 def test_it_is_told_once_with_the_reason(ranks):
     told = [message for message in ranks[0]["told"] if "cannot be divided into stages" in message]
     assert len(told) == len(set(told))
