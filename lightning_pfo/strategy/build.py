@@ -45,7 +45,7 @@ from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.state.alike import copy_latest, note_alike
+from lightning_pfo.strategy.state.alike import copy_latest, share_changed_buffers
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
@@ -194,7 +194,6 @@ def build_pipeline(
     shared = share(named_tensors(model), holders, group, groups)
     copy_latest(model, shared, placement[-1])
     _agree_on_initial_values(model, replica_group, tensor_group)
-    note_alike(model, [name for each in shared for name in each.names])
     deferred = defer_batch_norms(model, batch_norm, patches, compiles=compile)
     own_layers = list(dict.fromkeys(unit for stage in stages for unit in split.layers_of(stage)))
     if activation_checkpointing:
@@ -243,6 +242,7 @@ def build_pipeline(
         deferred=deferred,
         means=means,
         precise_gradients=precise_gradients,
+        when_traced=partial(share_changed_buffers, model, shared, placement[-1]),
     )
     forecast = MemoryForecast(
         engine,

@@ -148,9 +148,9 @@ class StepBuffers:
     def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
         """Give all who hold one the value of the stage that has changed it; a collective call of the pipeline."""
         tensors = dict(self._changed())
-        # all stages change a parameter alike, but those that end the step before
-        last = {name: len(placement) - 1 for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
-        changes = {name: last.get(name) if stage is None else stage for name, stage in self._changes.items()}
+        # what all stages change alike those do not that end the step before
+        last = len(placement) - 1
+        changes = {name: last if stage is None else stage for name, stage in self._changes.items()}
         for name, stage in changes.items():
             if stage in self._left and name in self._left[stage]:
                 tensors[name].data.copy_(self._left[stage][name])
@@ -159,10 +159,10 @@ class StepBuffers:
         tensors = dict(self._changed())
         for each in shared:
             for name in each.names:
-                stage = changes.get(name)
-                if stage is not None and placement[stage] in each.ranks:
+                source = placement[changes[name]] if name in changes else None
+                if source in each.ranks:
                     value = tensors[name].detach().contiguous()
-                    dist.broadcast(value, src=global_rank(group, placement[stage]), group=each.group)
+                    dist.broadcast(value, src=global_rank(group, source), group=each.group)
                     with torch.no_grad():
                         tensors[name].copy_(value)
 

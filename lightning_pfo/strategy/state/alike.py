@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.strategy.parallel.compat import named_tensors
-from lightning_pfo.strategy.parallel.groups import Shared, copy_from, tell_each_other
+from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
+from lightning_pfo.strategy.parallel.groups import Shared, copy_from, tell_all, tell_each_other
 
 _noted: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
@@ -56,12 +56,64 @@ def copy_latest(module: nn.Module, shared: Sequence[Shared], last_rank: int) -> 
     """
     tensors = named_tensors(module)
     for each in shared:
-        own = {name: tensors[name] for name in each.names}
-        told = tell_each_other((module in _noted, changed_in(module, own)), each.hosts)
-        in_turn = sorted(range(len(told)), key=lambda rank: each.ranks[rank] != last_rank)
-        first = in_turn[0] if all(is_known for is_known, _ in told) else 0
-        for name, tensor in own.items():
-            copy_from(tensor, each.group, next((rank for rank in in_turn if name in told[rank][1]), first))
+        told = _told(module, {name: tensors[name] for name in each.names}, each)
+        in_turn = _in_turn(each, last_rank)
+        first = in_turn[0] if all(said.is_known for said in told) else 0
+        for name in each.names:
+            source = next((rank for rank in in_turn if name in told[rank].changed), first)
+            _copy(module, name, tensors[name], each, source, told)
+    note_alike(module, [name for each in shared for name in each.names])
+
+
+def share_changed_buffers(module: nn.Module, shared: Sequence[Shared], last_rank: int) -> None:
+    """Give all who hold a buffer what one of them has changed; a collective call of the pipeline.
+
+    Where a step does something else than before, another rank may go on with it, as with a memory bank that was only
+    filled so far. Buffers of the module itself are attributes, which all ranks have alike.
+
+    Args:
+        module: The user's module.
+        shared: What ranks hold together.
+        last_rank: The rank of the last stage, whose change counts where others have changed it too.
+    """
+    tensors = named_tensors(module)
+    for each in shared:
+        buffers = {n: tensors[n] for n in each.names if "." in n and not isinstance(tensors[n], nn.Parameter)}
+        told = _told(module, buffers, each) if buffers else []
+        for name, buffer in buffers.items():
+            having = [rank for rank in _in_turn(each, last_rank) if name in told[rank].changed]
+            if having:
+                with torch.inference_mode(False):
+                    _copy(module, name, buffer, each, having[0], told)
+                _noted[module] |= {name: _checksum(named_tensors(module)[name])}
+
+
+def _in_turn(each: Shared, last_rank: int) -> list[int]:
+    """The ranks of a group, that of the last stage first."""
+    return sorted(range(len(each.ranks)), key=lambda rank: each.ranks[rank] != last_rank)
+
+
+class _Said(NamedTuple):
+    """What a rank says of tensors that others hold too."""
+
+    is_known: bool
+    changed: frozenset[str]
+    forms: dict[str, tuple[torch.Size, torch.dtype]]
+
+
+def _told(module: nn.Module, held: Mapping[str, torch.Tensor], each: Shared) -> list[_Said]:
+    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in held.items()}
+    return tell_each_other(_Said(module in _noted, changed_in(module, held), forms), each.hosts)
+
+
+def _copy(module: nn.Module, name: str, tensor: torch.Tensor, each: Shared, source: int, told: Sequence[_Said]) -> None:
+    if len({said.forms[name] for said in told}) == 1:
+        copy_from(tensor, each.group, source)
+        return
+    value = tell_all(tensor.detach().cpu(), each.hosts, source)  # a bank that is made when it is first filled
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        path, _, key = name.rpartition(".")
+        tensors_of(module.get_submodule(path)).buffers[key] = value.to(tensor.device)
 
 
 def _is_comparable(value: Any) -> bool:

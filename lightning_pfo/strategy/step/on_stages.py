@@ -30,6 +30,7 @@ from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
 from lightning_pfo.strategy.step.first_batch.slopes import Slopes
+from lightning_pfo.strategy.step.gradients import do_nothing
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
@@ -112,6 +113,7 @@ class StepOnStages:
         after_backward: AfterBackward | None = None,
         *,
         phase: StepOnBatch | None = None,
+        when_traced: Callable[[], object] = do_nothing,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; all ranks finish, whatever fails.
 
@@ -127,6 +129,7 @@ class StepOnStages:
             effects: Takes what it leaves behind; None: nothing of it counts.
             after_backward: Called after each backward of this rank.
             phase: Where the programs are known already, which phase of the step it is.
+            when_traced: Called where the step was traced anew, before it runs; a collective call.
 
         Returns:
             What the stages have done of each microbatch.
@@ -176,6 +179,8 @@ class StepOnStages:
             if found is None:
                 flows = train or differentiates
                 found = self.programs.of(kind, microbatches, step, seed, train=flows, whole=whole, flags=kept.flags)
+                if self.programs.has_traced:
+                    when_traced()
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)

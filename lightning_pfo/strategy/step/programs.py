@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -181,6 +181,11 @@ class Programs:
             ]
         return [ordered.get(id(phases), phases) for phases in found]
 
+    @property
+    def has_traced(self) -> bool:
+        """Whether something was traced for the latest microbatches; the same on all ranks."""
+        return bool(self._traced)
+
     def follow(self, kind: str) -> bool:
         """Trace each microbatch of a kind of step from now on: they do other things, though all have the same form.
 
@@ -328,6 +333,16 @@ def _prints_of(found: Sequence[Phases]) -> Prints:
     ]
     by_content = [[sorted(contents) for contents in (*values, events)] for values, events in by_order]
     return Prints(*(zlib.crc32(repr((alike, told)).encode()) for told in (by_label, by_order, by_content)))
+
+
+Counts = tuple[tuple[str, int], ...]
+"""How often units were called, by name."""
+
+
+def units_called(programs: Sequence[StageProgram]) -> Counts:
+    """How often a step calls units."""
+    names = Counter(unit.name for event in programs[-1].events for unit in event.units)
+    return tuple(sorted(names.items()))
 
 
 def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:

@@ -50,7 +50,7 @@ from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
-from lightning_pfo.strategy.step.programs import Whole
+from lightning_pfo.strategy.step.programs import Counts, Whole, units_called
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped, logged_by_any
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
 
@@ -79,6 +79,7 @@ class StepRunner:
         deferred: Batch norms whose running statistics are those of whole batches.
         means: Averages gradients over replicas; None where there is one.
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
+        when_traced: Called where a step that counts was traced anew, before it runs; a collective call.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class StepRunner:
         deferred: DeferredBatchNorms | None = None,
         means: ReplicaMeans | None = None,
         precise_gradients: bool = False,
+        when_traced: Callable[[], object] = do_nothing,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -107,6 +109,7 @@ class StepRunner:
         )
         self.programs = on_stages.programs
         self._hosts = engine.host_group()
+        self._when_traced = when_traced
         self._means = means
         self._exchanges: dict[str, ValueExchange] = {}
         self._phases = PhaseRunner(on_stages)
@@ -359,6 +362,7 @@ class StepRunner:
         stages.earlier.begin(kind)
         effects = Effects(self.owner, self.programs.modules, stages.earlier)
         outcome: dict[str, Any] = {}
+        units: Counts = ()
         stages.layers.begin(microbatches.sizes, looks=train)
 
         def merged() -> dict[str, Any]:
@@ -372,11 +376,12 @@ class StepRunner:
                 stages.run_by_units(of, recorder, take, effects)
             else:
                 given = kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward
-                stages.run(*given, phase=of)
+                programs = stages.run(*given, phase=of, when_traced=self._when_traced)
+                units = units_called(programs[0]) if self.programs.has_traced else ()
             skipped = stages.skipped
             if engine.is_last:
                 outcome = merged()
-                outcome["news"] = self._first_looks.finds_news(of, outcome)
+                outcome["news"] = self._first_looks.finds_news(of, outcome, units)
         except Exception as exception:
             error = exception
         if of.by_units:

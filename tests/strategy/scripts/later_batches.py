@@ -201,6 +201,17 @@ class Tied(Base):
         self.log("validated", self.head(self.layers(batch)).square().mean())
 
 
+class CouplesLater(Base):
+    """Calls its layers twice from the second batch on, for a loss that compares samples."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch).square().mean()
+        if batch_idx > 0:
+            y = self.layers(2 * batch)
+            loss = loss + (y - y.mean(0)).square().mean()
+        return loss
+
+
 class Recurrent(Base):
     """Keeps a state with a row for each sample, which microbatches of one take as it is, or one that they cannot."""
 
@@ -326,6 +337,7 @@ def equal_to_one_device(devices):
         found[f"late {use}"] = train(UsesWeights(use), devices)
     found |= {f"{use} numbers": train(Numbers(use), devices) for use in ("rare", "zero")}
     found["differentiates"] = train(Differentiates(), devices)
+    found["couples later"] = train(CouplesLater(), devices)
     for use in ("cells", "in the second dimension"):
         found[use] = train(Stateful(use), devices)
     found["rows of one"] = train(Recurrent(), devices)

@@ -21,7 +21,7 @@ from lightning_pfo.strategy.step.first_batch.numbers import describe as describe
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun, loss_in
-from lightning_pfo.strategy.step.programs import Whole
+from lightning_pfo.strategy.step.programs import Counts, Whole
 from lightning_pfo.strategy.step.values import ValueExchange
 
 _log = logging.getLogger(__name__)
@@ -113,19 +113,21 @@ class Comparison:
         if is_telling:
             self._runner.rules.weigh_by(source, self._runner.rules.labels(source))
 
-    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
-        """Whether a batch that was not compared has left or logged what none has before, so that it is to be.
+    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
+        """Whether a batch that was not compared has called, left or logged what none has before, so that it is to be.
 
         Args:
             of: The batch.
             outcome: What has come of it, on the last rank.
+            units: How often units were called, where the step was traced anew.
         """
-        places = {*outcome["changes"], *(name for name, *_ in outcome["logged"])}
+        places = {*outcome["changes"], *(name for name, *_ in outcome["logged"]), *([units] if units else ())}
         known = self._places.setdefault(of.source, set())
         if places <= known:
             return False
         known |= places
-        is_one = of.phase or of.by_units or len(of.parts) == 1 or self._runner.batching.joins_microbatches
+        is_one = of.phase or of.by_units or len(of.parts) == 1
+        is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
         if self._is_compared or self._divided or is_one or not self._news[of.source]:
             return False
         self._news[of.source] -= 1

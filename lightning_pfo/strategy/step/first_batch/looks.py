@@ -9,6 +9,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.first_batch.comparison import Comparison
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
+from lightning_pfo.strategy.step.programs import Counts
 
 
 class FirstLooks:
@@ -45,9 +46,9 @@ class FirstLooks:
         if self._comparison is not None and not of.phase:
             self._comparison.check(of)
 
-    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
+    def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """See `Comparison.finds_news`."""
-        return self._comparison is not None and self._comparison.finds_news(of, outcome)
+        return self._comparison is not None and self._comparison.finds_news(of, outcome, units)
 
     def look_at_news(self, of: StepOnBatch) -> None:
         """See `Comparison.check_news`."""
