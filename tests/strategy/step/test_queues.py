@@ -1,5 +1,6 @@
 """Lists that a step uses as queues: each microbatch would find all of it, so they are told of."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -81,3 +82,12 @@ def test_a_queue_is_named_where_microbatches_share_it(num_microbatches, is_told,
     found.merged(changes, sizes, weights)
     assert len(said) == is_told
     assert all("A step appends to self.bank and" in text and "collections.deque(maxlen=...)" in text for text in said)
+
+
+@pytest.mark.parametrize("as_array", [torch.tensor, np.array])
+def test_rows_of_truth_values_are_those_of_their_microbatch(as_array):
+    before = as_array([True, False, False, True])
+    values = [as_array([False, False, False, True]), as_array([True, False, True, True])]
+    after = Merge((2, 2), (0.5, 0.5)).values(values, before, "self.seen")
+    assert type(after) is type(before)
+    assert after.tolist() == [False, False, True, True]

@@ -44,6 +44,15 @@ def deviates() -> DeviationError:
     )
 
 
+def leaves_otherwise(name: str) -> DeviationError:
+    """What is said of a unit that returns or leaves as many values as in no trace."""
+    return DeviationError(
+        f"{_OTHERWISE}: {name!r} returns, or leaves in what it is given, other values than in a trace. At "
+        f"{users_line()} Layers that fill a cache of keys and values as they go may do so: leave it out "
+        "(use_cache=False), as training does not need it. Or let only the batch decide what it returns."
+    )
+
+
 def calls_backward() -> str:
     """What is said of a step that calls `backward` on what layers have computed."""
     return (

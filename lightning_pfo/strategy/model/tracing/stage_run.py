@@ -30,6 +30,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     differs,
     ended_early,
     is_deviation,
+    leaves_otherwise,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
@@ -410,7 +411,7 @@ class StageRun:
             result = with_all_left(result, (args, kwargs), event, self._left.take(event, before))
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
-            raise deviates()
+            raise leaves_otherwise(event.units[0].name) if event.units else deviates()
         numbers: list[Any] = []
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):

@@ -207,7 +207,7 @@ class Merge:
         if isinstance(self._rules.of(place + SET, values[0], ask=values[0].ndim > 0), int):
             return self._outputs(values, place + SET)
         if not _is_number(before):
-            return values[-1]
+            return _switched(values, before) if before.ndim else values[-1]
         start = _start_of(before)
         growth = [torch.as_tensor(value) - start for value in values]
         by_rule = self._by_rule(list(map(torch.as_tensor, values)), growth, True, place, ask=is_count)
@@ -271,6 +271,13 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
 def _is_finite(value: Any) -> bool:
     """Whether something is a number that others may be added to: what is infinite was to be replaced."""
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _switched(values: Sequence[Any], before: Any) -> Any:
+    """Truth values of which microbatches have changed some each, as rows of a table."""
+    start = torch.as_tensor(before)
+    after = start ^ torch.stack([torch.as_tensor(value) ^ start for value in values]).any(0)
+    return after.numpy() if isinstance(before, np.ndarray) else after
 
 
 def _start_of(before: Any) -> torch.Tensor:

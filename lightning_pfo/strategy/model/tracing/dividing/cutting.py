@@ -155,8 +155,9 @@ def _of_caches(trace: Trace) -> Iterator[tuple[int, float, str]]:
         yield from _of_one_stage(
             positions,
             f"{unit.name!r} is called several times with one cache of keys and values, and a boundary lies between "
-            f"these calls: the later stage would not find what an earlier one has put there. Call it once, or "
-            f"{_MOVE}, so that one stage has all calls.",
+            f"these calls: the later stage would not find what an earlier one has put there. Leave the cache out "
+            f"(use_cache=False), as training does not need it; or call it once; or {_MOVE}, so that one stage has all "
+            f"calls.",
         )
 
 
