@@ -242,7 +242,7 @@ def build_pipeline(
         deferred=deferred,
         means=means,
         precise_gradients=precise_gradients,
-        when_traced=partial(share_changed_buffers, model, shared, placement[-1]),
+        when_calling=partial(share_changed_buffers, model, shared, placement[-1]),
     )
     forecast = MemoryForecast(
         engine,

@@ -7,7 +7,8 @@ weights where these are: the ranks of their stages. What is saved, and found by 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -46,8 +47,8 @@ def copy_latest(module: nn.Module, shared: Sequence[Shared], last_rank: int) -> 
     """Give all who hold a tensor what one of them has; a collective call of the pipeline.
 
     A module that is built for another phase (validation after training) has what the first one has left: where a rank
-    has changed a tensor since all had it alike, and others have not, it is that rank's. A new one has what the first
-    rank has made.
+    has changed a tensor since all had it alike, and others have not, it is that rank's. Else it is the first one's, of
+    which all have the same, unless the module is new.
 
     Args:
         module: The user's module.
@@ -57,11 +58,8 @@ def copy_latest(module: nn.Module, shared: Sequence[Shared], last_rank: int) -> 
     tensors = named_tensors(module)
     for each in shared:
         told = _told(module, {name: tensors[name] for name in each.names}, each)
-        in_turn = _in_turn(each, last_rank)
-        first = in_turn[0] if all(said.is_known for said in told) else 0
         for name in each.names:
-            source = next((rank for rank in in_turn if name in told[rank].changed), first)
-            _copy(module, name, tensors[name], each, source, told)
+            _copy(module, name, tensors[name], each, next(_having(name, each, told, last_rank), 0), told)
     note_alike(module, [name for each in shared for name in each.names])
 
 
@@ -81,29 +79,28 @@ def share_changed_buffers(module: nn.Module, shared: Sequence[Shared], last_rank
         buffers = {n: tensors[n] for n in each.names if "." in n and not isinstance(tensors[n], nn.Parameter)}
         told = _told(module, buffers, each) if buffers else []
         for name, buffer in buffers.items():
-            having = [rank for rank in _in_turn(each, last_rank) if name in told[rank].changed]
-            if having:
+            for source in islice(_having(name, each, told, last_rank), 1):
                 with torch.inference_mode(False):
-                    _copy(module, name, buffer, each, having[0], told)
+                    _copy(module, name, buffer, each, source, told)
                 _noted[module] |= {name: _checksum(named_tensors(module)[name])}
-
-
-def _in_turn(each: Shared, last_rank: int) -> list[int]:
-    """The ranks of a group, that of the last stage first."""
-    return sorted(range(len(each.ranks)), key=lambda rank: each.ranks[rank] != last_rank)
 
 
 class _Said(NamedTuple):
     """What a rank says of tensors that others hold too."""
 
-    is_known: bool
     changed: frozenset[str]
     forms: dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def _told(module: nn.Module, held: Mapping[str, torch.Tensor], each: Shared) -> list[_Said]:
     forms = {name: (tensor.shape, tensor.dtype) for name, tensor in held.items()}
-    return tell_each_other(_Said(module in _noted, changed_in(module, held), forms), each.hosts)
+    return tell_each_other(_Said(changed_in(module, held), forms), each.hosts)
+
+
+def _having(name: str, each: Shared, told: Sequence[_Said], last_rank: int) -> Iterator[int]:
+    """Those of a group who have changed a tensor, the rank of the last stage first."""
+    in_turn = sorted(range(len(told)), key=lambda rank: each.ranks[rank] != last_rank)
+    return (rank for rank in in_turn if name in told[rank].changed)
 
 
 def _copy(module: nn.Module, name: str, tensor: torch.Tensor, each: Shared, source: int, told: Sequence[_Said]) -> None:

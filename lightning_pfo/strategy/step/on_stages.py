@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
 from lightning_pfo.strategy.model.split import Split
-from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel import random_state
@@ -30,7 +31,6 @@ from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
 from lightning_pfo.strategy.step.first_batch.slopes import Slopes
-from lightning_pfo.strategy.step.gradients import do_nothing
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
@@ -89,6 +89,7 @@ class StepOnStages:
         self.differentiates = False
         self.slopes: Slopes | None = None
         self._shared = shared
+        self._called: defaultdict[str, set[Counts]] = defaultdict(set)
         self._users = split.held
         self._deferred = deferred
         self._ends = Ends(engine, owner, self.programs, split.held)
@@ -113,7 +114,7 @@ class StepOnStages:
         after_backward: AfterBackward | None = None,
         *,
         phase: StepOnBatch | None = None,
-        when_traced: Callable[[], object] = do_nothing,
+        when_calling: Callable[[], object] | None = None,
     ) -> list[list[StageProgram]]:
         """Run a step on microbatches; all ranks finish, whatever fails.
 
@@ -129,7 +130,8 @@ class StepOnStages:
             effects: Takes what it leaves behind; None: nothing of it counts.
             after_backward: Called after each backward of this rank.
             phase: Where the programs are known already, which phase of the step it is.
-            when_traced: Called where the step was traced anew, before it runs; a collective call.
+            when_calling: Called where such a step calls others than any before, before it runs; a collective call. None
+                for runs that do not count.
 
         Returns:
             What the stages have done of each microbatch.
@@ -179,8 +181,9 @@ class StepOnStages:
             if found is None:
                 flows = train or differentiates
                 found = self.programs.of(kind, microbatches, step, seed, train=flows, whole=whole, flags=kept.flags)
-                if self.programs.has_traced:
-                    when_traced()
+                if when_calling is not None and (called := found[0][0][-1].units_called) not in self._called[kind]:
+                    self._called[kind].add(called)
+                    when_calling()
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)

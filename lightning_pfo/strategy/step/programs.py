@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -333,16 +333,6 @@ def _prints_of(found: Sequence[Phases]) -> Prints:
     ]
     by_content = [[sorted(contents) for contents in (*values, events)] for values, events in by_order]
     return Prints(*(zlib.crc32(repr((alike, told)).encode()) for told in (by_label, by_order, by_content)))
-
-
-Counts = tuple[tuple[str, int], ...]
-"""How often units were called, by name."""
-
-
-def units_called(programs: Sequence[StageProgram]) -> Counts:
-    """How often a step calls units."""
-    names = Counter(unit.name for event in programs[-1].events for unit in event.units)
-    return tuple(sorted(names.items()))
 
 
 def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:

@@ -17,6 +17,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.split import Split
+from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
@@ -50,7 +51,7 @@ from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
-from lightning_pfo.strategy.step.programs import Counts, Whole, units_called
+from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped, logged_by_any
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
 
@@ -79,7 +80,7 @@ class StepRunner:
         deferred: Batch norms whose running statistics are those of whole batches.
         means: Averages gradients over replicas; None where there is one.
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
-        when_traced: Called where a step that counts was traced anew, before it runs; a collective call.
+        when_calling: Called where a step calls others than any of its kind before, before it runs; a collective call.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class StepRunner:
         deferred: DeferredBatchNorms | None = None,
         means: ReplicaMeans | None = None,
         precise_gradients: bool = False,
-        when_traced: Callable[[], object] = do_nothing,
+        when_calling: Callable[[], object] = do_nothing,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -109,7 +110,7 @@ class StepRunner:
         )
         self.programs = on_stages.programs
         self._hosts = engine.host_group()
-        self._when_traced = when_traced
+        self._when_calling = when_calling
         self._means = means
         self._exchanges: dict[str, ValueExchange] = {}
         self._phases = PhaseRunner(on_stages)
@@ -376,8 +377,8 @@ class StepRunner:
                 stages.run_by_units(of, recorder, take, effects)
             else:
                 given = kind, of.of_microbatch, microbatches, of.seed, recorder, take, whole, effects, after_backward
-                programs = stages.run(*given, phase=of, when_traced=self._when_traced)
-                units = units_called(programs[0]) if self.programs.has_traced else ()
+                programs = stages.run(*given, phase=of, when_calling=self._when_calling)
+                units = programs[0][-1].units_called if self.programs.has_traced else ()
             skipped = stages.skipped
             if engine.is_last:
                 outcome = merged()

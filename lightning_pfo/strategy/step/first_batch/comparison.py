@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.untouched import untouched
+from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps
@@ -21,7 +22,7 @@ from lightning_pfo.strategy.step.first_batch.numbers import describe as describe
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun, loss_in
-from lightning_pfo.strategy.step.programs import Counts, Whole
+from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.values import ValueExchange
 
 _log = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
+from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.first_batch.comparison import Comparison
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
-from lightning_pfo.strategy.step.programs import Counts
 
 
 class FirstLooks:

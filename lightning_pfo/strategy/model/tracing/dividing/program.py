@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +21,9 @@ from lightning_pfo.strategy.model.tracing.forms.values import strides_of
 from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.variables import told_of_error
+
+Counts = tuple[tuple[str, int], ...]
+"""How often units are called, by name."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ class StageProgram:
         """How what it receives lies in memory where it is computed, if not as new tensors do."""
         found = {label: strides_of(self.forms[label]) for label in self.received if label not in self.varying}
         return {label: strides for label, strides in found.items() if strides is not None}
+
+    @cached_property
+    def units_called(self) -> Counts:
+        """How often the whole step calls units."""
+        return tuple(sorted(Counter(unit.name for event in self.events for unit in event.units).items()))
 
     def by_content(self, *, received: bool, sent: bool) -> StageProgram:
         """The same with what it receives, or sends, in an order that all ranks have, whatever they call first."""
