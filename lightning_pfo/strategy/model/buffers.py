@@ -20,7 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, no_longer_tracked
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of, version_restorer
-from lightning_pfo.strategy.parallel.groups import Shared, global_rank
+from lightning_pfo.strategy.parallel.groups import Shared, as_bytes, global_rank
 
 Changes = Mapping[str, int | None]
 """The stage whose values change a tensor, by its name; None where all stages change it alike."""
@@ -162,7 +162,7 @@ class StepBuffers:
                 source = placement[changes[name]] if name in changes else None
                 if source in each.ranks:
                     value = tensors[name].detach().contiguous()
-                    dist.broadcast(value, src=global_rank(group, source), group=each.group)
+                    dist.broadcast(as_bytes(value), src=global_rank(group, source), group=each.group)
                     with torch.no_grad():
                         tensors[name].copy_(value)
 

@@ -361,6 +361,9 @@ def copy_from(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int
     """Give all processes of a group the values that one of them has; a collective call."""
     own = local(tensor.detach())
     if own.layout == torch.strided:
-        dist.broadcast(own, src=global_rank(group, source), group=group)
+        value = own.contiguous()
+        dist.broadcast(as_bytes(value), src=global_rank(group, source), group=group)
+        if value is not own:
+            own.copy_(value)
     else:  # sparse ones may have other numbers of elements
         own.copy_(tell_all(own.cpu(), group, source))
