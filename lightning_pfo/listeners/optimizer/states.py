@@ -356,10 +356,12 @@ class States:
 
     def _see_whether_it_ever_is(self) -> None:
         """Give up where a GPU is not followed any more: no iteration is measured from then on. A collective call."""
+        if self.problem is not None:
+            return
         error = self._session.clocks.error if self._session.follower.has_ended else None
         met = None if error is None else f"{name_of(self._source)}: {error}"
         told = [one for one in self._source.all_gather(met, everywhere=True) if one is not None]
-        if told and self.problem is None:
+        if told:
             self._give_up(told[0])
 
     def _go(self, state: State) -> None:

@@ -239,8 +239,6 @@ class Comparison:
         if whole is None:
             self._runner.layers.learn(*grown, len(parts))
         tolerance = self._rehearsal.tolerance()
-        losses = [_losses_of(pair) for pair in pairs] if is_training else []
-        is_other = bool(losses) and differ(losses, tolerance)
         check = None
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
@@ -248,8 +246,9 @@ class Comparison:
                 self._choose_weights(first, parts, pairs, lambda: _are_other(pairs, tolerance))
             else:
                 self._choose_weights(first, parts, pairs, lambda: _number_unexplained(check, pairs, tolerance))
-            losses = [_losses_of(pair) for pair in pairs] if is_training else []
-            is_other = bool(losses) and differ(losses, tolerance)
+        losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        is_other = bool(losses) and differ(losses, tolerance)
+        if check is not None:
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._rehearsal.tell(is_other)):
             self._rehearsal.draw_again(first, parts, pairs, whole)
@@ -277,7 +276,7 @@ class Comparison:
 
     def _choose_weights(
         self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Callable[[], float]
-    ) -> bool:
+    ) -> None:
         """Weigh microbatches by labels that are not -100, where nothing is said and that gives what one device has.
 
         Args:
@@ -285,13 +284,10 @@ class Comparison:
             parts: The microbatches that were run.
             pairs: What has come of them, on the last rank; it is weighed anew.
             distance: How far from one device that is; 0: by no more than rounding.
-
-        Returns:
-            Whether microbatches have other weights from now on.
         """
         batching, rules, tell = self._runner.batching, self._runner.rules, self._rehearsal.tell
         if batching.microbatch_weight != "auto" or not any(tell(bool(pairs) and distance() > 0)):
-            return False
+            return
         found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels) if pairs else []
         before = rules.labels(of.source)
         candidates = list(dict.fromkeys((before, *(labels for each in tell(found) for labels in each), None)))
@@ -312,7 +308,6 @@ class Comparison:
             rules.weigh_by(of.source, candidates[best])
             if self._engine.is_speaker:
                 _log.log(*self._told_of(of, candidates[best]))
-        return bool(best)
 
     def _told_of(self, of: StepOnBatch, labels: Labels | None) -> tuple[int, str]:
         """What is said of other weights, and how urgently: batches before may have had those of others."""
