@@ -193,7 +193,7 @@ class StepOnStages:
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
                 take = self._ends.of(kind, found, microbatches, whole, step, step_seed, trying, running, take)
             programs = [of_stages for of_stages, _ in found]
-            looks = train and effects is not None and self.earlier.number > 0
+            looks = effects is not None and self.earlier.number > 0
             buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
                 of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
@@ -213,7 +213,7 @@ class StepOnStages:
                     _tell_of_draws()
                 kept.check_switched()
                 if kind != "compare":  # training has more microbatches than those that are compared
-                    tell_of_buffers(buffers.gone_on, len(microbatches))
+                    tell_of_buffers(kind, buffers.gone_on, len(microbatches))
                 name = min(buffers.differing, default="")
                 if name and engine.place == (0, 0) and (engine.rank == 0 or changes[name] is not None):
                     warn_once(writes_otherwise(name))

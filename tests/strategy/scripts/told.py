@@ -103,6 +103,30 @@ class FarCodebook(Codebook):
         return rows.square().mean() + self.sums.mean()
 
 
+class Ticking(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("ticks", torch.zeros((), dtype=torch.long))
+
+    def tick(self):
+        self.ticks += 1
+
+
+class TicksInValidation(Plain):
+    """Calls in each evaluation what changes a buffer of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0][0] = Ticking()
+
+    def validation_step(self, batch, batch_idx):
+        self.layers[0][0].tick()
+        self.log("loss", self.layers(batch[0]).square().mean())
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(DATA), batch_size=6)
+
+
 class SumsAtTheEnd(Codebook):
     """Moves a buffer where only the last stage comes to, in training only."""
 
@@ -327,6 +351,7 @@ CASES = (
     Keeps,
     Codebook,
     FarCodebook,
+    TicksInValidation,
     SumsAtTheEnd,
     CodebookInAHook,
     NoneInSome,

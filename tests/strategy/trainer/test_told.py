@@ -74,6 +74,12 @@ def test_a_buffer_that_the_step_moves_between_layers_is_named_once_with_a_way_ou
     assert [found["CodebookInAHook"] for found in said.values()] == [[], [], []]
 
 
+def test_a_buffer_that_an_evaluation_changes_is_named_once_with_a_way_out(said):
+    assert [len(found["TicksInValidation"]) for found in said.values()] == [1, 1, 0]
+    text = said["2_0"]["TicksInValidation"][0]
+    assert re.search(r"buffer self\.layers\.0\.0\.ticks .*each of 2 microbatches.*on_validation_batch_end", text)
+
+
 def test_torchs_clipping_knows_all_stages_in_hooks(said):
     assert [found["OfTorch"] for found in said.values()] == [[], [], []]
     for rank in ("2_0", "2_1"):

@@ -43,7 +43,7 @@ def tell_of_counted(model: nn.Module) -> None:
             return
 
 
-def tell_of_buffers(names: Iterable[str], number: int) -> None:
+def tell_of_buffers(kind: str, names: Iterable[str], number: int) -> None:
     """Name the first of some buffers that the step changes for each of so many microbatches before its last stage."""
     if name := min(names, default=""):
         warn_once(
@@ -51,5 +51,5 @@ def tell_of_buffers(names: Iterable[str], number: int) -> None:
             f"find there what earlier ones have left, as when gradients are accumulated; on one device once for the "
             f"batch (a moving average goes further). To change it once, keep in the step what it is made from "
             f"(self.rows = rows.detach(), which is that of the whole batch on every rank) and change the buffer in "
-            f"on_train_batch_end."
+            f"on_{kind}_batch_end."
         )

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -155,7 +156,7 @@ class LayerWatch:
 
     def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
         """Others after a change, of their `data` too; of batch norms something else is said."""
-        with DisableTorchFunctionSubclass():  # our question, not the step's
+        with following(None), DisableTorchFunctionSubclass():  # our question, not the step's
             return {
                 (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
                 for name, module in self._root.named_modules()
