@@ -269,7 +269,7 @@ def _units_in(module: nn.Module, path: str, layers: dict[int, str]) -> Iterator[
             elif is_layer:
                 yield Unit(name, child, is_layer=True, followed_into=True)
                 yield from walk(child, name)
-            elif holds_layers or listened or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            elif holds_layers or listened or _is_never_called(child):
                 yield from walk(child, name)
             elif not _is_metric(child):
                 yield Unit(name, child)
@@ -295,6 +295,11 @@ def _is_metric(module: nn.Module) -> bool:
     return all(callable(getattr(type(module), name, None)) for name in ("update", "compute", "reset"))
 
 
+def _is_never_called(module: nn.Module) -> bool:
+    """Whether a module only holds others; classes of lists may have a `forward` of their own."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.Sequential, nn.ModuleList))
 
@@ -303,7 +308,7 @@ def _items(path: str, module: nn.Module) -> list[Named]:
     """The items of a list; lists cannot be called, so of a list of lists their items."""
     found: list[Named] = []
     for key, item in children_of(module).items():
-        if isinstance(item, nn.ModuleList):
+        if isinstance(item, nn.ModuleList) and _is_never_called(item):
             found += _items(_join(path, key), item)
         elif item is not None:
             found.append((_join(path, key), item))

@@ -49,6 +49,28 @@ def test_outermost_lists_count_and_lists_of_lists_are_flat():
     assert layers_of(grid) == ["grid.0.0", "grid.0.1", "grid.1.0", "grid.1.1"]
 
 
+class Experts(nn.ModuleDict):
+    """A list that is called: whoever does so need not come to its items."""
+
+    def forward(self, rows):
+        return sum(self[f"{index}"](rows) for index in rows.int().flatten().unique().tolist())
+
+
+def test_a_list_with_a_forward_of_its_own_is_a_unit():
+    def experts():
+        return Experts({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})
+
+    units = find_units(Holder(beside=experts(), layers=nn.ModuleList([experts(), experts()])), None, 2)
+    assert [unit.name for unit in units.all] == ["beside", "layers.0", "layers.1"]
+    chain_of_lists = nn.ModuleList([Callable([nn.Linear(2, 2)]), Callable([nn.Linear(2, 2)])])
+    assert [unit.name for unit in find_units(Holder(layers=chain_of_lists)).layers] == ["layers.0", "layers.1"]
+
+
+class Callable(nn.ModuleList):
+    def forward(self, rows):
+        return self[0](rows)
+
+
 def test_several_lists_are_divided_together():
     root = Holder(encoder=Holder(layers=chain(2)), decoder=Holder(layers=nn.ModuleList([*chain(3)])))
     units = find_units(root)
