@@ -172,3 +172,16 @@ def test_trials_leave_nothing_in_what_a_class_counts_and_hooks_of_all_optimizers
     finally:
         for handle in handles:
             handle.remove()
+
+
+def test_a_hook_of_all_optimizers_may_try_one_while_others_are_to_be_called():
+    layer, heard = nn.Linear(2, 2), []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    tries = register_optimizer_step_pre_hook(lambda *_: print(couples_parameters(optimizer)))
+    hears = register_optimizer_step_pre_hook(lambda *_: heard.append("before"))
+    try:
+        optimizer.step()
+    finally:
+        tries.remove()
+        hears.remove()
+    assert heard == ["before"]

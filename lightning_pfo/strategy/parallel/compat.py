@@ -6,9 +6,10 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -25,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -491,9 +491,16 @@ def emptied(registries: Collection[dict[int, Any]]) -> Iterator[None]:
             registered.update(functions)
 
 
-def optimizer_hooks_aside() -> AbstractContextManager[None]:
-    """Let the hooks that are for the steps of all optimizers hear nothing while the context is open."""
-    return emptied([_global_optimizer_pre_hooks, _global_optimizer_post_hooks])
+@contextmanager
+def optimizer_hooks_aside() -> Iterator[None]:
+    """Let the hooks that are for the steps of all optimizers hear nothing while the context is open.
+
+    One of them may have opened it, while others are still to be called: what holds them does not change.
+    """
+    with Patches() as patches:
+        for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+            patches.set(sys.modules[Optimizer.__module__], name, OrderedDict())
+        yield
 
 
 _CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]

@@ -27,7 +27,6 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.batches.weights import LaterGaps
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put, without_inference_mode
@@ -116,7 +115,6 @@ class StepRunner:
         self._phases = PhaseRunner(on_stages)
         self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
-        self._gaps = LaterGaps() if check_loss and batching.microbatch_weight in ("auto", "samples") else None
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
@@ -341,8 +339,6 @@ class StepRunner:
         weights: tuple[float, ...] = ()
         if engine.is_last:
             weights = (1.0,) if whole is not None else stages.rules.weights(of.source, microbatches.parts, sizes)
-            if train and whole is None and self._gaps is not None and not stages.rules.labels(of.source):
-                self._gaps.look(of.batch, microbatches)
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         shape: tuple[int, ...] = ()

@@ -4,7 +4,14 @@ import re
 import pytest
 import torch
 
-from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, is_no_weighted_mean
+from lightning_pfo.strategy.step.first_batch.losses import (
+    Losses,
+    apart,
+    describe,
+    differ,
+    is_no_weighted_mean,
+    no_weights_explain,
+)
 from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
 
 FP32 = tolerance_of([torch.float32])
@@ -76,9 +83,10 @@ def test_narrow_types_round_more():
     assert not differ(losses, tolerance_of([torch.bfloat16, torch.float32]))
 
 
-def test_losses_that_are_not_finite_are_not_compared():
+def test_losses_that_are_not_finite_on_one_device_are_not_compared():
     for bad in (math.nan, math.inf):
-        assert not differ([Losses((1.0, bad), 2.0)], FP32)
+        assert differ([Losses((1.0, bad), 2.0)], FP32)
+        assert not no_weights_explain([Losses((1.0, bad), 2.0)], FP32)
         assert not differ([Losses((1.0, 2.0), bad)], FP32)
     assert not differ([Losses((0.0, 0.0), 0.0)], FP32)
 

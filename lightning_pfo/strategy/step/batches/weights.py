@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import nn
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.wording import listed, shortened
-from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 MicrobatchWeight = str | Callable[[Any], Any]
@@ -134,36 +134,68 @@ def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]
     return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
 
 
-class LaterGaps:
-    """Notices batches of which some labels are -100 where the first one, whose loss was compared, had none."""
+def has_gaps(batch: Any, *, waits: bool) -> bool:
+    """Whether some labels of a batch may be -100.
 
-    def __init__(self) -> None:
-        self._is_first = True
-        self._watches = True
-
-    def look(self, batch: Any, parts: Sequence[Any]) -> None:
-        """Look at a batch and its microbatches, whose losses are weighted by samples; on the CPU only, not to wait."""
-        if not self._watches or is_divided_by_items(batch):
-            return
-        if _number_ignored(batch):
-            numbers = list(map(_number_ignored, parts))
-            self._watches = not self._is_first and len(set(numbers)) == 1
-            if not self._is_first and not self._watches:
-                warn_once(
-                    f"Some labels are {IGNORED_LABEL}, which none was in the first batch: {listed(numbers)} in the "
-                    f"microbatches. If the loss is a mean over the others, as torch's cross entropy, microbatches "
-                    f"weighted by samples do not give that of the batch (and one without labels gives NaN): use "
-                    f"microbatch_weight='tokens', or a function of a microbatch that counts what it is a mean over."
-                )
-        self._is_first = False
+    Args:
+        batch: The batch.
+        waits: Whether tensors on other devices than the CPU, which have to be waited for, are looked at too.
+    """
+    return any(
+        _are_integers(leaf) and (waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu") and _has_gaps(leaf)
+        for _, leaf in leaves_of(batch)
+    )
 
 
-def _number_ignored(value: Any) -> int:
-    return sum(int((leaf == IGNORED_LABEL).sum()) for _, leaf in leaves_of(value) if _may_be_labels(leaf))
+@contextmanager
+def fewer_labels(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> Iterator[bool]:
+    """Have other numbers of labels in the microbatches of a batch while the context is open, where some are -100.
+
+    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too.
+
+    Args:
+        batch: The batch.
+        parts: Its microbatches.
+        labels: Labels that it may have; of those without any gap nothing is changed.
+
+    Yields:
+        Whether that is so: not where microbatches are copies, in whose place something else would be compared.
+    """
+    found = [[dict(leaves_of(of)).get(path) for of in (batch, *parts)] for path in {each.path: None for each in labels}]
+    tensors = [[torch.as_tensor(leaf) for leaf in each] for each in found if all(map(_are_integers, each))]
+    tensors = [each for each in tensors if _has_gaps(each[0])]
+    gaps = [_numbers_of_gaps(each) for each in tensors]
+    values = [[tensor.clone() for tensor in of_parts] for _, *of_parts in tensors]
+    for kind, (_, *of_parts) in enumerate(tensors):
+        for part in of_parts[kind % 2 :: 2]:
+            _take_labels_away(part)
+    more = [
+        [now - before for now, before in zip(_numbers_of_gaps(each), of_each, strict=True)]
+        for each, of_each in zip(tensors, gaps, strict=True)
+    ]
+    try:
+        yield any(of_batch for of_batch, *_ in more) and all(of_batch == sum(each) for of_batch, *each in more)
+    finally:
+        for (_, *of_parts), before in zip(tensors, values, strict=True):
+            for part, value in zip(of_parts, before, strict=True):
+                part.copy_(value)
 
 
-def _may_be_labels(leaf: Any) -> bool:
-    return _are_integers(leaf) and (isinstance(leaf, np.ndarray) or leaf.device.type == "cpu")
+def _numbers_of_gaps(labels: Sequence[torch.Tensor]) -> list[int]:
+    return [int((each == IGNORED_LABEL).sum()) for each in labels]
+
+
+def _take_labels_away(label: torch.Tensor) -> None:
+    """Leave the last label of each row, and have it first too, as a mean may leave the first of each sequence out."""
+    if not label.dim():
+        return
+    are_there = label != IGNORED_LABEL
+    last = are_there.shape[-1] - 1 - are_there.flip(-1).int().argmax(-1, keepdim=True)
+    kept, have_any = label.gather(-1, last), are_there.any(-1, keepdim=True)
+    label.fill_(IGNORED_LABEL)
+    label.scatter_(-1, last, kept)
+    if label.dim() > 1:
+        label[..., :1] = torch.where(have_any, kept, IGNORED_LABEL)
 
 
 def _are_integers(leaf: Any) -> bool:

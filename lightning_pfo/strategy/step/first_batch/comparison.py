@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -13,9 +13,9 @@ from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
-from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch import slopes
+from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
 from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
@@ -73,10 +73,12 @@ class Comparison:
         self._engine, self._owner = runner.engine, runner.owner
         self._divided = divided
         self._rehearsal = Rehearsal(runner, compiled=compiled)
+        self._labels = LabelChoice(runner, self._rehearsal, divided=divided)
         self._tries: dict[Source, int] = {}
         self._number: Counter[Source] = Counter()
         self._untold: set[Source] = set()
         self._number_trained = 0
+        self._asked: dict[Source, int] = {}
         self._looks_later = True
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
@@ -99,7 +101,7 @@ class Comparison:
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
         # training steps are compared on all replicas together, so that one of them cannot ask for it
-        is_telling = kind != "train" and not self._divided and self._runner.rules.tells_of_labels(source, first.parts)
+        is_telling = not self._divided and self._may_tell(source) and self._runner.rules.tells_of_labels(first)
         if is_late and source in self._untold and self._number[source] in _AGAIN:
             self._tries[source] = 1
         is_second = self._leaves_something and self._number_trained == _SECOND
@@ -109,10 +111,16 @@ class Comparison:
         self._is_compared = bool(self._tries[source]) or is_telling
         if not self._is_compared:
             return
+        everywhere = self._divided or (kind == "train" and bool(self._tries[source]))
         self._tries[source] = max(self._tries[source] - 1, 0)
-        self._compare_now(first, everywhere=kind == "train" or self._divided, is_late=is_late)
+        self._compare_now(first, everywhere=everywhere, is_late=is_late)
         if is_telling:
-            self._runner.rules.weigh_by(source, self._runner.rules.labels(source))
+            self._asked[source] = self._number_trained
+
+    def _may_tell(self, source: Source) -> bool:
+        """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
+        asked, is_training = self._asked.get(source), source[0] == "train"
+        return asked is None or self._number_trained >= asked + (max(asked, 1) if is_training else 1)
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """Whether a batch that was not compared has called, left or logged what none has before, so that it is to be.
@@ -204,7 +212,8 @@ class Comparison:
         if run is None:
             return [], False, False
         parts, pairs, _ = run
-        self._choose_weights(of, parts, pairs, lambda: _are_other(pairs, self._rehearsal.tolerance()))
+        tolerance = self._rehearsal.tolerance()
+        self._labels.choose(of, parts, pairs, partial(_are_other, tolerance=tolerance), number=self._number_trained)
 
         def are_other() -> bool:
             losses = list(map(_losses_of, pairs))
@@ -239,13 +248,11 @@ class Comparison:
         if whole is None:
             self._runner.layers.learn(*grown, len(parts))
         tolerance = self._rehearsal.tolerance()
-        check = None
+        check, others = None, list[Pair]()
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
-            if is_training:
-                self._choose_weights(first, parts, pairs, lambda: _are_other(pairs, tolerance))
-            else:
-                self._choose_weights(first, parts, pairs, lambda: _number_unexplained(check, pairs, tolerance))
+            distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
+            others = self._labels.choose(first, parts, pairs, distance)
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
         is_other = bool(losses) and differ(losses, tolerance)
         if check is not None:
@@ -264,7 +271,7 @@ class Comparison:
             return said
         if is_training and not any(self._rehearsal.tell(bool(said))):
             said += self._compare_slopes(first, parts, tolerance)
-        situations = [pairs, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
+        situations = [pairs, others, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
             if said:  # the loss that is logged too
@@ -273,53 +280,6 @@ class Comparison:
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
         return said
-
-    def _choose_weights(
-        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Callable[[], float]
-    ) -> None:
-        """Weigh microbatches by labels that are not -100, where nothing is said and that gives what one device has.
-
-        Args:
-            of: The batch.
-            parts: The microbatches that were run.
-            pairs: What has come of them, on the last rank; it is weighed anew.
-            distance: How far from one device that is; 0: by no more than rounding.
-        """
-        batching, rules, tell = self._runner.batching, self._runner.rules, self._rehearsal.tell
-        if batching.microbatch_weight != "auto" or not any(tell(bool(pairs) and distance() > 0)):
-            return
-        found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels) if pairs else []
-        before = rules.labels(of.source)
-        candidates = list(dict.fromkeys((before, *(labels for each in tell(found) for labels in each), None)))
-
-        def weigh(labels: Labels | None) -> None:
-            for pair in pairs:
-                pair.parts.recorder.weights = rules.weights_by(labels, parts.parts, parts.sizes)
-
-        def distance_by(labels: Labels | None) -> float:
-            weigh(labels)
-            return distance()
-
-        told = tell([distance_by(labels) for labels in candidates] if pairs else [])
-        distances = [sum(each) for each in zip(*filter(None, told), strict=True)]  # replicas have other samples each
-        best = min(range(len(distances)), key=distances.__getitem__, default=0)
-        weigh(candidates[best])
-        if best:
-            rules.weigh_by(of.source, candidates[best])
-            if self._engine.is_speaker:
-                _log.log(*self._told_of(of, candidates[best]))
-
-    def _told_of(self, of: StepOnBatch, labels: Labels | None) -> tuple[int, str]:
-        """What is said of other weights, and how urgently: batches before may have had those of others."""
-        by = "samples" if labels is None else f"labels that are not {IGNORED_LABEL} ({labels})"
-        if of.kind != "train" or self._number_trained == 1:
-            return logging.INFO, f"Microbatches count by their {by} in {of.kind} steps."
-        return logging.WARNING, (
-            f"From batch {self._number_trained} on microbatches count by their {by}, which gives the loss of one "
-            f"device here and was not to be told from the first batch. If earlier batches had different numbers of "
-            f"them in their microbatches, their losses were others: say it from the begin, by "
-            f"microbatch_weight='tokens'."
-        )
 
     def _name_of(self, of: StepOnBatch) -> str:
         number = self._number[of.source]
@@ -404,14 +364,11 @@ def _tried(function: Callable[[], T]) -> T | None:
         return None
 
 
-def _are_other(pairs: Sequence[Pair], tolerance: float) -> bool:
-    """Whether losses are others than on one device; or none, as that of a microbatch over no labels."""
-    losses = list(map(_losses_of, pairs))
-    is_none = any(math.isfinite(draw.of_all) and not math.isfinite(draw.mean) for draw in losses)
-    return is_none or differ(losses, tolerance)
+def _are_other(pairs: Sequence[Pair], *, tolerance: float) -> bool:
+    return differ(list(map(_losses_of, pairs)), tolerance)
 
 
-def _number_unexplained(check: NumberCheck, pairs: Sequence[Pair], tolerance: float) -> int:
+def _number_unexplained(check: NumberCheck, pairs: Sequence[Pair], *, tolerance: float) -> int:
     return _tried(lambda: check.number_unexplained(pairs, tolerance)) or 0
 
 

@@ -9,8 +9,13 @@ from typing import Any
 
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
-from lightning_pfo.strategy.step.batches.splitting import Microbatches
-from lightning_pfo.strategy.step.batches.weights import Labels, is_divided_by_items, labels_with_gaps, shares_of
+from lightning_pfo.strategy.step.batches.weights import (
+    Labels,
+    has_gaps,
+    is_divided_by_items,
+    labels_with_gaps,
+    shares_of,
+)
 from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
@@ -38,13 +43,21 @@ class KnownRules:
         """The labels that losses and numbers were found to be means over; None: none, or nobody knows yet."""
         return self._labels.get(source)
 
-    def tells_of_labels(self, source: Source, parts: Microbatches) -> bool:
+    def knows_labels(self, source: Source) -> bool:
+        """Whether somebody has found out if losses and numbers are means over labels or over samples."""
+        return source in self._labels
+
+    def tells_of_labels(self, of: StepOnBatch) -> bool:
         """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
-        is_open = self._batching.microbatch_weight == "auto" and not self._batching.joins_microbatches
+        batching, source, parts = self._batching, of.source, of.parts
+        is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
         if source in self._labels or not is_open or len(parts) == 1:
             return False
+        noticed = batching.has_gaps()
+        if not (has_gaps(of.batch, waits=of.kind != "train") if noticed is None else noticed):
+            return False
         of_samples = shares_of(parts.sizes, parts.sizes)
-        found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels)
+        found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels)
         return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
 
     def weigh_by(self, source: Source, labels: Labels | None) -> None:

@@ -48,11 +48,11 @@ class Losses:
 def differ(draws: Sequence[Losses], tolerance: float) -> bool:
     """Whether the loss of all samples is another one than the mean over microbatches, by more than rounding and chance.
 
-    Losses that are not finite are not compared.
+    A loss that is not finite on one device is not compared.
     """
     means, wholes = [draw.mean for draw in draws], [draw.of_all for draw in draws]
-    if not _finite([*means, *wholes]):
-        return False
+    if not (_finite(means) and _finite(wholes)):
+        return _finite(wholes)  # such as that of a microbatch over no labels
     difference = abs(fmean(means) - fmean(wholes))
     chance = _RANDOM * (max(means) - min(means) + max(wholes) - min(wholes))
     rounding = max(tolerance * _scale(draws), min(_NO_DIFFERENCE, _OF_TOLERANCE * tolerance))
@@ -66,6 +66,8 @@ def is_no_weighted_mean(draws: Sequence[Losses], tolerance: float) -> bool:
     largest of them.
     """
     found = [loss for draw in draws for loss in draw.of_microbatches]
+    if not _finite(found):
+        return False
     whole = fmean(draw.of_all for draw in draws)
     outside = max(min(found) - whole, whole - max(found))
     return outside > max(_NO_WEIGHTED_MEAN, _BEYOND_ROUNDING * tolerance) * _scale(draws)

@@ -11,13 +11,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_pfo.core.errors import BatchError, ConfigurationError
-from lightning_pfo.strategy.step.batches import notices
 from lightning_pfo.strategy.step.batches.splitting import split_batch
 from lightning_pfo.strategy.step.batches.weights import (
     Labels,
-    LaterGaps,
     check_microbatch_weight,
     counts_of,
+    fewer_labels,
     labels_with_gaps,
     shares_of,
     shifts_labels,
@@ -166,41 +165,37 @@ def test_causal_language_models_are_known():
     assert not shifts_labels(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize(
-    ("gaps_of_rows", "is_told"),
-    [
-        ([(), (0, 0, 3, 3), (0, 1)], True),  # microbatches of which one has no label any more
-        ([(), (1, 2, 1, 2), (0, 0, 1, 1)], True),  # first alike in both, then not
-        ([(), (1, 1, 1, 1)], False),
-        ([(0, 1), (0, 0, 3, 3)], False),  # the comparison has seen it
-        ([()], False),
-    ],
+@given(
+    gaps=st.lists(st.integers(0, 5), min_size=4, max_size=9),
+    number=st.integers(2, 4),
+    form=st.sampled_from(["dict", "numpy", "flat"]),
 )
-@pytest.mark.parametrize(
-    "as_batch", [lambda x: {"labels": x}, lambda x: (x.numpy(), np.array(["text"] * 4))], ids=["dict", "tuple"]
-)
-def test_labels_that_are_ignored_from_a_later_batch_on_are_told_of_once(caplog, gaps_of_rows, is_told, as_batch):
-    notices._said.clear()
-    gaps = LaterGaps()
-    for ignored in gaps_of_rows:
-        labels = torch.zeros(4, 3, dtype=torch.int64)
-        for row, number in enumerate(ignored):
-            labels[row, :number] = -100
-        batch = as_batch(labels)
-        gaps.look(batch, split_batch(batch, 2))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == is_told
-    assert all("microbatch_weight='tokens'" in message for message in said)
+def test_microbatches_have_fewer_labels_for_a_while(gaps, number, form):
+    labels = torch.arange(len(gaps) * 5).reshape(len(gaps), 5)
+    for row, ignored in enumerate(gaps):
+        labels[row, :ignored] = -100
+    labels = labels[:, 1].clone() if form == "flat" else labels
+    before = labels.clone()
+    batch = {"labels": labels.numpy() if form == "numpy" else labels, "x": torch.zeros(len(gaps), 2)}
+    parts = split_batch(batch, number)
+    found = labels_with_gaps(parts.parts, are_shifted=False)
+    with fewer_labels(batch, parts.parts, found) as are_fewer:
+        now = torch.as_tensor(batch["labels"])
+        assert are_fewer == bool((now == -100).sum() != (before == -100).sum())
+        assert set(now.flatten().tolist()) <= set(before.flatten().tolist())
+        joined = torch.cat([torch.as_tensor(part["labels"]) for part in parts])
+        assert torch.equal(joined, now)
+        if form != "flat":
+            assert torch.equal((now != -100).any(1), (before != -100).any(1))  # no row is without any
+    assert torch.equal(torch.as_tensor(batch["labels"]), before)
 
 
-def test_losses_divided_by_a_given_number_of_items_are_not_told_of(caplog):
-    gaps = LaterGaps()
-    for number in (0, 3):
-        labels = torch.zeros(4, 3, dtype=torch.int64)
-        labels[0, :number] = -100
-        batch = {"labels": labels, "num_items_in_batch": torch.tensor(12 - number)}
-        gaps.look(batch, split_batch(batch, 2))
-    assert not caplog.records
+def test_microbatches_that_are_copies_cannot_have_fewer_labels():
+    labels = torch.tensor([[1, -100], [2, 3], [4, 5], [6, 7]])
+    parts = [{"labels": labels[:2].clone()}, {"labels": labels[2:].clone()}]
+    with fewer_labels({"labels": labels}, parts, [Labels("batch['labels']", False)]) as are_fewer:
+        assert not are_fewer
+    assert [part["labels"].tolist() for part in parts] == [labels[:2].tolist(), labels[2:].tolist()]
 
 
 @given(size=st.integers(2, 12), number=st.integers(1, 5), seed=st.integers(0, 99), shifted=st.booleans())

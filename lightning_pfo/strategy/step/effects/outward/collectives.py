@@ -30,7 +30,7 @@ _WITH_GRADIENTS = ("torch.distributed.nn", "torch.distributed.nn.functional")
 _TO_OR_FROM_ONE = ("reduce", "broadcast", "broadcast_object_list")
 _SEEN_TO = frozenset(
     (
-        *("torch", "torchmetrics", "accelerate", "lightning_pfo"),
+        *("torch", "torchmetrics", "lightning_pfo"),
         *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
     )
 )
@@ -127,10 +127,27 @@ def collectives_in_steps(
             patched(name, partial(differentiable, name), owner)
     patched("get_rank", rank)
     patched("get_world_size", lambda ordinary: 1 if replicas is None else ordinary(replicas))
+    if (accelerate := sys.modules.get("accelerate.state")) is not None:  # whose `reduce` losses of transformers call
+        number = 1 if replicas is None else dist.get_world_size(replicas)
+        patches.set(accelerate.PartialState, "num_processes", _other_in_steps("num_processes", number, within_step))
     for module in _others_modules():  # which may have a name for one, of `from torch.distributed import ...`
         for name, value in list(vars(module).items()):
             if id(value) in instead_of:
                 patches.set(module, name, instead_of[id(value)])
+
+
+def _other_in_steps(name: str, value: Any, within_step: Callable[[], bool]) -> property:
+    """An attribute that objects of a class have, with another value in steps."""
+
+    def get(self: Any) -> Any:
+        if not within_step() and name not in vars(self):
+            raise AttributeError(name)
+        return value if within_step() else vars(self)[name]
+
+    def put(self: Any, given: Any) -> None:
+        vars(self)[name] = given
+
+    return property(get, put)
 
 
 def _is_seen_to(module: str) -> bool:

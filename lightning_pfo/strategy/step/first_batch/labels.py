@@ -1,0 +1,154 @@
+"""Which labels microbatches count by, where nothing is said: those that give what one device has.
+
+Microbatches of a batch may have as many labels each, or losses that hardly tell. So the batch is run once more with few
+labels in some of them, where it has -100 for others already; of gradients too, if losses say nothing then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, fewer_labels, labels_with_gaps
+from lightning_pfo.strategy.step.first_batch.numbers import Pair
+from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
+from lightning_pfo.strategy.step.first_batch.slopes import Compared, gap
+from lightning_pfo.strategy.step.on_stages import StepOnStages
+from lightning_pfo.strategy.step.outcome import StepOnBatch
+
+_log = logging.getLogger(__name__)
+Distance = Callable[[Sequence[Pair]], float]
+"""How far from one device that is to which microbatches have come; 0: by no more than rounding."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What microbatches have come to, and what candidates for their weights give.
+
+    Attributes:
+        pairs: What has come of them, on the last rank.
+        weights: By each candidate, there.
+        distances: How far from one device what each gives is; none if nobody knows.
+    """
+
+    pairs: Sequence[Pair]
+    weights: list[tuple[float, ...]]
+    distances: Sequence[float] = ()
+
+    def weigh(self, candidate: int) -> None:
+        """Weigh by one of them."""
+        for pair in self.pairs:
+            pair.parts.recorder.weights = self.weights[candidate]
+
+
+class LabelChoice:
+    """Weighs microbatches by labels that are not -100 where that gives what one device has.
+
+    Args:
+        runner: Runs the user's step.
+        rehearsal: Runs batches that are compared.
+        divided: Whether layers are divided over replicas.
+    """
+
+    def __init__(self, runner: StepOnStages, rehearsal: Rehearsal, *, divided: bool) -> None:
+        self._engine, self._batching, self._rules = runner.engine, runner.batching, runner.rules
+        self._rehearsal = rehearsal
+        self._divided = divided
+
+    def choose(
+        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Distance, number: int = 0
+    ) -> list[Pair]:
+        """Choose weights; a collective call of all who run the batch.
+
+        Args:
+            of: The batch.
+            parts: The microbatches that were run.
+            pairs: What has come of them, on the last rank; it is weighed anew.
+            distance: How far from one device that is.
+            number: That of a batch before which others may have had wrong weights; 0: they had not.
+
+        Returns:
+            What else was run to find out, on the last rank.
+        """
+        rules, tell = self._rules, self._rehearsal.tell
+        is_known = rules.knows_labels(of.source)
+        if self._batching.microbatch_weight != "auto" or not any(
+            tell(bool(pairs) and (not is_known or distance(pairs) > 0))
+        ):
+            return []
+        found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels) if pairs else []
+        before = rules.labels(of.source)
+        candidates = list(dict.fromkeys((before, *(labels for each in tell(found) for labels in each), None)))
+        if len(candidates) == 1:
+            return []
+        tried = [self._tried(of, parts, pairs, candidates, distance)]
+        if not is_known:
+            tried += self._tried_with_fewer(of, parts, candidates, distance)
+        distances = [sum(each) for each in zip(*(each.distances for each in tried if each.distances), strict=True)]
+        best = min(range(len(distances)), key=distances.__getitem__, default=0)
+        for each in tried:
+            each.weigh(best)
+        if best or (distances and max(distances) > distances[best] == 0):
+            rules.weigh_by(of.source, candidates[best])
+        if best and self._engine.is_speaker:
+            _log.log(*_told_of(of.kind, candidates[best], number))
+        return [pair for others in tried[1:] for pair in others.pairs]
+
+    def _tried_with_fewer(
+        self, of: StepOnBatch, parts: Microbatches, candidates: Sequence[Labels | None], distance: Distance
+    ) -> list[_Tried]:
+        """What candidates give for microbatches with other numbers of labels."""
+        labels = [each for each in candidates if each is not None]
+        with self._rehearsal.silent(True), fewer_labels(of.batch, parts.parts, labels) as are_fewer:
+            if not all(self._engine.all_gather(are_fewer, everywhere=self._rehearsal.everywhere)):
+                return []
+            pairs = self._rehearsal.pair(of, parts, 0)
+            tried = self._tried(of, parts, pairs, candidates, distance)
+            tells_nothing = bool(tried.distances) and len(set(tried.distances)) == 1
+            if of.kind == "train" and not self._divided and tells_nothing:
+                tried = replace(tried, distances=self._distances_of_slopes(of, parts, tried))
+            return [tried]
+
+    def _tried(
+        self,
+        of: StepOnBatch,
+        parts: Microbatches,
+        pairs: Sequence[Pair],
+        candidates: Sequence[Labels | None],
+        distance: Distance,
+    ) -> _Tried:
+        weights = [self._rules.weights_by(labels, parts.parts, parts.sizes) for labels in candidates if pairs]
+        tried = _Tried(pairs, weights)
+
+        def by(index: int) -> float:
+            tried.weigh(index)
+            return distance(pairs)
+
+        return replace(tried, distances=self._of_all([by(index) for index in range(len(weights))]))
+
+    def _distances_of_slopes(self, of: StepOnBatch, parts: Microbatches, tried: _Tried) -> list[float]:
+        """How far gradients are from those of one device."""
+        found, tolerance = self._rehearsal.slopes(of, parts, 0), self._rehearsal.tolerance()
+        if found is None:
+            return []
+        by_weights = [Compared(found.of_parts, found.of_all, weights, found.sizes) for weights in tried.weights]
+        return self._of_all([gap([each], tolerance) for each in by_weights])
+
+    def _of_all(self, distances: list[float]) -> list[float]:
+        """Those of all replicas, as they have other samples."""
+        told = list(filter(None, self._rehearsal.tell(distances)))
+        return [sum(each) for each in zip(*told, strict=True)]
+
+
+def _told_of(kind: str, labels: Labels | None, number: int) -> tuple[int, str]:
+    """What is said of other weights, and how urgently: batches before may have had those of others."""
+    by = "samples" if labels is None else f"labels that are not {IGNORED_LABEL} ({labels})"
+    if not number:
+        return logging.INFO, f"Microbatches count by their {by} in {kind} steps."
+    return logging.WARNING, (
+        f"From batch {number} on microbatches count by their {by}, which gives the loss of one device here and was not "
+        f"to be told from the first batch. If earlier batches had different numbers of them in their microbatches, "
+        f"their losses were others: say it from the begin, by microbatch_weight='tokens'."
+    )
